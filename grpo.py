@@ -1,0 +1,252 @@
+"""The learning step: rollouts in, metrics out. GRPO and its near relatives on token log-probabilities.
+
+One step, on P prompts with G completions each (B = P * G rollouts of up to T tokens):
+
+1. advantages of the B rewards, against the other completions of the same prompt (`advantages`);
+2. per token: the clipped ratio to the policy that the step began with, weighted by the truncated importance weight of
+   that policy over the engine's, plus an optional KL penalty (`token_losses`);
+3. a weighted sum over tokens (`token_weights`), whose gradient does not depend on the size of the micro-batches;
+4. gradient clipping, AdamW. Master weights are fp32, since an update of 1e-6 vanishes in bf16; the compute is bf16 by
+   autocast on a GPU and fp32 on CPU.
+
+The engine's log-probabilities come with the rollouts. Their distance to the trainer's, on the same tokens and before
+any update, is `logprobs/mismatch`: rollouts that follow a sync prove it, every token of them.
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+STATE_FILE = "trainer_state.pt"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled completion."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float]  # the engine's, of each completion token, at the sampling temperature
+    reward: float
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    group_size: int  # G: completions of one prompt, which follow each other in the rollouts
+    max_tokens: int  # T
+    temperature: float = 1.0
+    learning_rate: float = 1e-6
+    advantage: str = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.28  # above clip_low ("clip-higher"): leaves room for unlikely tokens to gain
+    importance_cap: float = 2.0
+    kl_coef: float = 0.0
+    max_grad_norm: float = 1.0
+    updates: int = 1  # optimizer steps on the same rollouts
+    micro_batch_size: int = 16
+    max_mismatch: float = float("inf")
+
+
+class MismatchError(RuntimeError):
+    """Engine and trainer disagree about the log-probabilities of the same tokens: the last sync went wrong."""
+
+
+def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tensor:
+    """Advantages [B] of rewards [B], in groups of `group_size` completions of one prompt.
+
+    - `grpo` (Shao et al. 2024, arXiv:2402.03300): reward less the group's mean, over the group's standard deviation.
+    - `dr_grpo` (Liu et al. 2025, arXiv:2503.20783): less the group's mean; no division, which favours easy prompts.
+    - `rloo` (Ahmadian et al. 2024, arXiv:2402.14740): less the mean of the group's other completions.
+    - `reinforce++` (Hu et al. 2025, arXiv:2501.03262, the baseline variant): less the group's mean, then over the
+      standard deviation of the whole batch.
+    """
+    groups = rewards.view(-1, group_size)
+    centered = groups - groups.mean(1, keepdim=True)
+    if kind == "grpo":
+        return (centered / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    if kind == "dr_grpo":
+        return centered.flatten()
+    if kind == "rloo":
+        return (centered * group_size / (group_size - 1)).flatten()
+    if kind == "reinforce++":
+        return (centered / (centered.std() + 1e-4)).flatten()
+    raise ValueError(f"unknown advantage {kind!r}")
+
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "reinforce++")
+
+
+def token_weights(mask: torch.Tensor, config: GRPOConfig) -> torch.Tensor:
+    """Weights [B, T] of the tokens in the loss, for a mask [B, T] of the completions' tokens.
+
+    GRPO averages over each completion, then over completions. Dr.GRPO divides by the constant B * T, so that long
+    completions count no less. The others average over all tokens.
+    """
+    if config.advantage == "grpo":
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    if config.advantage == "dr_grpo":
+        return mask / (len(mask) * config.max_tokens)
+    return mask / mask.sum().clamp(min=1)
+
+
+def token_losses(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    engine_logprobs: torch.Tensor,
+    advantage: torch.Tensor,
+    config: GRPOConfig,
+    reference_logprobs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Losses [B, T] of tokens with log-probabilities [B, T] under the policy that learns, the one that the step began
+    with and the engine's; `advantage` is [B]. With a reference, `kl_coef` times the k3 estimate of the KL is added.
+    """
+    advantage = advantage[:, None]
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    importance = (old_logprobs - engine_logprobs).exp().clamp(max=config.importance_cap)
+    losses = -importance * torch.minimum(ratio * advantage, clipped * advantage)
+    if reference_logprobs is not None:
+        losses = losses + config.kl_coef * kl_estimate(logprobs, reference_logprobs)
+    return losses
+
+
+def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    """Schulman's k3 estimate of KL(policy || reference) per token: unbiased, never negative."""
+    log_ratio = reference_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+class Learner:
+    """A causal language model and its optimizer. `path` is a Hugging Face model, or a checkpoint that `save` wrote."""
+
+    def __init__(self, path: str, config: GRPOConfig, device: torch.device, seed: int = 0):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.manual_seed(seed)
+        self.config, self.device = config, device
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+        self.model.eval()  # no dropout: the ratios compare log-probabilities of one and the same function
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.step = 0
+
+    def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics.
+
+        Raises MismatchError, before anything is updated, if the engine's log-probabilities are further from the
+        trainer's than `max_mismatch` on average.
+        """
+        config = self.config
+        rewards = torch.tensor([rollout.reward for rollout in rollouts])
+        advantage = advantages(rewards, config.group_size, config.advantage).to(self.device)
+        mask, engine_logprobs = (tensor.to(self.device) for tensor in _completion_tensors(rollouts))
+        weights = token_weights(mask, config)
+        tokens = mask.sum()
+        old_logprobs = torch.zeros_like(engine_logprobs)
+        totals = dict.fromkeys(("loss", "entropy", "kl"), 0.0)
+        for update in range(config.updates):
+            self.optimizer.zero_grad(set_to_none=True)
+            totals["loss"] = 0.0
+            for begin in range(0, len(rollouts), config.micro_batch_size):
+                part = slice(begin, begin + config.micro_batch_size)
+                logprobs, entropy = self.token_logprobs(rollouts[part], mask.shape[1])
+                reference_logprobs = None
+                if self.reference is not None:
+                    with torch.no_grad():
+                        reference_logprobs, _ = self.token_logprobs(rollouts[part], mask.shape[1], self.reference)
+                if update == 0:
+                    old_logprobs[part] = logprobs.detach()
+                    totals["entropy"] += float((entropy * mask[part]).sum() / tokens)
+                    if reference_logprobs is not None:
+                        kl = kl_estimate(logprobs.detach(), reference_logprobs)
+                        totals["kl"] += float((kl * mask[part]).sum() / tokens)
+                losses = token_losses(
+                    logprobs, old_logprobs[part], engine_logprobs[part], advantage[part], config, reference_logprobs
+                )
+                loss = (losses * weights[part]).sum()
+                loss.backward()
+                totals["loss"] += loss.item()
+            if update == 0:
+                totals["logprobs/mismatch"] = self._proven(old_logprobs, engine_logprobs, mask)
+            grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+            self.optimizer.step()
+        self.step += 1
+        return {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "completions/mean_length": float(tokens) / len(rollouts),
+            "grad_norm": float(grad_norm),
+            **totals,
+        }
+
+    @torch.no_grad()
+    def mismatch(self, rollouts: list[Rollout]) -> float:
+        """Mean distance of the engine's log-probabilities from the trainer's. Raises MismatchError as `learn` does."""
+        mask, engine_logprobs = (tensor.to(self.device) for tensor in _completion_tensors(rollouts))
+        size = self.config.micro_batch_size
+        parts = [rollouts[begin : begin + size] for begin in range(0, len(rollouts), size)]
+        logprobs = torch.cat([self.token_logprobs(part, mask.shape[1])[0] for part in parts])
+        return self._proven(logprobs, engine_logprobs, mask)
+
+    def _proven(self, logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> float:
+        mismatch = float(((logprobs - engine_logprobs).abs() * mask).sum() / mask.sum())
+        if not mismatch <= self.config.max_mismatch:  # a NaN does not pass
+            raise MismatchError(
+                f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
+                f" {self.config.max_mismatch:g}: the engine does not serve the trainer's weights"
+            )
+        return mismatch
+
+    def token_logprobs(self, rollouts: list[Rollout], width: int, model=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies [B, width] of the completions' tokens, right-padded with zeros."""
+        sequences = [torch.tensor(r.prompt_ids + r.completion_ids) for r in rollouts]
+        ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).to(self.device)
+        attention_mask = torch.zeros_like(ids)
+        for row, sequence in zip(attention_mask, sequences, strict=True):
+            row[: len(sequence)] = 1
+        autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
+        with autocast:
+            logits = (model or self.model)(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits
+        logprobs = ids.new_zeros(len(rollouts), width, dtype=torch.float32)
+        entropies = torch.zeros_like(logprobs)
+        for i, rollout in enumerate(rollouts):
+            begin, length = len(rollout.prompt_ids), len(rollout.completion_ids)
+            # The logits at one position are of the token at the next.
+            log_softmax = (logits[i, begin - 1 : begin - 1 + length].float() / self.config.temperature).log_softmax(-1)
+            logprobs[i, :length] = log_softmax.gather(1, ids[i, begin : begin + length, None])[:, 0]
+            with torch.no_grad():
+                entropies[i, :length] = -(log_softmax.exp() * log_softmax).sum(-1)
+        return logprobs, entropies
+
+    def save(self, folder: Path) -> None:
+        """Write the model and tokenizer in Hugging Face format, and beside them what `load_state` needs."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        state = {"step": self.step, "optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            state["random_cuda"] = torch.cuda.get_rng_state(self.device)
+        torch.save(state, folder / STATE_FILE)
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from a checkpoint whose model this learner was made from: optimizer, step and random states."""
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        self.step = state["step"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate
+        torch.set_rng_state(state["random"])
+        if "random_cuda" in state and self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random_cuda"], self.device)
+
+
+def _completion_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of the completions' tokens and the engine's log-probabilities, both [B, T], right-padded with zeros."""
+    logprobs = [torch.tensor(rollout.logprobs, dtype=torch.float32) for rollout in rollouts]
+    padded = torch.nn.utils.rnn.pad_sequence(logprobs, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in logprobs], batch_first=True)
+    return mask, padded

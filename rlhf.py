@@ -1,0 +1,296 @@
+"""RLHF on separate GPUs: a trainer on one, a tensor-parallel vLLM engine on the others, NCCL between them.
+
+    python rlhf.py                                   # 3 GPUs: facebook/opt-125m, trainer + TP=2 engine
+    python rlhf.py --tensor-parallel-size 4          # 5 GPUs
+    python rlhf.py                                   # no GPU: a small built-in model, the same topology, gloo
+    python rlhf.py --ray-address auto                # on a running Ray cluster
+
+    GPU 0     trainer actor: fp32 master weights, GRPO (grpo.py), WeightSender (rlhf_utils.py)
+    GPU 1..N  engine actor: vllm.LLM with N workers, each with rlhf_utils.WorkerExtension
+
+1. Place: one Ray placement group, a bundle for the trainer and one for each engine worker.
+2. Connect trainer and workers, and sync once: the engine serves what the trainer holds.
+3. Each step: generate, reward, learn, sync. The rollouts that follow a sync prove it: the engine's log-probabilities
+   of the tokens it sampled must be the trainer's, or the step raises.
+4. Generate again with the last weights, prove them as well, and print.
+
+The last line is `OK: ...`; on an error it is `error: ...`, and the exit status is not 0.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+import torch
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from grpo import GRPOConfig, Learner, Rollout
+from ray_session import RaySession, run_main
+from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+from run_folder import (
+    RunError,
+    RunFolder,
+    check_model,
+    grpo_config,
+    last_checkpoint,
+    parse_args,
+    write_checkpoint,
+)
+from task import draw_prompts, load_prompts, load_reward, score
+
+DEFAULT_MODEL = "facebook/opt-125m"
+MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
+
+
+class Engine:
+    """A Ray actor around vllm.LLM. It has no GPU of its own: vLLM's workers take the placement group's bundles."""
+
+    def __init__(self, model: str, args: argparse.Namespace, device: str):
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc to our own workers
+        options = {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
+        if device == "cuda":
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+            os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(args.tensor_parallel_size))
+            options |= {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
+            options |= {"gpu_memory_utilization": args.gpu_memory_utilization}
+        else:
+            # vLLM has no Ray executor on CPU; its workers are processes of this actor, each bound to its cores.
+            cores = sorted(os.sched_getaffinity(0))
+            shares = [cores[i :: args.tensor_parallel_size] or cores for i in range(args.tensor_parallel_size)]
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
+            options |= {"dtype": "float32", "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 256 << 20}
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=model,
+            worker_extension_cls="rlhf_utils.WorkerExtension",
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
+            seed=args.seed,
+            **options,
+        )
+
+    def start(self) -> None:
+        """Returns once the engine has started, as any call does."""
+
+    def rollout(self, prompts: list[str], args: argparse.Namespace, seed: int) -> list[tuple]:
+        """`group_size` completions of each prompt: (prompt ids, completion ids, log-probabilities, text), in order."""
+        from vllm import SamplingParams
+
+        # Without top-p and top-k, the log-probabilities are of the whole vocabulary, as the trainer's are.
+        params = [
+            SamplingParams(
+                n=args.group_size,
+                temperature=args.temperature,
+                max_tokens=args.max_tokens,
+                logprobs=0,
+                seed=(seed * len(prompts) + i) * args.group_size % 2**31,
+            )
+            for i in range(len(prompts))
+        ]
+        requests = self.llm.generate(prompts, params, use_tqdm=False)
+        return [
+            (
+                list(request.prompt_token_ids),
+                list(output.token_ids),
+                [position[token].logprob for position, token in zip(output.logprobs, output.token_ids, strict=True)],
+                output.text,
+            )
+            for request in requests
+            for output in request.outputs
+        ]
+
+    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
+        self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
+
+    def receive_weights(self) -> bool:
+        """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
+        # The prefix cache holds keys and values of the old weights. Nothing is generated between here and the sync.
+        if not self.llm.reset_prefix_cache():
+            raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
+        self.llm.collective_rpc("receive_weights")
+        return all(self.llm.collective_rpc("check_weights_changed"))
+
+    def shutdown(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class Trainer:
+    """A Ray actor around the learner, and rank 0 of the group that the weights travel in."""
+
+    def __init__(self, model: str, config: GRPOConfig, device: str, args: argparse.Namespace):
+        torch.set_num_threads(os.cpu_count())  # Ray sets one thread
+        self.learner = Learner(model, config, torch.device(device), args.seed)
+        if args.resume:
+            self.learner.load_state(Path(model))
+
+    def address(self) -> tuple[str, int]:
+        from vllm.utils.network_utils import get_open_port
+
+        return ray.util.get_node_ip_address(), get_open_port()
+
+    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
+        group = stateless_init_process_group(address, port, 0, world_size, self.learner.device)
+        self.sender = WeightSender(group)
+
+    def send_weights(self) -> SyncReport:
+        return self.sender.send_weights(self.learner.model.named_parameters())
+
+    def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
+        return self.learner.learn(rollouts)
+
+    def mismatch(self, rollouts: list[Rollout]) -> float:
+        return self.learner.mismatch(rollouts)
+
+    def step(self) -> int:
+        return self.learner.step
+
+    def save(self, run_folder: Path) -> Path:
+        return write_checkpoint(run_folder, self.learner.step, self.learner.save)
+
+
+def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
+    """Reserve the topology. Returns the device, and the Ray options that put trainer and engine in their places."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    wanted = 1 + args.tensor_parallel_size
+    if 0 < gpus < wanted:
+        raise RunError(
+            f"rlhf.py wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for the engine, and there"
+            f" are {gpus}: lower --tensor-parallel-size, or use rlhf_colocate.py, which shares GPUs"
+        )
+    bundles = [{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2
+    group = placement_group(bundles, strategy="PACK" if gpus else "SPREAD")
+    if not group.wait(timeout_seconds=60):
+        raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
+    trainer, engine = (
+        PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True) for bundle in (0, 1)
+    )
+    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
+    return (
+        "cuda" if gpus else "cpu",
+        {"scheduling_strategy": trainer, **resources},
+        {"scheduling_strategy": engine, "num_cpus": 0},
+    )
+
+
+def choose_model(run: RunFolder, args: argparse.Namespace, device: str) -> str:
+    """The model to begin with: --model, or what the hardware allows; when resuming, the last checkpoint."""
+    if args.learning_rate is None:
+        args.learning_rate = 3e-3 if device == "cpu" and args.model is None else 1e-5
+    if args.resume:
+        return str(last_checkpoint(run.path, of_model=args.model))
+    if args.model is None and device == "cpu":
+        from tiny_model import build_tiny_model
+
+        return str(build_tiny_model(run.path / "model", args.seed))
+    return check_model(args.model or DEFAULT_MODEL)
+
+
+def main(run: RunFolder, args: argparse.Namespace) -> None:
+    prompts, reward = load_prompts(args.prompts), load_reward(args.reward)
+    with RaySession(run, args.ray_address) as session:
+        # 1. Place
+        device, trainer_options, engine_options = place(args)
+        model = choose_model(run, args, device)
+        tp = args.tensor_parallel_size
+        if device == "cpu":
+            run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
+        run.say(f"model {model}\nrun folder {run.path}")
+        config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
+        trainer = ray.remote(Trainer).options(**trainer_options).remote(model, config, device, args)
+        engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
+        session.farewells.append(engine.shutdown.remote)
+        first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())
+        if first_step >= args.steps:
+            raise RunError(f"that run has done its {first_step} steps: ask for more with --steps")
+        run.start_metrics(first_step)
+
+        # 2. Connect, and serve what the trainer holds
+        connect(session, trainer, engine, tp)
+        sync(session, trainer, engine.receive_weights.remote())
+
+        # 3. Generate, reward, learn, sync
+        for step in range(first_step + 1, args.steps + 1):
+            started = time.perf_counter()
+            rows = draw_prompts(prompts, args.prompts_per_step, step, args.seed)
+            rollouts, texts = generate(session, engine, rows, reward, args, step)
+            generated = time.perf_counter()
+            listening = engine.receive_weights.remote()  # the engine is ready before the weights are
+            (metrics,) = session.wait("learning", trainer=trainer.learn.remote(rollouts))
+            learned = time.perf_counter()
+            report = sync(session, trainer, listening)
+            metrics |= {"time/rollout": generated - started, "time/train": learned - generated}
+            metrics |= {"time/sync": report.seconds, "sync/GBps": report.gigabytes_per_second}
+            run.log_metrics(step, metrics)
+            if step in (first_step + 1, args.steps):
+                show(run, rows, rollouts, texts)
+            run.say(progress(step, args.steps, metrics))
+            if step % args.save_every == 0 or step == args.steps:
+                session.wait("saving", trainer=trainer.save.remote(run.path))
+                run.draw()
+
+        # 4. Generate again, and prove the last sync
+        rows = draw_prompts(prompts, args.prompts_per_step, args.steps + 1, args.seed)
+        rollouts, texts = generate(session, engine, rows, reward, args, args.steps + 1)
+        (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(rollouts))
+        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
+        show(run, rows, rollouts, texts)
+    first, last = run.rows[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)
+    seconds = sorted(row["time/sync"] for row in run.rows)[len(run.rows) // 2]
+    run.say(f"OK: reward {first:.3f} -> {last:.3f} in {args.steps} steps, {seconds:.4f} s per sync (median)")
+
+
+def connect(session: RaySession, trainer, engine, tensor_parallel_size: int) -> None:
+    """Join the trainer, rank 0, and the engine's workers in one broadcast group."""
+    (address,) = session.wait("connecting", trainer=trainer.address.remote())
+    actors = {"trainer": trainer, "engine": engine}
+    world_size = 1 + tensor_parallel_size
+    calls = {name: actor.init_weight_update_group.remote(*address, world_size) for name, actor in actors.items()}
+    session.wait("connecting", **calls)
+
+
+def generate(
+    session: RaySession, engine, rows: list[dict], reward: Callable, args: argparse.Namespace, step: int
+) -> tuple[list[Rollout], list[str]]:
+    """Completions of these rows with their rewards, `group_size` of each in a row, and their texts."""
+    prompts, seed = [row["prompt"] for row in rows], args.seed * 1_000_003 + step
+    (outputs,) = session.wait("generating", engine=engine.rollout.remote(prompts, args, seed))
+    texts = [text for *_, text in outputs]
+    rewards = score(reward, [row for row in rows for _ in range(args.group_size)], texts)
+    return [Rollout(*output[:3], value) for output, value in zip(outputs, rewards, strict=True)], texts
+
+
+def sync(session: RaySession, trainer, listening: ray.ObjectRef) -> SyncReport:
+    """Send the trainer's weights to the engine, whose `receive_weights` is under way."""
+    report, served = session.wait("syncing", trainer=trainer.send_weights.remote(), engine=listening)
+    if not served:
+        raise RunError(f"after sync {report.version}, the engine does not serve what was sent")
+    return report
+
+
+def show(run: RunFolder, rows: list[dict], rollouts: list[Rollout], texts: list[str], count: int = 3) -> None:
+    """Print the first completion of a few prompts."""
+    group = len(rollouts) // len(rows)
+    for i, row in enumerate(rows[:count]):
+        run.say(f"  {rollouts[i * group].reward:5.2f}  {row['prompt']!r} -> {texts[i * group]!r}")
+
+
+def progress(step: int, steps: int, metrics: dict[str, float]) -> str:
+    return (
+        f"step {step:{len(str(steps))}}/{steps}  reward {metrics['reward/mean']:.3f}"
+        f"  mismatch {metrics['logprobs/mismatch']:.1e}  rollout {metrics['time/rollout']:.2f} s"
+        f"  train {metrics['time/train']:.2f} s  sync {metrics['time/sync']:.4f} s ({metrics['sync/GBps']:.2f} GB/s)"
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tensor-parallel-size", type=int, default=2, help="GPUs (CPU: core groups) of the engine")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="share of each engine GPU")
+    parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
+    args = parse_args(parser)
+    run_main(lambda run: main(run, args), lambda: RunFolder(args, "rlhf"))

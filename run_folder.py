@@ -1,0 +1,274 @@
+"""What a run leaves behind: a folder with its arguments, metrics, picture, log and checkpoints.
+
+args.json             the arguments, which --resume takes as its defaults
+metrics.jsonl         one line a step
+tensorboard/          the same as TensorBoard events
+reward.png            reward, mismatch and sync time over the steps
+run.log               everything that Ray, vLLM and the actors printed
+checkpoint-000010/    Hugging Face model and tokenizer, and trainer_state.pt to go on from
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo import ADVANTAGES, GRPOConfig
+
+CHECKPOINTS_KEPT = 2
+
+
+class RunError(RuntimeError):
+    """A reason to end the run, said in words for the user."""
+
+
+# --- Arguments --------------------------------------------------------------------------------------------------------
+
+
+def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Add the arguments that every script has, and parse. With --resume, that run's arguments are the defaults."""
+    add = parser.add_argument
+    task = parser.add_argument_group("task")
+    task.add_argument("--model", help="Hugging Face model or folder (default: the script's choice for the hardware)")
+    task.add_argument("--prompts", metavar="FILE.jsonl", help='a "prompt" per line, other columns go to the reward')
+    task.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward(prompts, completions, **columns) -> floats")
+    task.add_argument("--prompts-per-step", type=_count, default=8)
+    task.add_argument("--group-size", type=_group, default=8, help="completions of each prompt")
+    task.add_argument("--max-tokens", type=_count, default=16, help="length of a completion, at most")
+    task.add_argument("--temperature", type=_positive, default=1.0)
+    learning = parser.add_argument_group("learning")
+    learning.add_argument("--steps", type=_count, default=30)
+    learning.add_argument("--learning-rate", type=_positive, help="default: 3e-3 for the built-in model, else 1e-5")
+    learning.add_argument("--advantage", choices=ADVANTAGES, default="grpo")
+    learning.add_argument("--clip-low", type=_positive, default=0.2)
+    learning.add_argument("--clip-high", type=_positive, default=0.28)
+    learning.add_argument("--importance-cap", type=_positive, default=2.0, help="of trainer over engine probabilities")
+    learning.add_argument("--kl-coef", type=float, default=0.0, help="of the KL to the initial model (0: none)")
+    learning.add_argument("--max-grad-norm", type=_positive, default=1.0)
+    learning.add_argument("--updates", type=_count, default=1, help="optimizer steps on the same rollouts")
+    learning.add_argument("--micro-batch-size", type=_count, default=16, help="completions in one forward pass")
+    learning.add_argument("--seed", type=int, default=0)
+    add("--ray-address", help='of a Ray cluster to join, or "auto" (default: start Ray here, for this run)')
+    add("--output", type=Path, help="run folder (default: a new one under runs/)")
+    add("--save-every", type=_count, default=10, metavar="STEPS", help="write a checkpoint, also at the end")
+    add("--resume", type=Path, metavar="RUN_FOLDER", help="go on from the last checkpoint of that run")
+    add("--verbose", action="store_true", help="show what Ray and vLLM print, which otherwise goes to run.log")
+    resume = parser.parse_args().resume
+    if resume:
+        try:
+            saved = json.loads((resume / "args.json").read_text())
+        except (OSError, ValueError) as error:
+            parser.error(f"--resume {resume}: not a run folder ({error})")
+        parser.set_defaults(**saved)
+    return parser.parse_args()
+
+
+def grpo_config(args: argparse.Namespace, **more) -> GRPOConfig:
+    """The arguments that the learning step takes."""
+    return GRPOConfig(**{k: v for k, v in vars(args).items() if k in GRPOConfig.__dataclass_fields__ | more}, **more)
+
+
+def _number(text: str, kind: Callable, least: float, what: str):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = least - 1
+    if not value >= least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return value
+
+
+def _count(text: str) -> int:
+    return _number(text, int, 1, "a whole number of at least 1")
+
+
+def _group(text: str) -> int:
+    return _number(text, int, 2, "a whole number of at least 2, which a comparison within the group needs")
+
+
+def _positive(text: str) -> float:
+    return _number(text, float, sys.float_info.min, "a number above 0")
+
+
+# --- Checkpoints, written by the trainer's process --------------------------------------------------------------------
+
+
+def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None]) -> Path:
+    """Let `save` fill a folder, then give it its name, so that a kill at any moment leaves the last one whole."""
+    final = run_folder / f"checkpoint-{step:06d}"
+    unfinished = run_folder / f"unfinished-{step:06d}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    save(unfinished)
+    for path in [*unfinished.rglob("*"), unfinished]:
+        _flush_to_disk(path)
+    shutil.rmtree(final, ignore_errors=True)
+    unfinished.rename(final)
+    _flush_to_disk(run_folder)
+    for old in sorted(run_folder.glob("checkpoint-*"))[:-CHECKPOINTS_KEPT]:
+        shutil.rmtree(old)
+    return final
+
+
+def last_checkpoint(run_folder: Path, of_model: str | None) -> Path:
+    """The newest whole checkpoint. Raises RunError if there is none, or if it is not of the model `of_model`."""
+    checkpoints = sorted(run_folder.glob("checkpoint-*"))
+    if not checkpoints:
+        raise RunError(f"{run_folder} has no checkpoint to go on from")
+    shapes = [_shape_of(str(path)) for path in (checkpoints[-1], of_model or checkpoints[-1])]
+    if shapes[0] != shapes[1]:
+        raise RunError(f"{checkpoints[-1]} is a checkpoint of another model than {of_model}: {shapes[0]}, {shapes[1]}")
+    return checkpoints[-1]
+
+
+def check_model(model: str) -> str:
+    """Returns `model` if it is a model that transformers can load the configuration of; raises RunError if not."""
+    _shape_of(model)
+    return model
+
+
+def _shape_of(model: str) -> dict:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).to_dict()
+    except Exception as error:  # what transformers and its hub client raise differs by version
+        raise RunError(f"cannot load the model {model}: {str(error).splitlines()[0]}") from error
+    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return {name: config.get(name) for name in names}
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- The folder, kept by the driver -----------------------------------------------------------------------------------
+
+
+class RunFolder:
+    """A run's folder. While it is open, only `say` reaches the screen; all other output goes to run.log."""
+
+    def __init__(self, args: argparse.Namespace, script: str):
+        self.path = (
+            args.resume or args.output or Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+        ).resolve()
+        if not args.resume and (self.path / "args.json").exists():
+            raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            saved = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in _NOT_SAVED}
+            (self.path / "args.json").write_text(json.dumps(saved, indent=1) + "\n")
+        except OSError as error:
+            raise RunError(f"cannot write to the run folder {self.path}: {error}") from error
+        self.log_file = None if args.verbose else self.path / "run.log"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.rows: list[dict] = []
+        self.screen = sys.stdout
+        self._ticking = False
+
+    def __enter__(self) -> "RunFolder":
+        if self.log_file:
+            # File descriptors, not sys.stdout alone: the log of processes that Ray starts ends up there as well.
+            sys.stdout.flush()
+            self._saved = os.dup(1), os.dup(2)
+            self.screen = os.fdopen(os.dup(1), "w", buffering=1)
+            log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._ticking:
+            self.screen.write("\n")
+        if self.log_file:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for saved, descriptor in zip(self._saved, (1, 2), strict=True):
+                os.dup2(saved, descriptor)
+                os.close(saved)
+            self.screen.close()
+
+    def say(self, text: str) -> None:
+        """Print a line for the user."""
+        self.screen.write(("\r\x1b[K" if self._ticking else "") + text + "\n")
+        self.screen.flush()
+        self._ticking = False
+
+    def tick(self, text: str, seconds: int) -> None:
+        """Show that a phase goes on: a line that changes on a terminal, one line in ten seconds elsewhere."""
+        if self.screen.isatty():
+            self.screen.write(f"\r\x1b[K{text} ... {seconds} s")
+            self.screen.flush()
+            self._ticking = True
+        elif seconds and seconds % 10 == 0:
+            self.say(f"{text} ... {seconds} s")
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The log's last lines, for a message about a failure."""
+        if not self.log_file or not self.log_file.exists():
+            return ""
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+
+    def start_metrics(self, last_step: int) -> None:
+        """Open the metrics; rows after `last_step`, of a run that is resumed from there, are dropped."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self.metrics_file.exists():
+            rows = (json.loads(line) for line in self.metrics_file.read_text().splitlines())
+            self.rows = [row for row in rows if row["step"] <= last_step]
+        self.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        self.tensorboard = SummaryWriter(self.path / "tensorboard", purge_step=last_step + 1)
+
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one step's metrics, everywhere."""
+        self.rows.append({"step": step, **metrics})
+        with self.metrics_file.open("a") as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+        for name, value in metrics.items():
+            self.tensorboard.add_scalar(name, value, step)
+        self.tensorboard.flush()
+
+    def draw(self) -> Path:
+        """Write reward.png: reward, mismatch and sync time over the steps."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+
+        steps = [row["step"] for row in self.rows]
+        mean, std, mismatch, sync = (
+            [row[name] for row in self.rows] for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/sync")
+        )
+        figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(8, 8), sharex=True, height_ratios=(2, 1, 1))
+        top.plot(steps, mean, color="tab:blue", label="mean")
+        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+        top.fill_between(steps, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="± 1 std of the batch")
+        top.set_ylabel("reward")
+        top.legend(loc="lower right", frameon=False)
+        middle.semilogy(steps, mismatch, color="tab:red")
+        middle.set_ylabel("mean |Δ logprob|\nengine - trainer")
+        bottom.plot(steps, [1e3 * seconds for seconds in sync], color="tab:green")
+        bottom.set_ylim(bottom=0)
+        bottom.set_ylabel("weight sync (ms)")
+        bottom.set_xlabel("step")
+        bottom.xaxis.get_major_locator().set_params(integer=True)
+        for axes in (top, middle, bottom):
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+        top.set_title(self.path.name)
+        figure.tight_layout()
+        figure.savefig(self.path / "reward.png", dpi=120)
+        plt.close(figure)
+        return self.path / "reward.png"
+
+
+_NOT_SAVED = {"resume", "output", "verbose", "ray_address"}
