@@ -50,7 +50,6 @@ class Engine:
     """A Ray actor around vllm.LLM. It has no GPU of its own: vLLM's workers take the placement group's bundles."""
 
     def __init__(self, model: str, args: argparse.Namespace, device: str):
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc to our own workers
         options = {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
         if device == "cuda":
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
@@ -124,7 +123,7 @@ class Trainer:
 
     def __init__(self, model: str, config: GRPOConfig, device: str, args: argparse.Namespace):
         torch.set_num_threads(os.cpu_count())  # Ray sets one thread
-        self.learner = Learner(model, config, torch.device(device), args.seed)
+        self.learner = Learner(model, config, torch.device(device, 0), args.seed)  # Ray shows it one GPU
         if args.resume:
             self.learner.load_state(Path(model))
 
