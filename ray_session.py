@@ -1,27 +1,26 @@
 """Ray for the time of one run: start or join it, wait for actors, say which side failed, leave nothing behind."""
 
+import argparse
 import ctypes
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import ray
 
-from grpo import MismatchError
-from rlhf_utils import WeightSyncError
-from run_folder import RunError, RunFolder
-from task import TaskError
+from run_folder import USER_ERRORS, ActorError, RunError, RunFolder
 
-USER_ERRORS = (RunError, TaskError, MismatchError, WeightSyncError)  # their text is the whole message
 PHASE_SECONDS = 3600.0  # no phase of a step takes longer
 PR_SET_CHILD_SUBREAPER = 36
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class RaySession:
@@ -34,9 +33,9 @@ class RaySession:
     def __enter__(self) -> "RaySession":
         # Whatever a killed process leaves running becomes a child of this one, and is found when the session ends.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        signal.signal(signal.SIGTERM, _interrupt)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        self.shared_memory = set(os.listdir(SHARED_MEMORY))
         self.folder = tempfile.mkdtemp(prefix="rlhf-ray-")
         code = os.path.dirname(os.path.abspath(__file__))
         python_path = os.pathsep.join([code, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -47,9 +46,15 @@ class RaySession:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False, "_temp_dir": self.folder}
         try:
+            if self.address and ":" in self.address and "//" not in self.address:
+                host, _, port = self.address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
             ray.init(self.address, **options)
-        except Exception as error:
+            signal.signal(signal.SIGTERM, _interrupt)  # Ray has put a handler of its own
+        except BaseException as error:
             self.__exit__()
+            if not isinstance(error, Exception):
+                raise
             where = f"reach Ray at {self.address}" if self.address else "start Ray"
             raise RunError(f"cannot {where}: {_last_line(error)}") from error
         return self
@@ -57,24 +62,22 @@ class RaySession:
     def __exit__(self, *_) -> None:
         for interrupt in (signal.SIGINT, signal.SIGTERM):
             signal.signal(interrupt, signal.SIG_IGN)  # this is the way out already
-        family = psutil.Process().children(recursive=True)
-        segments = _shared_memory_of(family)
         for farewell in self.farewells:
             try:
                 ray.get(farewell(), timeout=5)
             except Exception:  # that actor may be what failed; its processes are ended below
                 pass
         ray.shutdown()
-        family = [process for process in family if process.is_running()]
-        for stop in (signal.SIGTERM, signal.SIGKILL):
+        for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+            family = psutil.Process().children(recursive=True)
             for process in family:
                 try:
                     process.send_signal(stop)
                 except psutil.NoSuchProcess:
                     pass
-            _, family = psutil.wait_procs(family + psutil.Process().children(recursive=True), timeout=3)
-        for segment in segments:
-            segment.unlink(missing_ok=True)
+            psutil.wait_procs(family, timeout=3)
+        for name in _orphans(set(os.listdir(SHARED_MEMORY)) - self.shared_memory):
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -100,40 +103,41 @@ class RaySession:
         errors = [(actor, error) for actor, ref in refs.items() if ref in done and (error := _error_of(ref))]
         for actor, error in errors:
             if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
-                return RunError(f"the {actor} died while {phase}")
+                return ActorError(f"the {actor} died while {phase}", self.run.log_tail())
         for _, error in errors:
             cause = getattr(error, "cause", None)
             if isinstance(cause, USER_ERRORS):
                 return cause
         actor, error = errors[0]
-        return RunError(f"the {actor} failed while {phase}: {_last_line(error)}")
+        if "EngineDeadError" in str(error):
+            return ActorError(f"the {actor} died while {phase}: one of vLLM's processes ended", self.run.log_tail())
+        return ActorError(f"the {actor} failed while {phase}: {_last_line(error)}", self.run.log_tail())
 
 
-def run_main(main: Callable[[RunFolder], None], run: Callable[[], RunFolder]) -> None:
-    """Run a script's `main`; an error becomes one message and a non-zero exit status, never a traceback."""
-    code = 0
+def run_main(main: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Run a script's `main`; an error becomes one message and an exit status that is not 0, never a traceback."""
     try:
-        with run() as folder:
-            message = ""
-            try:
-                main(folder)
-            except KeyboardInterrupt:
-                code, message = 130, "interrupted"
-            except USER_ERRORS as error:
-                code, message = 1, str(error)
-            except Exception as error:
-                code, message = 1, f"{_last_line(error)} (a bug: its traceback is in the log)"
-                traceback.print_exc()
-            if code:
-                tail = folder.log_tail()
-                if tail and code == 1:
-                    folder.say(f"--- the last lines of {folder.log_file} ---\n{tail}\n---")
-                if any(folder.path.glob("checkpoint-*")):
-                    message += f"\nthe last checkpoint is whole; go on with --resume {folder.path}"
-                folder.say(f"error: {message}")
-    except USER_ERRORS as error:
-        sys.exit(f"error: {error}")
-    sys.exit(code)
+        main(args)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        sys.exit(f"error: {error if isinstance(error, USER_ERRORS) else _last_line(error)}")
+
+
+def die_with_children() -> None:
+    """End this actor as soon as one of the processes it has started by now ends.
+
+    vLLM's `LLM` waits for ever for an engine core that was killed; an actor that is gone is noticed by all who wait.
+    """
+    children = psutil.Process().children()
+
+    def watch() -> None:
+        while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _interrupt(*_) -> None:
@@ -156,16 +160,13 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
-    """Files in /dev/shm that these processes have mapped."""
-    segments = set()
-    for process in processes:
+def _orphans(names: set[str]) -> set[str]:
+    """Those files of /dev/shm, of this user, that no process has mapped: their owners were killed."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            mapped |= {line.partition(" /dev/shm/")[2] for line in maps.read_text().splitlines()}
         except OSError:
-            continue
-        for line in maps.splitlines():
-            _, found, name = line.partition(" /dev/shm/")
-            if found and not name.endswith(" (deleted)"):
-                segments.add(Path("/dev/shm") / name)
-    return segments
+            continue  # ended meanwhile, or another user's
+    mine = {name for name in names if (SHARED_MEMORY / name).stat().st_uid == os.getuid()}
+    return mine - mapped

@@ -29,7 +29,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo import GRPOConfig, Learner, Rollout
-from ray_session import RaySession, run_main
+from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
 from run_folder import (
     RunError,
@@ -72,6 +72,7 @@ class Engine:
             seed=args.seed,
             **options,
         )
+        die_with_children()
 
     def start(self) -> None:
         """Returns once the engine has started, as any call does."""
@@ -189,9 +190,9 @@ def choose_model(run: RunFolder, args: argparse.Namespace, device: str) -> str:
     return check_model(args.model or DEFAULT_MODEL)
 
 
-def main(run: RunFolder, args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> None:
     prompts, reward = load_prompts(args.prompts), load_reward(args.reward)
-    with RaySession(run, args.ray_address) as session:
+    with RunFolder(args, "rlhf") as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
         model = choose_model(run, args, device)
@@ -238,9 +239,10 @@ def main(run: RunFolder, args: argparse.Namespace) -> None:
         (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(rollouts))
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         show(run, rows, rollouts, texts)
-    first, last = run.rows[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)
-    seconds = sorted(row["time/sync"] for row in run.rows)[len(run.rows) // 2]
-    run.say(f"OK: reward {first:.3f} -> {last:.3f} in {args.steps} steps, {seconds:.4f} s per sync (median)")
+        first, last = run.rows[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)
+        seconds = sorted(row["time/sync"] for row in run.rows)[len(run.rows) // 2]
+        summary = f"OK: reward {first:.3f} -> {last:.3f} in {args.steps} steps, {seconds:.4f} s per sync (median)"
+    print(summary)
 
 
 def connect(session: RaySession, trainer, engine, tensor_parallel_size: int) -> None:
@@ -291,5 +293,4 @@ if __name__ == "__main__":
     parser.add_argument("--tensor-parallel-size", type=int, default=2, help="GPUs (CPU: core groups) of the engine")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="share of each engine GPU")
     parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
-    args = parse_args(parser)
-    run_main(lambda run: main(run, args), lambda: RunFolder(args, "rlhf"))
+    run_main(main, parse_args(parser))

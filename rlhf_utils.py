@@ -128,6 +128,7 @@ class _Link:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
         self.connection = Connection(sock.detach())
         self.peer = "the other side"
+        self.early: list[dict] = []  # messages that arrived while this side watched for failures
 
     def greet(self, role: str, token: str) -> None:
         """Exchange names; a peer that does not know the token is not of this group."""
@@ -145,18 +146,31 @@ class _Link:
 
     def recv(self, timeout: float) -> dict:
         """The next message, within `timeout` seconds. Raises the peer's own error if it reports one."""
+        if self.early:
+            return self.early.pop(0)
         try:
             if not self.connection.poll(timeout):
                 raise WeightSyncError(f"{self.peer} did not answer within {timeout:.0f} s")
-            message = json.loads(self.connection.recv_bytes())
+            return self._read()
         except (EOFError, OSError) as error:
             raise self._gone() from error
-        if "error" in message:
-            raise WeightSyncError(f"{self.peer} failed: {message['error']}")
-        return message
+
+    def watch(self) -> None:
+        """Raise if the peer has failed; keep what else it said for `recv`."""
+        try:
+            while self.connection.poll(0):
+                self.early.append(self._read())
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
 
     def close(self) -> None:
         self.connection.close()
+
+    def _read(self) -> dict:
+        message = json.loads(self.connection.recv_bytes())
+        if "error" in message:
+            raise WeightSyncError(f"{self.peer} failed: {message['error']}")
+        return message
 
     def _gone(self) -> WeightSyncError:
         return WeightSyncError(f"{self.peer} died: its connection to the weight sync closed")
@@ -197,15 +211,18 @@ def _wait_until(done: Callable[[], bool], links: list[_Link], deadline: float) -
     """Poll `done()` while watching the links, so that a transfer whose peer failed ends with that peer's error."""
     try:
         while not done():
-            for connection in wait([link.connection for link in links], timeout=0):
-                next(link for link in links if link.connection is connection).recv(0)
+            for link in links:
+                link.watch()
             if time.monotonic() > deadline:
                 raise WeightSyncError("the weight transfer is stuck: it ran into its deadline")
             time.sleep(20e-6)
-    except RuntimeError as error:  # gloo's own: a closed connection; the link knows whose, a moment later
-        for connection in wait([link.connection for link in links], timeout=1.0):
-            next(link for link in links if link.connection is connection).recv(0)
-        raise error
+    except WeightSyncError:
+        raise
+    except RuntimeError:  # gloo's own, of a closed connection: a link knows whose, at once or a moment later
+        wait([link.connection for link in links], timeout=1.0)
+        for link in links:
+            link.watch()
+        raise
 
 
 # --- What travels -----------------------------------------------------------------------------------------------------

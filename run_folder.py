@@ -14,16 +14,30 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo import ADVANTAGES, GRPOConfig
+from grpo import ADVANTAGES, GRPOConfig, MismatchError
+from rlhf_utils import WeightSyncError
+from task import TaskError
 
 CHECKPOINTS_KEPT = 2
 
 
 class RunError(RuntimeError):
     """A reason to end the run, said in words for the user."""
+
+
+class ActorError(RunError):
+    """An actor died, or failed in a way that the log explains better than its message."""
+
+    def __init__(self, message: str, log_tail: str):
+        super().__init__(message)
+        self.log_tail = log_tail
+
+
+USER_ERRORS = (RunError, TaskError, MismatchError, WeightSyncError)  # their text says it all
 
 
 # --- Arguments --------------------------------------------------------------------------------------------------------
@@ -137,7 +151,8 @@ def _shape_of(model: str) -> dict:
     try:
         config = AutoConfig.from_pretrained(model).to_dict()
     except Exception as error:  # what transformers and its hub client raise differs by version
-        raise RunError(f"cannot load the model {model}: {str(error).splitlines()[0]}") from error
+        folder = "no such folder, and the hub has none" if not Path(model).exists() else "not a model's folder"
+        raise RunError(f"cannot load the model {model}: {folder} ({str(error).splitlines()[0]})") from error
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     return {name: config.get(name) for name in names}
 
@@ -186,7 +201,14 @@ class RunFolder:
             os.close(log)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        if isinstance(error, ActorError) and error.log_tail:
+            self.say(f"--- {self.log_file} ends with ---\n{error.log_tail}\n---")
+        elif isinstance(error, Exception) and not isinstance(error, USER_ERRORS):
+            traceback.print_exception(error)
+            self.say(f"unexpected: the traceback is in {self.log_file}")
+        if error and any(self.path.glob("checkpoint-*")):
+            self.say(f"the last checkpoint is whole; to go on: --resume {self.path}")
         if self._ticking:
             self.screen.write("\n")
         if self.log_file:
@@ -214,8 +236,9 @@ class RunFolder:
 
     def log_tail(self, lines: int = 15) -> str:
         """The log's last lines, for a message about a failure."""
-        if not self.log_file or not self.log_file.exists():
+        if not self.log_file:
             return ""
+        time.sleep(1)  # Ray brings other processes' output with a delay
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def start_metrics(self, last_step: int) -> None:

@@ -1,0 +1,85 @@
+"""What the tests share: a way to run a script as a user would, and one engine for the tests that need one."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+class Script:
+    """A script of this project in a process of its own, with all that it started."""
+
+    def __init__(self, folder: Path, *command: str):
+        self.folder, self.output = folder, folder / "output.txt"
+        self.before = _traces()
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *command], cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def finish(self, timeout: float) -> str:
+        """Wait for the end and return what was printed."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            for process in [self.process, *family]:
+                process.kill()
+            pytest.fail(f"not done after {timeout:.0f} s:\n{self.text()[-3000:]}")
+        return self.text()
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + timeout
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def descendant(self, name: str) -> psutil.Process:
+        """The one process whose title begins so."""
+        (process,) = (p for p in psutil.Process(self.process.pid).children(recursive=True) if name in _title(p))
+        return process
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def assert_failed_cleanly(self, text: str, family: list[psutil.Process]) -> None:
+        """One message, an exit status that says so, and nothing left running or lying about."""
+        assert self.process.returncode not in (0, None), text
+        assert "Traceback" not in text, text
+        assert "error: " in text.splitlines()[-1], text
+        assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+        assert _traces() <= self.before
+
+
+def _traces() -> set[str]:
+    """Shared-memory files and folders of sockets."""
+    return set(os.listdir("/dev/shm")) | {path.name for path in Path(tempfile.gettempdir()).glob("rlhf-ray-*")}
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Start a script: script("rlhf.py", "--steps", "3") in an empty folder."""
+
+    def start(name: str, *arguments: str) -> Script:
+        return Script(tmp_path, str(ROOT / name), *map(str, arguments))
+
+    return start

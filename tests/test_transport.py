@@ -1,0 +1,271 @@
+"""The wire, without vLLM: buckets, both ends of a sync over gloo, and what happens when one of them fails.
+
+pytest tests/test_transport.py
+"""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore
+
+import rlhf_utils
+from rlhf_utils import ALIGN_BYTES, GlooCommunicator, WeightSender, WeightSyncError, WorkerExtension, plan_buckets
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
+SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
+
+
+class Engine:
+    """What the sync asks of a vLLM model, over a dictionary of tensors."""
+
+    def __init__(self, dtypes=None, fail_at=None):
+        self.dtypes, self.fail_at = dtypes or {}, fail_at
+        self.weights, self.version = {}, 0
+
+    def preflight(self, metadata):
+        problems = [f"{name}: unknown" for name, _, _ in metadata if name.startswith("unknown")]
+        return [self.dtypes.get(name, dtype) for name, dtype, _ in metadata], problems
+
+    def load(self, weights):
+        for name, weight in weights:
+            if name == self.fail_at:
+                raise ValueError(f"cannot load {name}")
+            self.weights[name] = weight
+
+    def finish(self):
+        pass
+
+    def complete(self):
+        self.version += 1
+
+
+class Worker(WorkerExtension):
+    device = torch.device("cpu")
+
+    def __init__(self, engine, communicator):
+        self.weight_model, self.model_update_group = engine, communicator
+
+
+def communicator(store, rank, world_size):
+    return GlooCommunicator(SimpleNamespace(store=store, rank=rank, world_size=world_size))
+
+
+def groups(world_size):
+    """One communicator a rank, made together."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    made = [None] * world_size
+
+    def join(rank):
+        store = server
+        if rank:
+            store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+        made[rank] = communicator(store, rank, world_size)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+class Receiving(threading.Thread):
+    """A worker that takes part in some syncs, in a thread."""
+
+    def __init__(self, worker, syncs=1):
+        super().__init__(daemon=True)
+        self.worker, self.syncs, self.error = worker, syncs, None
+        self.start()
+
+    def run(self):
+        try:
+            for _ in range(self.syncs):
+                self.worker.receive_weights(timeout=20)
+        except Exception as error:
+            self.error = error
+
+
+def random_tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            bits = torch.randint(0, 200, shape, generator=generator)
+            tensors[f"{dtype}{list(shape)}"] = (bits.float() / 16 if dtype.is_floating_point else bits).to(dtype)
+    return tensors
+
+
+def same_bits(a, b):
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
+    )
+
+
+@pytest.mark.parametrize("bucket_bytes", [ALIGN_BYTES, 1024, 4096, 1 << 20])
+def test_buckets_hold_every_element_once(bucket_bytes):
+    metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in random_tensors().items()]
+    buckets = plan_buckets(metadata, bucket_bytes)
+    elements = {}
+    for bucket in buckets:
+        end = 0
+        for piece in bucket:
+            assert piece.offset % ALIGN_BYTES == 0
+            assert piece.offset >= end
+            end = piece.offset + piece.nbytes
+            assert piece.begin == elements.get(piece.name, 0)
+            elements[piece.name] = piece.begin + piece.count
+        assert end <= bucket_bytes
+    assert elements == {name: torch.Size(shape).numel() for name, _, shape in metadata}
+
+
+def test_tensor_larger_than_a_bucket_is_cut_at_rows_and_shares_no_other_cut():
+    first, *middle, last = plan_buckets([("a", torch.int8, (10,)), ("b", torch.int8, (9, 300))], 1024)
+    assert [piece.name for piece in first] == ["a"]
+    assert [(piece.begin, piece.count) for bucket in [*middle, last] for piece in bucket] == [
+        (0, 900), (900, 900), (1800, 900),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
+    monkeypatch.setattr(rlhf_utils, "BUCKET_BYTES", bucket_bytes)
+    trainer, *others = groups(1 + workers)
+    receiving = [Receiving(Worker(Engine(), other), syncs=3) for other in others]
+    sender = WeightSender(trainer)
+    for sync in range(1, 4):
+        tensors = random_tensors(seed=sync)
+        if sync == 3:  # another set of parameters: agreed anew
+            tensors = dict(list(tensors.items())[:7])
+        report = sender.send_weights(tensors.items())
+        assert report.version == sync
+        assert report.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        for thread in receiving:
+            weights = thread.worker.weight_model.weights
+            assert all(same_bits(weights[name], tensor) for name, tensor in tensors.items())
+    for thread in receiving:
+        thread.join(10)
+        assert thread.error is None
+
+
+def test_engines_dtype_travels_and_tied_tensors_once():
+    trainer, other = groups(2)
+    receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16", "t": "float32"}), other))
+    weight, embedding = torch.randn(33, 7), torch.randn(16, 16)
+    report = WeightSender(trainer).send_weights([("w", weight), ("t", embedding.t()), ("tied", embedding.t())])
+    receiving.join(10)
+    received = receiving.worker.weight_model.weights
+    assert received.keys() == {"w", "t"}
+    assert same_bits(received["w"], weight.bfloat16())
+    assert same_bits(received["t"], embedding.t().contiguous())
+    assert report.nbytes == 2 * weight.numel() + 4 * embedding.numel()
+
+
+def test_nothing_to_send_is_an_error():
+    trainer, _ = groups(2)
+    with pytest.raises(WeightSyncError, match="no parameters"):
+        WeightSender(trainer).send_weights([])
+
+
+def test_preflight_names_the_problem_on_both_sides():
+    trainer, *others = groups(3)
+    receiving = [Receiving(Worker(Engine(), other)) for other in others]
+    sender = WeightSender(trainer)
+    with pytest.raises(WeightSyncError, match=r"nothing was sent:\n  unknown.weight: unknown"):
+        sender.send_weights([("unknown.weight", torch.ones(3))])
+    for thread in receiving:
+        thread.join(10)
+        assert "unknown.weight" in str(thread.error)
+    with pytest.raises(WeightSyncError, match="closed by an earlier error"):
+        sender.send_weights([("w", torch.ones(3))])
+
+
+def test_worker_that_raises_ends_the_trainers_wait_with_its_traceback():
+    trainer, *others = groups(3)
+    engines = [Engine(), Engine(fail_at="b")]
+    receiving = [Receiving(Worker(engine, other), syncs=2) for engine, other in zip(engines, others, strict=True)]
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"engine worker 1 (.|\n)*ValueError: cannot load b"):
+        WeightSender(trainer).send_weights([(name, torch.ones(4)) for name in "abc"])
+    assert time.monotonic() - started < 5
+    for thread in receiving:
+        thread.join(10)
+        assert not thread.is_alive()
+        assert thread.worker.model_update_group is None  # no half-open session is used again
+    assert "ValueError: cannot load b" in str(receiving[0].error)  # which had loaded all, and waited for the next
+    with pytest.raises(WeightSyncError, match="no weight update group"):
+        receiving[0].worker.receive_weights()
+
+
+def _worker_process(port, rank, world_size, ready):
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    worker = Worker(Engine(), communicator(store, rank, world_size))
+    worker.weight_model.load = lambda weights: (ready.set(), time.sleep(60))  # dies while it loads
+    worker.receive_weights(timeout=20)
+
+
+def test_killed_worker_ends_the_trainers_wait():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    context = mp.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=_worker_process, args=(server.port, 1, 2, ready))
+    process.start()
+    sender = WeightSender(communicator(server, 0, 2))
+    killer = threading.Thread(target=lambda: (ready.wait(30), os.kill(process.pid, signal.SIGKILL)))
+    killer.start()
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=rf"engine worker 0 \(pid {process.pid} on .*\) died"):
+        sender.send_weights([(name, torch.ones(1000)) for name in "abcd"])
+    assert time.monotonic() - started < 30
+    killer.join()
+    process.join()
+
+
+def test_trainer_that_leaves_ends_the_workers_wait():
+    trainer, other = groups(2)
+    receiving = Receiving(Worker(Engine(), other), syncs=2)
+    sender = WeightSender(trainer)
+    sender.send_weights([("w", torch.ones(4))])
+    sender.close()
+    receiving.join(5)
+    assert "the trainer" in str(receiving.error)
+    assert "died" in str(receiving.error)
+
+
+def test_link_refuses_a_stranger():
+    import socket
+
+    left, right = (rlhf_utils._Link(end) for end in _socket_pair(socket))
+    stranger = threading.Thread(target=lambda: left.send(peer="a stranger", token="wrong"))
+    stranger.start()
+    with pytest.raises(WeightSyncError, match="stranger"):
+        right.greet("the trainer", "right")
+    stranger.join()
+
+
+def _socket_pair(socket):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        return left, server.accept()[0]
+
+
+def test_digest_sees_every_flip_and_swap():
+    tensor = torch.randn(5, 9).bfloat16()
+    digest = rlhf_utils._digest(tensor)
+    assert rlhf_utils._digest(tensor.clone()) == digest
+    for i in range(5):
+        for j in range(9):
+            flipped = tensor.clone()
+            flipped.view(torch.int16)[i, j] ^= 1
+            assert rlhf_utils._digest(flipped) != digest
+    assert rlhf_utils._digest(tensor[[1, 0, 2, 3, 4]]) != digest
+    assert rlhf_utils._digest(tensor[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7, 8])]) != digest
