@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo import GRPOConfig, Learner, Rollout
 from ray_session import RaySession, die_with_children, run_main
-from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+from rlhf_utils import SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
 from run_folder import (
     RunError,
     RunFolder,
@@ -112,7 +112,9 @@ class Engine:
         # The prefix cache holds keys and values of the old weights. Nothing is generated between here and the sync.
         if not self.llm.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
-        self.llm.collective_rpc("receive_weights")
+        for result in self.llm.collective_rpc("receive_weights"):
+            if "error" in result:
+                raise WeightSyncError(result["error"])
         return all(self.llm.collective_rpc("check_weights_changed"))
 
     def shutdown(self) -> None:

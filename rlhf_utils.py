@@ -547,7 +547,7 @@ class _EngineModel:
                         with _CopyTrace() as trace:
                             self.model.load_weights([(name, source)])
                     except Exception as error:  # whatever a loader raises for a name or a shape that it cannot take
-                        reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+                        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
                         problems.append(f"{name} {list(shape)}: the engine cannot load it ({reason})")
                         continue
                     traced[name] = self._regions(trace.writes, source, owners)
@@ -683,34 +683,36 @@ class WorkerExtension:
             master_address, master_port, rank, world_size, self.device
         )
 
-    def receive_weights(self, timeout: float = 3600.0) -> int:
+    def receive_weights(self, timeout: float = 3600.0) -> dict:
         """Take part in one `WeightSender.send_weights` that starts within `timeout` seconds.
 
-        Returns the version of the weights served from now on. Raises WeightSyncError with the trainer's error if that
-        fails or dies; the trainer in turn raises what this worker raises.
+        Returns {"version": n}, n counting the weights served from now on, or {"error": reason} with the trainer's
+        error if that is what failed; the trainer in turn raises this worker's. An exception would break the engine:
+        vLLM reads no worker's answer beyond the first exception, and takes what is left for answers to its next call.
         """
-        model, group = self._engine_model(), self._joined_group()
         try:
-            if self.weight_link is None:
-                self.weight_link = _connect(group.group, group.rank)
-            link = self.weight_link
-            message = link.recv(timeout)
-            if "metadata" in message:
-                dtypes, problems = model.preflight(message["metadata"])
-                link.send(dtypes=dtypes, problems=problems)
-                message = link.recv(CONNECT_SECONDS)
-                self.weight_buckets = _wire_buckets(message["wire"], message["bucket_bytes"])
-                self.weight_lanes = _Lanes(group, self.weight_buckets, self.device)
-            for weights in _received(self.weight_buckets, self.weight_lanes, link):
-                model.load(weights)
-            model.finish()
-            model.complete()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            link.send(version=model.version)
+            return {"version": self._receive_weights(timeout)}
         except Exception as error:
             self.close_weight_update_group(_reason(error))
-            raise
+            return {"error": _reason(error)}
+
+    def _receive_weights(self, timeout: float) -> int:
+        model, group = self._engine_model(), self._joined_group()
+        if self.weight_link is None:
+            self.weight_link = _connect(group.group, group.rank)
+        link = self.weight_link
+        message = link.recv(timeout)
+        if "metadata" in message:
+            dtypes, problems = model.preflight(message["metadata"])
+            link.send(dtypes=dtypes, problems=problems)
+            message = link.recv(CONNECT_SECONDS)
+            self.weight_buckets = _wire_buckets(message["wire"], message["bucket_bytes"])
+            self.weight_lanes = _Lanes(group, self.weight_buckets, self.device)
+        for weights in _received(self.weight_buckets, self.weight_lanes, link):
+            model.load(weights)
+        model.finish()
+        model.complete()
+        link.send(version=model.version)
         return model.version
 
     def update_weight(self, name: str, dtype_name: str, shape) -> None:

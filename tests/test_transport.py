@@ -85,11 +85,8 @@ class Receiving(threading.Thread):
         self.start()
 
     def run(self):
-        try:
-            for _ in range(self.syncs):
-                self.worker.receive_weights(timeout=20)
-        except Exception as error:
-            self.error = error
+        for _ in range(self.syncs):
+            self.error = self.error or self.worker.receive_weights(timeout=20).get("error")
 
 
 def random_tensors(seed=0):
@@ -184,7 +181,7 @@ def test_preflight_names_the_problem_on_both_sides():
         sender.send_weights([("unknown.weight", torch.ones(3))])
     for thread in receiving:
         thread.join(10)
-        assert "unknown.weight" in str(thread.error)
+        assert "unknown.weight" in thread.error
     with pytest.raises(WeightSyncError, match="closed by an earlier error"):
         sender.send_weights([("w", torch.ones(3))])
 
@@ -201,9 +198,8 @@ def test_worker_that_raises_ends_the_trainers_wait_with_its_traceback():
         thread.join(10)
         assert not thread.is_alive()
         assert thread.worker.model_update_group is None  # no half-open session is used again
-    assert "ValueError: cannot load b" in str(receiving[0].error)  # which had loaded all, and waited for the next
-    with pytest.raises(WeightSyncError, match="no weight update group"):
-        receiving[0].worker.receive_weights()
+    assert "ValueError: cannot load b" in receiving[0].error  # which had loaded all, and waited for the next
+    assert "no weight update group" in receiving[0].worker.receive_weights()["error"]
 
 
 def _worker_process(port, rank, world_size, ready):
@@ -237,8 +233,8 @@ def test_trainer_that_leaves_ends_the_workers_wait():
     sender.send_weights([("w", torch.ones(4))])
     sender.close()
     receiving.join(5)
-    assert "the trainer" in str(receiving.error)
-    assert "died" in str(receiving.error)
+    assert "the trainer" in receiving.error
+    assert "died" in receiving.error
 
 
 def test_link_refuses_a_stranger():

@@ -1,0 +1,267 @@
+"""Syncs into a real vLLM engine with two workers: exact, complete, and noticed where they are not.
+
+pytest tests/test_sync.py
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import rlhf_utils
+from grpo import GRPOConfig, Learner, MismatchError, Rollout
+from rlhf_utils import WeightSender, WeightSyncError, stateless_init_process_group
+from tiny_model import build_tiny_model
+
+PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
+LAYERS = "model.decoder.layers."
+
+
+class Pair:
+    """A trainer in this process, an engine beside it, and the group between them."""
+
+    def __init__(self, model: Path):
+        from vllm import LLM
+
+        self.llm = LLM(
+            model=str(model),
+            dtype="float32",
+            enforce_eager=True,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            kv_cache_memory_bytes=128 << 20,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="engine_probe.Probe",
+        )
+        config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=1e-4)
+        self.learner = Learner(str(model), config, torch.device("cpu"))
+        self.original = {name: tensor.clone() for name, tensor in self.learner.model.named_parameters()}
+        self.thread = ThreadPoolExecutor(1)
+        self.connect()
+
+    def start(self, method: str, *args):
+        """Run a method on every worker, while this process goes on; `.result()` is a list with one result a worker."""
+        return self.thread.submit(self.llm.collective_rpc, method, args=args)
+
+    def rpc(self, method: str, *args) -> list:
+        return self.start(method, *args).result()
+
+    def connect(self) -> None:
+        from vllm.utils.network_utils import get_open_port
+
+        port = get_open_port()
+        joining = self.start("init_weight_update_group", "127.0.0.1", port, 1, 3)
+        self.group = stateless_init_process_group("127.0.0.1", port, 0, 3, torch.device("cpu"))
+        joining.result()
+        self.sender = WeightSender(self.group)
+
+    def sync(self, tensors=None, reset_prefix_cache: bool = True) -> rlhf_utils.SyncReport:
+        if reset_prefix_cache:
+            self.llm.reset_prefix_cache()
+        receiving = self.start("receive_weights")
+        try:
+            return self.sender.send_weights(self.learner.model.named_parameters() if tensors is None else tensors)
+        finally:
+            self.answers = receiving.result()
+
+    def generate(self, seed: int | None = None, prompts: list[str] = PROMPTS) -> list[Rollout]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=8, logprobs=0)
+        rollouts = []
+        for request in self.llm.generate(prompts, params, use_tqdm=False):
+            ids = list(request.outputs[0].token_ids)
+            logprobs = [row[token].logprob for row, token in zip(request.outputs[0].logprobs, ids, strict=True)]
+            rollouts.append(Rollout(list(request.prompt_token_ids), ids, logprobs, 0.0))
+        return rollouts
+
+    def mismatch(self) -> float:
+        """Raises MismatchError if the engine does not serve the trainer's weights."""
+        return self.learner.mismatch(self.generate(seed=1))
+
+    @torch.no_grad()
+    def set(self, tensors: dict[str, torch.Tensor]) -> None:
+        for name, parameter in self.learner.model.named_parameters():
+            parameter.copy_(tensors[name])
+
+    def perturbed(self, seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {n: t + 0.02 * torch.randn(t.shape, generator=generator) for n, t in self.original.items()}
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory):
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", TORCH_COMPILE_DISABLE="1")
+    pair = Pair(build_tiny_model(tmp_path_factory.mktemp("model")))
+    yield pair
+    pair.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def pair(shared_pair):
+    """The pair with its original weights on both sides and a healthy group."""
+    yield shared_pair
+    shared_pair.rpc("skip_when_loading", None)
+    if shared_pair.sender.session is None:
+        shared_pair.connect()
+    shared_pair.set(shared_pair.original)
+    shared_pair.sync()
+
+
+def test_weights_count_as_changed_only_after_a_sync(pair):
+    # The first test: the engine has loaded these weights from disk, by vLLM's own loader.
+    from_disk, tokens = pair.rpc("digest"), pair.generate()
+    assert pair.rpc("check_weights_changed") == [False, False]
+    report = pair.sync()
+    assert report.version == 1
+    assert pair.rpc("check_weights_changed") == [True, True]
+    assert pair.rpc("digest") == from_disk
+    assert pair.generate() == tokens
+    for name in ("model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.bias"):
+        pair.rpc("flip_bit", name)
+        assert pair.rpc("check_weights_changed") == [False, False]
+        pair.rpc("flip_bit", name)
+    assert pair.rpc("check_weights_changed") == [True, True]
+
+
+def test_perturbed_weights_arrive_and_originals_come_back_bit_for_bit(pair):
+    before = pair.generate(), pair.rpc("digest")
+    for seed in range(3):
+        pair.set(pair.perturbed(seed))
+        with pytest.raises(MismatchError):
+            pair.mismatch()
+        pair.sync()
+        assert pair.mismatch() < 1e-5
+        assert pair.rpc("digest") != before[1]
+    pair.set(pair.original)
+    pair.sync()
+    assert (pair.generate(), pair.rpc("digest")) == before  # tokens, and log-probabilities to the last bit
+
+
+def swap_layers(tensors):
+    """The tensors of layer 0 under the names of layer 1, and the other way round."""
+
+    def other(name):
+        if not name.startswith(LAYERS):
+            return name
+        number, dot, rest = name.removeprefix(LAYERS).partition(".")
+        return LAYERS + str(1 - int(number)) + dot + rest
+
+    return {name: tensors[other(name)] for name in tensors}
+
+
+def test_swapped_layers_are_seen(pair):
+    pair.set(pair.perturbed(7))
+    pair.sync()
+    before = pair.rpc("digest")
+    pair.set(swap_layers(pair.perturbed(7)))
+    with pytest.raises(MismatchError):
+        pair.mismatch()
+    pair.sync()
+    assert pair.mismatch() < 1e-5
+    assert all(new != old for new, old in zip(pair.rpc("digest"), before, strict=True))
+
+
+def test_proof_fails_if_the_sync_skips_layers(pair):
+    pair.set(swap_layers(pair.perturbed(7)))
+    pair.rpc("skip_when_loading", LAYERS)
+    pair.sync()
+    with pytest.raises(MismatchError):
+        pair.mismatch()
+    pair.rpc("skip_when_loading", None)
+    pair.sync()
+    assert pair.mismatch() < 1e-5
+
+
+@pytest.mark.parametrize("bucket_bytes", [1024, 66_048, 1 << 20])
+def test_buckets_of_any_size(pair, monkeypatch, bucket_bytes):
+    monkeypatch.setattr(rlhf_utils, "BUCKET_BYTES", bucket_bytes)  # the largest tensor has 262,144 bytes
+    pair.connect()
+    pair.set(pair.perturbed(bucket_bytes))
+    for _ in range(2):
+        pair.sync()
+        assert pair.mismatch() < 1e-5
+    whole = pair.rpc("digest")
+    monkeypatch.undo()
+    pair.connect()
+    pair.sync()
+    assert pair.rpc("digest") == whole
+
+
+def test_other_dtypes_are_cast_to_the_engines(pair):
+    halves = {name: tensor.bfloat16() for name, tensor in pair.perturbed(3).items()}
+    report = pair.sync(halves.items())
+    pair.set({name: tensor.float() for name, tensor in halves.items()})
+    assert pair.mismatch() < 1e-5
+    assert report.nbytes == sum(4 * tensor.numel() for tensor in halves.values())
+
+
+def test_one_parameter_protocol(pair):
+    whole = pair.perturbed(5)
+    pair.set(whole)
+    pair.sync()
+    expected = pair.rpc("digest")
+    pair.set(pair.original)
+    pair.sync()
+    assert pair.rpc("digest") != expected
+    pair.set(whole)
+    for name, parameter in pair.learner.model.named_parameters():
+        receiving = pair.start("update_weight", name, str(parameter.dtype).split(".")[-1], tuple(parameter.shape))
+        pair.group.broadcast(parameter.data, src=0)
+        receiving.result()
+        if name == LAYERS + "0.fc1.bias":
+            assert pair.rpc("check_weights_changed") == [False, False]  # some are new, some are not
+    assert pair.rpc("check_weights_changed") == [True, True]
+    assert pair.rpc("digest") == expected
+    pair.llm.reset_prefix_cache()
+    assert pair.mismatch() < 1e-5
+
+
+def without(tensors, name):
+    return [(other, tensor) for other, tensor in tensors.items() if other != name]
+
+
+def test_preflight_names_what_does_not_fit(pair):
+    before = pair.rpc("digest")
+    bias, weight = LAYERS + "0.fc1.bias", LAYERS + "1.self_attn.q_proj.weight"
+    cases = [
+        ([*pair.original.items(), (LAYERS + "0.fc9.bias", torch.ones(3))], r"layers\.0\.fc9\.bias \[3\]"),
+        (without(pair.original, bias), r"nothing is sent for the engine's model\.decoder\.layers\.0\.fc1\.bias"),
+        (without(pair.original, weight), r"the engine's model\.decoder\.layers\.1\.self_attn\.qkv_proj\.weight"),
+        ((pair.original | {bias: torch.ones(7)}).items(), r"layers\.0\.fc1\.bias \[7\]: the engine cannot load it"),
+        ((pair.original | {weight: torch.ones(128, 64)}).items(), r"q_proj\.weight \[128, 64\]"),
+    ]
+    for tensors, message in cases:
+        with pytest.raises(WeightSyncError, match=message):
+            pair.sync(tensors)
+        assert pair.rpc("digest") == before
+        pair.connect()
+    assert pair.generate()
+
+
+def test_worker_that_raises_ends_the_sync_with_its_traceback(pair):
+    pair.rpc("skip_when_loading", "raise")
+    with pytest.raises(WeightSyncError, match=r"engine worker [01] \(pid (.|\n)*ValueError: this worker cannot load"):
+        pair.sync()
+    assert all("ValueError: this worker cannot load" in answer["error"] for answer in pair.answers)
+    with pytest.raises(WeightSyncError, match="closed by an earlier error"):
+        pair.sender.send_weights(pair.learner.model.named_parameters())
+    pair.rpc("skip_when_loading", None)
+    pair.connect()
+    pair.sync()
+    assert pair.mismatch() < 1e-5
+
+
+def test_prefix_cache_keeps_old_weights_until_it_is_reset(pair):
+    prompts = ["The quick brown fox jumps over the lazy dog. " * 4]
+    pair.generate(prompts=prompts)
+    pair.set(pair.perturbed(11))
+    pair.sync(reset_prefix_cache=False)
+    with pytest.raises(MismatchError):
+        pair.learner.mismatch(pair.generate(prompts=prompts))
+    assert pair.llm.reset_prefix_cache()
+    assert pair.learner.mismatch(pair.generate(prompts=prompts)) < 1e-5
