@@ -49,8 +49,9 @@ MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf
 class Engine:
     """A Ray actor around vllm.LLM. It has no GPU of its own: vLLM's workers take the placement group's bundles."""
 
-    def __init__(self, model: str, args: argparse.Namespace, device: str):
-        options = {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
+    def __init__(self, model: str, args: argparse.Namespace, device: str, **more):
+        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension"}
+        options |= {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
         if device == "cuda":
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(args.tensor_parallel_size))
@@ -67,10 +68,9 @@ class Engine:
 
         self.llm = LLM(
             model=model,
-            worker_extension_cls="rlhf_utils.WorkerExtension",
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
             seed=args.seed,
-            **options,
+            **options | more,
         )
         die_with_children()
 
@@ -213,7 +213,8 @@ def main(args: argparse.Namespace) -> None:
 
         # 2. Connect, and serve what the trainer holds
         connect(session, trainer, engine, tp)
-        sync(session, trainer, engine.receive_weights.remote())
+        report = sync(session, trainer, engine.receive_weights.remote())
+        run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
 
         # 3. Generate, reward, learn, sync
         for step in range(first_step + 1, args.steps + 1):

@@ -24,8 +24,10 @@ works too, with `stateless_init_process_group` on the trainer's side. Imports ne
 functions that use it.
 """
 
+import functools
 import json
 import logging
+import math
 import os
 import socket
 import time
@@ -46,11 +48,12 @@ __all__ = [
     "stateless_init_process_group",
 ]
 
-BUCKET_BYTES = 512 << 20  # each end stages LANES buckets: 1 GiB at most beyond the weights
-LANES = 2  # buckets in flight
+STAGING_BYTES = 1 << 30  # memory that each end takes beyond the weights, at most
+LANES = 4  # buckets in flight, which share it
 ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is vectorized
 CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within this time
 SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
+LARGE_COPY_BYTES = 4 << 20  # from here on, a copy of its own is faster than a share of a kernel for many
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -278,32 +281,68 @@ def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
     return buffer[piece.offset : piece.offset + piece.nbytes].view(piece.dtype)
 
 
+def _part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The view of a tensor that a piece is of: flat, or rows if the tensor is not contiguous."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[piece.begin : piece.begin + piece.count]
+    row = tensor[0].numel()
+    if piece.begin % row or piece.count % row:
+        raise WeightSyncError(f"{piece.name} is not contiguous, and one row of it is larger than a bucket")
+    return tensor[piece.begin // row : (piece.begin + piece.count) // row]
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 class _Lanes:
-    """The staging buffers: one bucket is on the wire while the other is packed or loaded."""
+    """The staging buffers: some buckets are on the wire while others are packed or loaded."""
 
     def __init__(self, communicator, buckets: list[list[Piece]], device: torch.device):
         self.communicator = communicator
         nbytes = max(map(_bucket_nbytes, buckets))
-        count = min(LANES, len(buckets))
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count)]
-        self.streams = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(min(LANES, len(buckets)))]
+        self.wire = self.copies = None
+        if device.type == "cuda":
+            # The wire goes first: a copy that fills the GPU must not keep the next broadcast from starting.
+            self.wire, self.copies = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
 
-    def start(self, i: int, nbytes: int) -> Callable[[], bool]:
-        """Begin to broadcast bucket `i` from or into its buffer; returns a poll that is true once it is through."""
+    def start(self, i: int, nbytes: int, after: "torch.cuda.Event | None" = None):
+        """Begin to broadcast bucket `i`, on a GPU behind an event; the result's `query()` says when it is through."""
         buffer = self.buffers[i % LANES][:nbytes]
-        if self.streams:
-            stream = self.streams[i % LANES]
-            stream.wait_stream(torch.cuda.current_stream())  # packing, or loading the bucket before, is queued there
-            self.communicator.broadcast(buffer, src=0, stream=stream)
-            event = torch.cuda.Event()
-            event.record(stream)
-            return event.query
-        work = self.communicator.start_broadcast(buffer, src=0)
-        return lambda: work.is_completed() and work.wait()
+        if self.wire is None:
+            return _GlooTransfer(self.communicator.start_broadcast(buffer, src=0))
+        if after is not None:
+            self.wire.wait_event(after)
+        self.communicator.broadcast(buffer, src=0, stream=self.wire)
+        return self.wire.record_event()
+
+    @contextmanager
+    def copying(self, after, links: list[_Link], deadline: float) -> Iterator[None]:
+        """Copy into or out of a buffer behind the transfer `after`: on a GPU in a stream, on CPU by waiting for it."""
+        if self.copies is None:
+            if after is not None:
+                _wait_until(after.query, links, deadline)
+            yield
+            return
+        with torch.cuda.stream(self.copies):
+            if after is not None:
+                self.copies.wait_event(after)
+            yield
+
+    def copied(self) -> "torch.cuda.Event | None":
+        """An event behind the copies so far; None on CPU, where they are done."""
+        return self.copies.record_event() if self.copies else None
+
+
+class _GlooTransfer:
+    """A gloo broadcast with a CUDA event's `query`."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def query(self) -> bool:
+        return self.work.is_completed() and self.work.wait()
 
 
 # --- The trainer's end ------------------------------------------------------------------------------------------------
@@ -317,6 +356,7 @@ class SyncReport:
     tensors: int
     nbytes: int  # sent, in the engine's dtypes
     seconds: float
+    loader: str  # "replay", or "reload" with the reason why not
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -328,18 +368,25 @@ class _Session:
     """What the two ends of the trainer's links have agreed on."""
 
     links: list[_Link] = field(default_factory=list)
-    metadata: list = field(default_factory=list)
+    sources: list | None = None  # name, address, dtype and shape of each tensor
     buckets: list[list[Piece]] = field(default_factory=list)
     lanes: _Lanes | None = None
+    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)  # to, from, by bucket
+    loader: str = ""
 
 
 class WeightSender:
-    """The trainer's end of the sync. `communicator` is `stateless_init_process_group`'s, with rank 0."""
+    """The trainer's end of the sync.
 
-    def __init__(self, communicator):
+    `communicator` is `stateless_init_process_group`'s, with rank 0. With `replay=False`, every sync is a reload.
+    """
+
+    def __init__(self, communicator, replay: bool = True):
         self.communicator = communicator
+        self.loader = "" if replay else "reload: replay is switched off"
         self.session: _Session | None = _Session()
 
+    @torch.no_grad()
     def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
         """Bring every engine worker to these weights, named as in the Hugging Face checkpoint, any dtype.
 
@@ -350,20 +397,22 @@ class WeightSender:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
         started = time.perf_counter()
         try:
-            tensors = _without_ties(named_tensors)
-            if not self.session.links:
-                self.session.links = _listen(self.communicator.group)
-            self._agree(tensors)
-            self._transmit(tensors)
-            allowed = _seconds_allowed(self.session.buckets)
-            versions = {link.recv(allowed)["version"] for link in self.session.links}
+            self._agree(list(named_tensors))
+            if self.session.loader:
+                answers = self._transmit("replay" if self.session.loader == "replay" else "reload")
+            else:
+                answers = self._first_sync()
+            versions = {answer["version"] for answer in answers}
             if len(versions) != 1:
                 raise WeightSyncError(f"engine workers disagree about the weight version: {sorted(versions)}")
         except Exception as error:
             self.close(_reason(error))
             raise
-        nbytes = sum(piece.nbytes for bucket in self.session.buckets for piece in bucket)
-        return SyncReport(versions.pop(), len(tensors), nbytes, time.perf_counter() - started)
+        session = self.session
+        pieces = [piece for bucket in session.buckets for piece in bucket]
+        seconds = time.perf_counter() - started
+        tensors = len({piece.name for piece in pieces})
+        return SyncReport(versions.pop(), tensors, sum(p.nbytes for p in pieces), seconds, session.loader)
 
     def close(self, error: str | None = None) -> None:
         """End the session; with `error`, workers that are waiting raise it."""
@@ -378,14 +427,16 @@ class WeightSender:
         if error and hasattr(self.communicator, "destroy"):
             self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
 
-    def _agree(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Preflight, unless the last one still holds; then tell every worker to listen."""
+    def _agree(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Preflight, unless these are the tensors of the last sync: then all that was agreed on still holds."""
+        sources = [(name, tensor.data_ptr(), tensor.dtype, tensor.shape) for name, tensor in named_tensors]
         session = self.session
-        metadata = [(name, _dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
-        if metadata == session.metadata:
-            for link in session.links:
-                link.send(go=True)
+        if sources == session.sources:
             return
+        tensors = _without_ties(named_tensors)
+        if not session.links:
+            session.links = _listen(self.communicator.group)
+        metadata = [(name, _dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         for link in session.links:
             link.send(metadata=metadata)
         answers = [link.recv(CONNECT_SECONDS) for link in session.links]
@@ -400,28 +451,52 @@ class WeightSender:
         if problems:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
+        bucket_bytes = STAGING_BYTES // LANES
         for link in session.links:
-            link.send(go=True, wire=wire, bucket_bytes=BUCKET_BYTES)
-        session.buckets = _wire_buckets(wire, BUCKET_BYTES)
+            link.send(wire=wire, bucket_bytes=bucket_bytes)
+        session.buckets = _wire_buckets(wire, bucket_bytes)
         session.lanes = _Lanes(self.communicator, session.buckets, next(iter(tensors.values())).device)
-        session.metadata = metadata
+        session.copies = []
+        for i, bucket in enumerate(session.buckets):
+            sources = [_part(tensors[piece.name], piece) for piece in bucket]
+            views = [_view(session.lanes.buffers[i % LANES], piece) for piece in bucket]
+            views = [view.view(source.shape) for view, source in zip(views, sources, strict=True)]
+            session.copies.append((views, sources))
+        session.sources, session.loader = sources, self.loader
 
-    @torch.no_grad()
-    def _transmit(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _first_sync(self) -> list[dict]:
+        """Reload; then, if every worker has recorded its copies, let replay show that it gives the same bits."""
+        answers = self._transmit("first")
+        refusals = [answer["refused"] for answer in answers if answer["refused"]]
+        if refusals:
+            self.session.loader = f"reload: {refusals[0]}"
+        elif all(answer["same"] for answer in self._transmit("trial")):
+            self.session.loader = "replay"
+        else:
+            self._transmit("repair")
+            self.session.loader = "reload: replay did not reproduce it bit for bit"
+        for link in self.session.links:
+            link.send(mode="end")
+        return answers
+
+    def _transmit(self, mode: str) -> list[dict]:
+        """One pass of all bytes, and the workers' answers to it."""
         session, sent = self.session, []
         deadline = time.monotonic() + _seconds_allowed(session.buckets)
-        flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
-        for i, bucket in enumerate(session.buckets):
-            if i >= LANES:
-                _wait_until(sent[i - LANES], session.links, deadline)
-            views = [_view(session.lanes.buffers[i % LANES], piece) for piece in bucket]
-            torch._foreach_copy_(views, [flat[p.name][p.begin : p.begin + p.count] for p in bucket])
-            sent.append(session.lanes.start(i, _bucket_nbytes(bucket)))
-        for done in sent[-LANES:]:
-            _wait_until(done, session.links, deadline)
+        for link in session.links:
+            link.send(mode=mode)
+        if session.lanes.copies:
+            session.lanes.copies.wait_stream(torch.cuda.current_stream())  # the optimizer step may still be under way
+        for i, (views, sources) in enumerate(session.copies):
+            with session.lanes.copying(sent[i - LANES] if i >= LANES else None, session.links, deadline):
+                torch._foreach_copy_(views, sources)
+            sent.append(session.lanes.start(i, _bucket_nbytes(session.buckets[i]), after=session.lanes.copied()))
+        for transfer in sent[-LANES:]:
+            _wait_until(transfer.query, session.links, deadline)
+        return [link.recv(max(0.0, deadline - time.monotonic())) for link in session.links]
 
 
-def _without_ties(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors by name, the first name only where two share their memory."""
     tensors, seen = {}, set()
     for name, tensor in named_tensors:
@@ -447,15 +522,17 @@ class _CopyTrace(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.writes: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # (destination, source or None for a constant)
+        self.writes: list[tuple[torch.Tensor, object]] = []  # destination; the tensor copied or the number filled in
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
             self.writes.append((args[0], args[1]))
             return args[0]
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            self.writes.append((args[0], None))
+        if func is torch.ops.aten.zero_.default:
+            self.writes.append((args[0], 0))
             return args[0]
+        if func._schema.is_mutable and not args[0].is_meta:
+            raise NotImplementedError(f"its loader computes in place ({func})")
         return func(*args, **(kwargs or {}))
 
 
@@ -475,6 +552,7 @@ class _EngineModel:
         self.covered: set[tuple] = set()  # regions written one parameter at a time since the last completed sync
         self.digest: int | None = None  # of what a completed sync left, None where there was none
         self.version = 0
+        self.moves: list[_Moves] | None = None  # what a replay copies out of each bucket
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Returns per tensor the dtype in which the engine keeps it (None: not on this worker), and the problems."""
@@ -510,6 +588,45 @@ class _EngineModel:
         self.covered.clear()
         self.digest = self.take_digest()
         self.version += 1
+
+    def record(self, buckets: list[list[Piece]], buffers: list[torch.Tensor]) -> str | None:
+        """Find the copies that a load of these buckets comes down to. Returns the reason if it is more than copies."""
+        self.moves, moves = None, [_Moves() for _ in buckets]
+        pieces = {}
+        for i, bucket in enumerate(buckets):
+            for piece in bucket:
+                pieces.setdefault(piece.name, []).append((i, piece))
+        served = {_memory(parameter) for parameter in self.model.parameters()}
+        try:
+            for name, parts in pieces.items():
+                source = torch.empty(parts[0][1].shape, dtype=parts[0][1].dtype, device="meta")
+                with self._context(), _CopyTrace() as trace:
+                    self.model.load_weights([(name, source)])
+                for destination, copied in trace.writes:
+                    if _memory(destination) not in served:
+                        return f"{name} passes through a temporary tensor"
+                    if not isinstance(copied, torch.Tensor):
+                        moves[parts[0][0]].fills.append((destination, copied))
+                    elif _memory(copied) != _memory(source):
+                        return f"{name} is computed with, not copied"
+                    else:
+                        for i, piece in parts:
+                            moves[i].add(destination, copied, piece, _view(buffers[i % LANES], piece))
+        except Exception as error:  # a loader may be gone, or refuse a layout that processing has changed
+            return f"{name}: {type(error).__name__} {error}".splitlines()[0]
+        self.moves = moves
+        return None
+
+    def poison(self) -> None:
+        """Overwrite every served parameter, so that an element that a replay leaves out cannot pass for right."""
+        self.digest = None
+        for parameter in self.model.parameters():
+            parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
+
+    def replay(self, i: int) -> None:
+        """Copy bucket `i` to where a load would have brought it."""
+        self.digest = None
+        self.moves[i].run()
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         """The one-parameter protocol: load, and serve as soon as no layer is half written."""
@@ -560,7 +677,7 @@ class _EngineModel:
         for destination, copied in writes:
             if owner := owners.get(_memory(destination)):
                 # A loader that computes on its way gets the model's dtype; one that copies gets the parameter's own.
-                plain = copied is None or _memory(copied) == _memory(source)
+                plain = not isinstance(copied, torch.Tensor) or _memory(copied) == _memory(source)
                 region = (owner, destination.storage_offset(), destination.size(), destination.stride())
                 regions.append((region, destination.dtype if plain else self.worker.model_config.dtype))
         return regions
@@ -593,10 +710,7 @@ class _EngineModel:
     @torch.no_grad()
     def take_digest(self) -> int | None:
         """A number that any changed, moved or swapped element changes; None for a model without parameters."""
-        digests = [_digest(tensor) for tensor in self._served_tensors()]
-        if not digests:
-            return None
-        return hash(tuple(torch.stack(digests).tolist()))
+        return _digest(list(self._served_tensors()))
 
     def _served_tensors(self) -> Iterator[torch.Tensor]:
         for parameter in self.model.parameters():
@@ -654,13 +768,100 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.as_subclass(torch.Tensor)
 
 
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A scalar (int64) over a tensor's bits: its sums along both axes, each weighted by position."""
-    words = tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-    matrix = words.reshape(-1, words.shape[-1] if words.dim() else 1)
-    columns, rows = matrix.sum(0, dtype=torch.int64), matrix.sum(1, dtype=torch.int64)
-    odd = 2 * torch.arange(max(matrix.shape), device=tensor.device) + 1
-    return (columns * odd[: len(columns)]).sum() + 31 * (rows * odd[: len(rows)]).sum() + tensor.numel()
+@dataclass
+class _Moves:
+    """The copies out of one bucket. One kernel moves many small blocks; large and strided ones get a copy each."""
+
+    blocks: tuple[list[torch.Tensor], list[torch.Tensor]] = field(default_factory=lambda: ([], []))  # to, from
+    others: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    fills: list[tuple[torch.Tensor, object]] = field(default_factory=list)
+
+    def add(self, destination: torch.Tensor, copied: torch.Tensor, piece: Piece, buffer: torch.Tensor) -> None:
+        """Note a copy of `copied`, a view of the tensor without storage that stands for `piece`'s tensor."""
+        offset = copied.storage_offset()
+        if piece.count < torch.Size(piece.shape).numel():
+            # The buffer holds some rows of the tensor: take those of the view that they are.
+            row = torch.Size(piece.shape[1:]).numel()
+            if copied.stride(0) != row or piece.begin % row or piece.count % row:
+                raise NotImplementedError("it is larger than a bucket, and not copied by rows")
+            first, view_first = piece.begin // row, offset // row
+            begin = max(first, view_first)
+            end = min(first + piece.count // row, view_first + copied.size(0))
+            if begin >= end:
+                return
+            destination = destination[begin - view_first : end - view_first]
+            copied = copied[begin - view_first : end - view_first]
+            offset = copied.storage_offset() - piece.begin
+        source = buffer.as_strided(copied.size(), copied.stride(), buffer.storage_offset() + offset)
+        if source.is_contiguous() and destination.is_contiguous() and source.nbytes < LARGE_COPY_BYTES:
+            self.blocks[0].append(destination)
+            self.blocks[1].append(source)
+        else:
+            self.others.append((destination, source))
+
+    def run(self) -> None:
+        for destination, source in self.others:
+            destination.copy_(source)
+        if self.blocks[0]:
+            torch._foreach_copy_(*self.blocks)
+        for destination, value in self.fills:
+            destination.fill_(value)
+
+
+def _digest(tensors: list[torch.Tensor]) -> int | None:
+    """One number for the bits of all tensors: the sum of their 32-bit words, each weighted by its position."""
+    if not tensors:
+        return None
+    words, start = [], 0
+    for tensor in tensors:
+        flat = tensor.contiguous().view(-1)
+        if flat.nbytes % 4:
+            flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 4))
+        words.append((flat.view(torch.int32), start))
+        start += len(words[-1][0])
+    if words[0][0].is_cuda:
+        return _digest_on_gpu(words)
+    return sum(int((w * (2 * torch.arange(s, s + len(w)) + 1)).sum()) for w, s in words) % 2**64
+
+
+def _digest_on_gpu(words: list[tuple[torch.Tensor, int]]) -> int:
+    """The same number in one kernel over all tensors, at the speed of memory."""
+    places = tuple((flat.data_ptr(), len(flat)) for flat, _ in words)
+    addresses, counts, starts = _digest_table(places, words[0][0].device)
+    sums = torch.empty_like(starts)
+    _digest_kernel()[(len(sums),)](addresses, counts, starts, sums, BLOCK=4096)
+    return int(sums.sum()) % 2**64
+
+
+@functools.lru_cache(maxsize=4)
+def _digest_table(places: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Address, number of words and position [3, chunks] of chunks of tensors, given as (address, words) each."""
+    chunk, start, rows = 1 << 20, 0, []
+    for address, count in places:
+        for offset in range(0, count, chunk):
+            rows.append((address + 4 * offset, min(chunk, count - offset), start + offset))
+        start += count
+    return torch.tensor(rows, dtype=torch.int64).T.contiguous().to(device)
+
+
+@functools.cache
+def _digest_kernel():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(addresses, counts, starts, sums, BLOCK: tl.constexpr):
+        chunk = tl.program_id(0)
+        words = tl.load(addresses + chunk).to(tl.pointer_type(tl.int32))
+        count, start = tl.load(counts + chunk), tl.load(starts + chunk)
+        total = tl.zeros([BLOCK], tl.int64)
+        for offset in range(0, count, BLOCK):
+            i = offset + tl.arange(0, BLOCK)
+            word = tl.load(words + i, mask=i < count, other=0).to(tl.int64)
+            total += word * (2 * (start + i) + 1)
+        tl.store(sums + chunk, tl.sum(total))
+
+    return kernel
 
 
 class WorkerExtension:
@@ -708,11 +909,26 @@ class WorkerExtension:
             message = link.recv(CONNECT_SECONDS)
             self.weight_buckets = _wire_buckets(message["wire"], message["bucket_bytes"])
             self.weight_lanes = _Lanes(group, self.weight_buckets, self.device)
-        for weights in _received(self.weight_buckets, self.weight_lanes, link):
-            model.load(weights)
-        model.finish()
+            message = link.recv(CONNECT_SECONDS)
+        buckets, lanes = self.weight_buckets, self.weight_lanes
+        if message["mode"] == "replay":
+            _replay(model, buckets, lanes, link)
+        else:
+            _reload(model, buckets, lanes, link)
         model.complete()
-        link.send(version=model.version)
+        if message["mode"] != "first":
+            link.send(version=model.version)
+            return model.version
+        link.send(version=model.version, refused=model.record(buckets, lanes.buffers))
+        while (mode := link.recv(CONNECT_SECONDS)["mode"]) != "end":
+            reloaded = model.digest
+            if mode == "trial":
+                model.poison()
+                _replay(model, buckets, lanes, link)
+            else:
+                _reload(model, buckets, lanes, link)
+            model.digest = model.take_digest()
+            link.send(same=model.digest == reloaded)
         return model.version
 
     def update_weight(self, name: str, dtype_name: str, shape) -> None:
@@ -756,23 +972,42 @@ class WorkerExtension:
         return self.weight_model
 
 
-def _received(buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield the tensors of one bucket after another, in memory of their own, while the next is on the wire."""
+def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> None:
+    """Hand the tensors to vLLM's loader, bucket after bucket, in memory of their own: it keeps them for a while."""
     deadline = time.monotonic() + _seconds_allowed(buckets)
-    arriving = [lanes.start(0, _bucket_nbytes(buckets[0]))]
-    partial: dict[str, torch.Tensor] = {}
+    arriving, partial = [], {}
     for i, bucket in enumerate(buckets):
-        if i + 1 < len(buckets):
-            arriving.append(lanes.start(i + 1, _bucket_nbytes(buckets[i + 1])))
-        _wait_until(arriving[i], [link], deadline)
+        while len(arriving) < min(i + LANES, len(buckets)):  # up to bucket i + LANES - 1, where bucket i - 1 was
+            emptied = torch.cuda.current_stream().record_event() if lanes.wire else None
+            arriving.append(lanes.start(len(arriving), _bucket_nbytes(buckets[len(arriving)]), after=emptied))
+        _wait_until(arriving[i].query, [link], deadline)
         weights = []
         for piece in bucket:
             view = _view(lanes.buffers[i % LANES], piece)
-            whole = partial.setdefault(piece.name, torch.empty(piece.shape, dtype=piece.dtype, device=view.device))
+            if piece.name not in partial:
+                partial[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
+            whole = partial[piece.name]
             whole.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
             if piece.begin + piece.count == whole.numel():
                 weights.append((piece.name, partial.pop(piece.name)))
-        yield weights
+        model.load(weights)
+    model.finish()
+
+
+def _replay(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> None:
+    """Copy the tensors straight to where a reload brought them."""
+    deadline = time.monotonic() + _seconds_allowed(buckets)
+    copied = []
+    if lanes.copies:
+        lanes.copies.wait_stream(torch.cuda.current_stream())
+    for i, bucket in enumerate(buckets):
+        emptied = copied[i - LANES] if i >= LANES else None
+        arrived = lanes.start(i, _bucket_nbytes(bucket), after=emptied)
+        with torch.no_grad(), lanes.copying(arrived, [link], deadline):
+            model.replay(i)
+        copied.append(lanes.copied())
+    if copied[-1] is not None:
+        _wait_until(copied[-1].query, [link], deadline)
 
 
 def _seconds_allowed(buckets: list[list[Piece]]) -> float:

@@ -179,7 +179,9 @@ def test_proof_fails_if_the_sync_skips_layers(pair):
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 66_048, 1 << 20])
 def test_buckets_of_any_size(pair, monkeypatch, bucket_bytes):
-    monkeypatch.setattr(rlhf_utils, "BUCKET_BYTES", bucket_bytes)  # the largest tensor has 262,144 bytes
+    monkeypatch.setattr(
+        rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes
+    )  # the largest tensor has 262,144 bytes
     pair.connect()
     pair.set(pair.perturbed(bucket_bytes))
     for _ in range(2):

@@ -42,6 +42,9 @@ class Engine:
     def finish(self):
         pass
 
+    def record(self, buckets, buffers):
+        return "a dictionary has no loader to record"
+
     def complete(self):
         self.version += 1
 
@@ -135,7 +138,7 @@ def test_tensor_larger_than_a_bucket_is_cut_at_rows_and_shares_no_other_cut():
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
-    monkeypatch.setattr(rlhf_utils, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)
     trainer, *others = groups(1 + workers)
     receiving = [Receiving(Worker(Engine(), other), syncs=3) for other in others]
     sender = WeightSender(trainer)
@@ -255,13 +258,14 @@ def _socket_pair(socket):
 
 
 def test_digest_sees_every_flip_and_swap():
-    tensor = torch.randn(5, 9).bfloat16()
-    digest = rlhf_utils._digest(tensor)
-    assert rlhf_utils._digest(tensor.clone()) == digest
+    tensor, other = torch.randn(5, 9).bfloat16(), torch.randn(3)
+    digest = rlhf_utils._digest([tensor, other])
+    assert rlhf_utils._digest([tensor.clone(), other.clone()]) == digest
     for i in range(5):
         for j in range(9):
             flipped = tensor.clone()
             flipped.view(torch.int16)[i, j] ^= 1
-            assert rlhf_utils._digest(flipped) != digest
-    assert rlhf_utils._digest(tensor[[1, 0, 2, 3, 4]]) != digest
-    assert rlhf_utils._digest(tensor[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7, 8])]) != digest
+            assert rlhf_utils._digest([flipped, other]) != digest
+    assert rlhf_utils._digest([tensor[[1, 0, 2, 3, 4]], other]) != digest
+    assert rlhf_utils._digest([tensor[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7, 8])], other]) != digest
+    assert rlhf_utils._digest([other, tensor]) != digest

@@ -1,0 +1,284 @@
+"""How long a weight sync takes, by every way there is, on one model shape, in one run.
+
+    python benchmarks/sync.py --shape qwen2.5-7b                             # 3 GPUs: 1 trainer -> TP=2, NCCL
+    python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
+    python benchmarks/sync.py                                                # no GPU: a small shape over gloo
+
+Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
+are overwritten; after it they must be, bit for bit, what a reload brings. A time is the median of the rounds after the
+first two, as the trainer sees it: from "the weights are ready" to "the engine may generate", prefix-cache reset
+included. Writes a table, sync.json and sync.png.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import ray  # noqa: E402 - the project's modules are found by the line above
+import torch  # noqa: E402
+
+from ray_session import RaySession, run_main  # noqa: E402
+from rlhf import Engine, place  # noqa: E402
+from rlhf_utils import STAGING_BYTES, WeightSender, stateless_init_process_group  # noqa: E402
+from run_folder import RunError, RunFolder  # noqa: E402
+
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
+OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
+SHAPES = {
+    "tiny": OPT
+    | {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024, "num_hidden_layers": 4}
+    | {"num_attention_heads": 4, "vocab_size": 4096, "max_position_embeddings": 256},
+    "opt-125m": OPT | {"word_embed_proj_dim": 768},
+    "qwen2.5-0.5b": QWEN2
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen2.5-7b": QWEN2
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "qwen2.5-32b": QWEN2
+    | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+    | {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+}
+CEILING = "raw broadcast"
+
+
+class BenchEngine(Engine):
+    """rlhf.py's engine with the peers' worker methods."""
+
+    def rpc(self, method: str, *args) -> list:
+        return self.llm.collective_rpc(method, args=args)
+
+    def reset_prefix_cache(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache was not reset")
+
+    # What vLLM's own weight transfer calls on its engine.
+    def init_weight_transfer_engine(self, request) -> None:
+        self.llm.init_weight_transfer_engine(request)
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, request) -> None:
+        self.llm.update_weights(request)
+
+    def finish_weight_update(self, *args, **kwargs) -> None:
+        self.llm.finish_weight_update(*args, **kwargs)
+
+    def get_world_size(self, *args) -> int:
+        return self.llm.get_world_size(*args)
+
+
+class BenchTrainer:
+    """The parameters of one model, and every way to bring them to the engine."""
+
+    def __init__(self, model: str, dtype: str, device: str):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.set_num_threads(os.cpu_count())
+        torch.manual_seed(0)
+        self.device = torch.device(device, 0)
+        with self.device:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=getattr(torch, dtype))
+        self.model = model.requires_grad_(False)
+        self.parameters = dict(self.model.named_parameters())
+
+    def address(self) -> tuple[str, int]:
+        from vllm.utils.network_utils import get_open_port
+
+        return ray.util.get_node_ip_address(), get_open_port()
+
+    def join(self, address: str, port: int, world_size: int) -> None:
+        self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
+
+    def nbytes(self) -> int:
+        """What travels: fp32 to an engine on CPU, bf16 to one on GPUs."""
+        return sum(p.numel() for p in self.parameters.values()) * (2 if self.device.type == "cuda" else 4)
+
+    def ceiling(self, engine, nbytes: int) -> float:
+        """Broadcast a buffer of 256 MiB as often as makes `nbytes`."""
+        buffer = torch.zeros(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
+        ref = engine.rpc.remote("raw_broadcast", nbytes)
+        self.group.broadcast(buffer, src=0)  # both sides are there now
+        self._synchronize()
+        started = time.perf_counter()
+        for _ in range(nbytes // buffer.numel()):
+            self.group.broadcast(buffer, src=0)
+        self._synchronize()
+        seconds = time.perf_counter() - started
+        ray.get(ref)
+        return seconds * nbytes / (nbytes // buffer.numel() * buffer.numel())
+
+    def one_rpc_a_parameter(self, engine) -> float:
+        """The protocol of vLLM's example: a call to the workers, a broadcast and a wait for each parameter."""
+        started = time.perf_counter()
+        for name, parameter in self.parameters.items():
+            dtype = str(parameter.dtype).split(".")[-1]
+            ref = engine.rpc.remote("upstream_update_weight", name, dtype, tuple(parameter.shape))
+            self.group.broadcast(parameter, src=0)
+            ray.get(ref)
+        ray.get(engine.reset_prefix_cache.remote())
+        return time.perf_counter() - started
+
+    def connect_native(self, engine, packed: bool, address: str, port: int, world_size: int) -> None:
+        from vllm.distributed.weight_transfer.base import ModuleSource
+        from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        self.native = WeightTransferTrainerFactory.trainer_init(
+            NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0, packed=packed),
+            client=RayVLLMWeightSyncClient(engine),
+            source=ModuleSource(self.model),
+        )
+
+    def native_engine(self, engine) -> float:
+        """vLLM's own weight transfer."""
+        started = time.perf_counter()
+        self.native.send_weights()
+        self._synchronize()
+        ray.get(engine.reset_prefix_cache.remote())
+        return time.perf_counter() - started
+
+    def open_sender(self, replay: bool) -> None:
+        self.sender = WeightSender(self.group, replay=replay)
+
+    def ours(self, engine, expected_loader: str) -> float:
+        """WeightSender; the engine waits already, with an empty prefix cache, as it does during a learning step."""
+        ref = engine.receive_weights.remote()
+        time.sleep(0.05)
+        report = self.sender.send_weights(self.parameters.items())
+        assert ray.get(ref), "the engine does not serve what was sent"
+        assert report.loader.startswith(expected_loader), report.loader
+        return report.seconds
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def main(args: argparse.Namespace) -> None:
+    with RunFolder(args, "sync") as run, RaySession(run, None) as session:
+        device, trainer_options, engine_options = place(args)
+        model = run.path / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
+        more = {"skip_tokenizer_init": True, "load_format": "dummy"}
+        more |= {"worker_extension_cls": "peers.PeerExtension", "max_model_len": 256}
+        if device == "cuda":
+            more |= {"weight_transfer_config": {"backend": "nccl"}}
+        trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args.trainer_dtype, device)
+        engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
+        session.farewells.append(engine.shutdown.remote)
+        (address,) = session.wait("starting", trainer=trainer.address.remote())
+        session.wait("starting", engine=engine.start.remote())
+        world_size = 1 + args.tensor_parallel_size
+
+        def connect() -> None:
+            (address,) = session.wait("connecting", trainer=trainer.address.remote())
+            joined = engine.init_weight_update_group.remote(*address, world_size)
+            session.wait("connecting", trainer=trainer.join.remote(*address, world_size), engine=joined)
+
+        def measure(name: str, method, *arguments) -> None:
+            seconds = []
+            for _ in range(args.rounds):
+                if name != CEILING:
+                    session.wait(name, engine=engine.rpc.remote("poison"))
+                seconds += session.wait(name, trainer=method.remote(engine, *arguments))
+            (digests,) = session.wait(name, engine=engine.rpc.remote("digest"))
+            median = statistics.median(seconds[min(2, args.rounds - 1) :])
+            exact = None if name == CEILING else digests == reference
+            rows.append({"way": name, "seconds": median, "GBps": nbytes / median / 1e9, "exact": exact})
+            rows[-1] |= {"share_of_ceiling": rows[0]["seconds"] / median, "rounds": seconds}
+            run.say(line(rows[-1]))
+
+        rows: list[dict] = []
+        connect()
+        session.wait("connecting", trainer=trainer.open_sender.remote(False))
+        session.wait("reload", trainer=trainer.ours.remote(engine, "reload"))
+        (reference,) = session.wait("reload", engine=engine.rpc.remote("digest"))
+        (nbytes,) = session.wait("reload", trainer=trainer.nbytes.remote())
+        run.say(f"{args.shape}, {nbytes / 1e9:.3f} GB from {args.trainer_dtype}, 1 -> TP={args.tensor_parallel_size}")
+        measure(CEILING, trainer.ceiling, nbytes)
+        measure("one RPC a parameter", trainer.one_rpc_a_parameter)
+        for packed in (False, True) if device == "cuda" else ():
+            (address,) = session.wait("connecting", trainer=trainer.address.remote())
+            session.wait("connecting", trainer=trainer.connect_native.remote(engine, packed, *address, world_size))
+            measure(f"vLLM native, {'packed' if packed else 'unpacked'}", trainer.native_engine)
+        measure("ours, reload", trainer.ours, "reload")
+        connect()
+        session.wait("connecting", trainer=trainer.open_sender.remote(True))
+        measure("ours, replay" if device == "cuda" else "ours", trainer.ours, "replay" if device == "cuda" else "")
+        finish(run, args, rows, nbytes)
+
+
+def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: int) -> None:
+    """Write the results, and fail if a way left other weights than a reload does."""
+    run.say(f"staging memory of ours: {min(STAGING_BYTES, nbytes) / 2**20:.0f} MiB at most on each side")
+    results = {"shape": args.shape, "device": device_name(), "nbytes": nbytes, "ways": rows}
+    results |= {"trainer_dtype": args.trainer_dtype, "tensor_parallel_size": args.tensor_parallel_size}
+    (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, run.path / "sync.png")
+    if wrong := [row["way"] for row in rows if row["exact"] is False]:
+        raise RunError(f"other weights than a reload's after {', '.join(wrong)}")
+    run.say(f"OK: {run.path}/sync.png")
+
+
+def line(row: dict) -> str:
+    exact = {None: "", True: "exact", False: "WRONG"}[row["exact"]]
+    share = f"{100 * row['share_of_ceiling']:6.1f} %"
+    return f"{row['way']:24} {1e3 * row['seconds']:10.2f} ms {row['GBps']:8.2f} GB/s {share} of the ceiling  {exact}"
+
+
+def device_name() -> str:
+    import subprocess
+
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "CPU"
+    return listing.splitlines()[0].partition(": ")[2].partition(" (")[0]
+
+
+def draw(results: dict, path: Path) -> None:
+    """A bar for each way, the ceiling as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ceiling, *rows = results["ways"]
+    rows = rows[::-1]
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.6))
+    colors = ["tab:blue" if row["way"].startswith("ours") else "tab:gray" for row in rows]
+    bars = axes.barh([row["way"] for row in rows], [1e3 * row["seconds"] for row in rows], color=colors)
+    axes.bar_label(bars, [f"{1e3 * row['seconds']:.3g} ms" for row in rows], padding=4)
+    axes.axvline(1e3 * ceiling["seconds"], color="tab:red", linestyle="--", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlim(1e3 * ceiling["seconds"] / 2, 3e3 * max(row["seconds"] for row in rows))
+    axes.set_xlabel(f"weight sync, ms (dashed: raw broadcast, {1e3 * ceiling['seconds']:.3g} ms)")
+    axes.set_title(f"{results['shape']}, {results['nbytes'] / 1e9:.2f} GB, {results['device']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--output", type=Path, help="folder (default: a new one under runs/)")
+    parser.add_argument("--verbose", action="store_true", help="show what Ray and vLLM print")
+    parser.set_defaults(resume=None, seed=0, enforce_eager=True)
+    run_main(main, parser.parse_args())
