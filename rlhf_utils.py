@@ -531,7 +531,7 @@ class _CopyTrace(TorchDispatchMode):
         if func is torch.ops.aten.zero_.default:
             self.writes.append((args[0], 0))
             return args[0]
-        if func._schema.is_mutable and not args[0].is_meta:
+        if func._schema.is_mutable and not (isinstance(args[0], torch.Tensor) and args[0].is_meta):
             raise NotImplementedError(f"its loader computes in place ({func})")
         return func(*args, **(kwargs or {}))
 
