@@ -76,7 +76,7 @@ class RaySession:
                 except psutil.NoSuchProcess:
                     pass
             psutil.wait_procs(family, timeout=3)
-        for name in _orphans(set(os.listdir(SHARED_MEMORY)) - self.shared_memory):
+        for name in orphans(set(os.listdir(SHARED_MEMORY)) - self.shared_memory):
             (SHARED_MEMORY / name).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -160,7 +160,7 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def _orphans(names: set[str]) -> set[str]:
+def orphans(names: set[str]) -> set[str]:
     """Those files of /dev/shm, of this user, that no process has mapped: their owners were killed."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):

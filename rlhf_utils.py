@@ -458,10 +458,9 @@ class WeightSender:
         session.lanes = _Lanes(self.communicator, session.buckets, next(iter(tensors.values())).device)
         session.copies = []
         for i, bucket in enumerate(session.buckets):
-            sources = [_part(tensors[piece.name], piece) for piece in bucket]
+            parts = [_part(tensors[piece.name], piece) for piece in bucket]
             views = [_view(session.lanes.buffers[i % LANES], piece) for piece in bucket]
-            views = [view.view(source.shape) for view, source in zip(views, sources, strict=True)]
-            session.copies.append((views, sources))
+            session.copies.append(([view.view(part.shape) for view, part in zip(views, parts, strict=True)], parts))
         session.sources, session.loader = sources, self.loader
 
     def _first_sync(self) -> list[dict]:

@@ -13,16 +13,25 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ray_session import orphans  # noqa: E402 - found by the line above
+
 
 class Script:
     """A script of this project in a process of its own, with all that it started."""
 
     def __init__(self, folder: Path, *command: str):
         self.folder, self.output = folder, folder / "output.txt"
-        self.before = _traces()
+        # A short path: sockets lie below it. What the script leaves there, or in shared memory, is what it left.
+        self.temporary = Path(tempfile.mkdtemp(prefix="t-"))
+        self.shared_memory = set(os.listdir("/dev/shm"))
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *command], cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                [sys.executable, *command],
+                cwd=folder,
+                env=os.environ | {"TMPDIR": str(self.temporary)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def finish(self, timeout: float) -> str:
@@ -60,12 +69,8 @@ class Script:
         assert "Traceback" not in text, text
         assert "error: " in text.splitlines()[-1], text
         assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
-        assert _traces() <= self.before
-
-
-def _traces() -> set[str]:
-    """Shared-memory files and folders of sockets."""
-    return set(os.listdir("/dev/shm")) | {path.name for path in Path(tempfile.gettempdir()).glob("rlhf-ray-*")}
+        assert list(self.temporary.glob("rlhf-ray-*")) == []
+        assert orphans(set(os.listdir("/dev/shm")) - self.shared_memory) == set()
 
 
 def _title(process: psutil.Process) -> str:
