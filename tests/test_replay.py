@@ -254,6 +254,7 @@ def test_plan_is_dropped_after_a_failure(monkeypatch):
     assert sync(weights) == "replay"
 
     def fails(i):
+        Engine.replay(sync.engines[1], i)
         raise ValueError("no memory")
 
     sync.engines[1].replay = fails
