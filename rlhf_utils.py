@@ -373,6 +373,7 @@ class _Session:
     lanes: _Lanes | None = None
     copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)  # to, from, by bucket
     loader: str = ""
+    version: int = 0
 
 
 class WeightSender:
@@ -398,13 +399,11 @@ class WeightSender:
         started = time.perf_counter()
         try:
             self._agree(list(named_tensors))
+            self.session.version += 1
             if self.session.loader:
-                answers = self._transmit("replay" if self.session.loader == "replay" else "reload")
+                self._transmit("replay" if self.session.loader == "replay" else "reload")
             else:
-                answers = self._first_sync()
-            versions = {answer["version"] for answer in answers}
-            if len(versions) != 1:
-                raise WeightSyncError(f"engine workers disagree about the weight version: {sorted(versions)}")
+                self._first_sync()
         except Exception as error:
             self.close(_reason(error))
             raise
@@ -412,7 +411,7 @@ class WeightSender:
         pieces = [piece for bucket in session.buckets for piece in bucket]
         seconds = time.perf_counter() - started
         tensors = len({piece.name for piece in pieces})
-        return SyncReport(versions.pop(), tensors, sum(p.nbytes for p in pieces), seconds, session.loader)
+        return SyncReport(session.version, tensors, sum(p.nbytes for p in pieces), seconds, session.loader)
 
     def close(self, error: str | None = None) -> None:
         """End the session; with `error`, workers that are waiting raise it."""
@@ -462,8 +461,9 @@ class WeightSender:
             views = [_view(session.lanes.buffers[i % LANES], piece) for piece in bucket]
             session.copies.append(([view.view(part.shape) for view, part in zip(views, parts, strict=True)], parts))
         session.sources, session.loader = sources, self.loader
+        session.version = max(answer["version"] for answer in answers)  # which a failed sync leaves uneven
 
-    def _first_sync(self) -> list[dict]:
+    def _first_sync(self) -> None:
         """Reload; then, if every worker has recorded its copies, let replay show that it gives the same bits."""
         answers = self._transmit("first")
         refusals = [answer["refused"] for answer in answers if answer["refused"]]
@@ -476,14 +476,13 @@ class WeightSender:
             self.session.loader = "reload: replay did not reproduce it bit for bit"
         for link in self.session.links:
             link.send(mode="end")
-        return answers
 
     def _transmit(self, mode: str) -> list[dict]:
         """One pass of all bytes, and the workers' answers to it."""
         session, sent = self.session, []
         deadline = time.monotonic() + _seconds_allowed(session.buckets)
         for link in session.links:
-            link.send(mode=mode)
+            link.send(mode=mode, version=session.version)
         if session.lanes.copies:
             session.lanes.copies.wait_stream(torch.cuda.current_stream())  # the optimizer step may still be under way
         for i, (views, sources) in enumerate(session.copies):
@@ -582,11 +581,11 @@ class _EngineModel:
             self._repack_tied_layers()
         self.loading = False
 
-    def complete(self) -> None:
-        """Every parameter was written: a new version of the weights is in place."""
+    def complete(self, version: int) -> None:
+        """Every parameter was written: this version of the weights is in place."""
         self.covered.clear()
         self.digest = self.take_digest()
-        self.version += 1
+        self.version = version
 
     def record(self, buckets: list[list[Piece]], buffers: list[torch.Tensor]) -> str | None:
         """Find the copies that a load of these buckets comes down to. Returns the reason if it is more than copies."""
@@ -638,7 +637,7 @@ class _EngineModel:
         if not {_layer_of(name) for name in unwritten} & {_layer_of(name) for name, *_ in self.covered}:
             self.finish()
             if not unwritten:
-                self.complete()
+                self.complete(self.version + 1)
 
     def unchanged(self) -> bool:
         return self.digest is not None and not self.loading and self.take_digest() == self.digest
@@ -904,7 +903,7 @@ class WorkerExtension:
         message = link.recv(timeout)
         if "metadata" in message:
             dtypes, problems = model.preflight(message["metadata"])
-            link.send(dtypes=dtypes, problems=problems)
+            link.send(dtypes=dtypes, problems=problems, version=model.version)
             message = link.recv(CONNECT_SECONDS)
             self.weight_buckets = _wire_buckets(message["wire"], message["bucket_bytes"])
             self.weight_lanes = _Lanes(group, self.weight_buckets, self.device)
@@ -914,11 +913,11 @@ class WorkerExtension:
             _replay(model, buckets, lanes, link)
         else:
             _reload(model, buckets, lanes, link)
-        model.complete()
+        model.complete(message["version"])
         if message["mode"] != "first":
-            link.send(version=model.version)
+            link.send(done=True)
             return model.version
-        link.send(version=model.version, refused=model.record(buckets, lanes.buffers))
+        link.send(refused=model.record(buckets, lanes.buffers))
         while (mode := link.recv(CONNECT_SECONDS)["mode"]) != "end":
             reloaded = model.digest
             if mode == "trial":
