@@ -3,7 +3,7 @@
     trainer process                            each engine worker
     WeightSender.send_weights(params)   --->   WorkerExtension.receive_weights()
 
-The bytes travel by broadcast (NCCL between GPUs, gloo between CPUs), packed into a few large buckets, two in flight.
+The bytes travel by broadcast (NCCL between GPUs, gloo between CPUs), packed into a few large buckets, several in flight.
 Beside them runs one small TCP connection per worker, the link. It carries what the two ends must agree on, it ends the
 wait of either side when the other fails, and it breaks at once when a process dies. One sync, in order:
 
@@ -521,6 +521,7 @@ class _CopyTrace(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.writes: list[tuple[torch.Tensor, object]] = []  # destination; the tensor copied or the number filled in
+        self.computes = False  # whether a loader changes a parameter otherwise
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
@@ -530,7 +531,8 @@ class _CopyTrace(TorchDispatchMode):
             self.writes.append((args[0], 0))
             return args[0]
         if func._schema.is_mutable and not (isinstance(args[0], torch.Tensor) and args[0].is_meta):
-            raise NotImplementedError(f"its loader computes in place ({func})")
+            self.computes = True
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -600,6 +602,8 @@ class _EngineModel:
                 source = torch.empty(parts[0][1].shape, dtype=parts[0][1].dtype, device="meta")
                 with self._context(), _CopyTrace() as trace:
                     self.model.load_weights([(name, source)])
+                if trace.computes:
+                    return f"{name} is computed with in place"
                 for destination, copied in trace.writes:
                     if _memory(destination) not in served:
                         return f"{name} passes through a temporary tensor"

@@ -213,7 +213,7 @@ class Keeps(Model):
         (Scales, "reload: norm is computed with, not copied"),
         (CastsUp, "reload: norm is computed with, not copied"),
         (Concatenates, "reload: norm is computed with, not copied"),
-        (ScalesInPlace, "reload: norm: NotImplementedError its loader computes in place"),
+        (ScalesInPlace, "reload: norm is computed with in place"),
         (Keeps, "reload: norm: AssertionError no loader"),
     ],
 )
