@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
@@ -165,6 +165,7 @@ class BenchTrainer:
 
 
 def main(args: argparse.Namespace) -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     with RunFolder(args, "sync") as run, RaySession(run, None) as session:
         device, trainer_options, engine_options = place(args)
         model = run.path / "model"
