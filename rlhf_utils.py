@@ -3,21 +3,24 @@
     trainer process                            each engine worker
     WeightSender.send_weights(params)   --->   WorkerExtension.receive_weights()
 
-The bytes travel by broadcast (NCCL between GPUs, gloo between CPUs), packed into a few large buckets, several in flight.
+The bytes travel by broadcast (NCCL between GPUs, gloo between CPUs), packed into a few buckets, several in flight.
 Beside them runs one small TCP connection per worker, the link. It carries what the two ends must agree on, it ends the
 wait of either side when the other fails, and it breaks at once when a process dies. One sync, in order:
 
-1. Preflight (first sync, and whenever the set of parameters changes). Each worker runs vLLM's own weight loaders over
-   tensors without storage and notes what would be copied where. A parameter that the engine does not know, lacks or
-   shapes otherwise is an error that names it, before a byte moves. The answer also says which dtype the engine keeps
-   each parameter in; that is the dtype sent, so fp32 master weights travel as bf16 to a bf16 engine.
-2. The buckets, inside one reload bracket of vLLM (`initialize_layerwise_reload` ... `finalize_layerwise_reload`), which
-   is right for every model, quantization and device: layers are loaded, repacked or quantized as they complete.
-3. Every worker takes a digest of what it now serves, raises its weight version and answers.
+1. Preflight, unless the tensors are those of the last sync. Each worker runs vLLM's own weight loaders over tensors
+   without storage and notes what would be copied where. A parameter that the engine does not know, lacks or shapes
+   otherwise is an error that names it, before a byte moves. The answer also says in which dtype the engine keeps each
+   parameter; that is the dtype sent, so fp32 master weights travel as bf16 to a bf16 engine.
+2. The buckets. *Reload* hands the tensors to vLLM's loader inside one of its reload brackets
+   (`initialize_layerwise_reload` ... `finalize_layerwise_reload`), which is right for every model, quantization and
+   device: layers are loaded, repacked or quantized as they complete. *Replay* repeats just the copies that such a load
+   comes down to, straight from the bucket. It is taken from the second sync on if in the first one, into overwritten
+   parameters, it gave what reload had given, bit for bit, on every worker.
+3. Every worker takes a digest of what it now serves, notes the weight version and answers.
 
-The engine must not be generating, and its prefix cache still holds keys and values of the old weights: the caller runs
-`reset_prefix_cache` before the next prompt. If either side fails, both raise, the session is closed, and the engine's
-weights are undefined until a later session has completed a sync.
+The engine must not be generating, and its prefix cache holds keys and values of the old weights: the caller runs
+`reset_prefix_cache` before the next prompt. If either side fails, both learn why, the session is closed, and the
+engine's weights are undefined until a later session has completed a sync.
 
 The one-parameter protocol of vLLM's example (`init_weight_update_group`, `update_weight`, `check_weights_changed`)
 works too, with `stateless_init_process_group` on the trainer's side. Imports need torch alone; vLLM is imported by the
@@ -592,32 +595,37 @@ class _EngineModel:
     def record(self, buckets: list[list[Piece]], buffers: list[torch.Tensor]) -> str | None:
         """Find the copies that a load of these buckets comes down to. Returns the reason if it is more than copies."""
         self.moves, moves = None, [_Moves() for _ in buckets]
-        pieces = {}
+        parts: dict[str, list[tuple[int, Piece]]] = {}
         for i, bucket in enumerate(buckets):
             for piece in bucket:
-                pieces.setdefault(piece.name, []).append((i, piece))
-        served = {_memory(parameter) for parameter in self.model.parameters()}
-        try:
-            for name, parts in pieces.items():
-                source = torch.empty(parts[0][1].shape, dtype=parts[0][1].dtype, device="meta")
-                with self._context(), _CopyTrace() as trace:
-                    self.model.load_weights([(name, source)])
-                if trace.computes:
-                    return f"{name} is computed with in place"
-                for destination, copied in trace.writes:
-                    if _memory(destination) not in served:
-                        return f"{name} passes through a temporary tensor"
+                parts.setdefault(piece.name, []).append((i, piece))
+        for name, places in parts.items():
+            try:
+                for destination, copied in self._plain_writes(places[0][1]):
                     if not isinstance(copied, torch.Tensor):
-                        moves[parts[0][0]].fills.append((destination, copied))
-                    elif _memory(copied) != _memory(source):
-                        return f"{name} is computed with, not copied"
-                    else:
-                        for i, piece in parts:
-                            moves[i].add(destination, copied, piece, _view(buffers[i % LANES], piece))
-        except Exception as error:  # a loader may be gone, or refuse a layout that processing has changed
-            return f"{name}: {type(error).__name__} {error}".splitlines()[0]
+                        moves[places[0][0]].fills.append((destination, copied))
+                        continue
+                    for i, piece in places:
+                        moves[i].add(destination, copied, piece, _view(buffers[i % LANES], piece))
+            except Exception as error:  # a loader may be gone, or refuse a layout that processing has changed
+                return f"{name}: {error or type(error).__name__}".splitlines()[0]
         self.moves = moves
         return None
+
+    def _plain_writes(self, piece: Piece) -> list[tuple[torch.Tensor, object]]:
+        """What a load of `piece`'s tensor writes into served parameters. Raises if it does more than copy and fill."""
+        source = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
+        with self._context(), _CopyTrace() as trace:
+            self.model.load_weights([(piece.name, source)])
+        served = {_memory(parameter) for parameter in self.model.parameters()}
+        for destination, copied in trace.writes:
+            if _memory(destination) not in served:
+                raise NotImplementedError("its loader copies by way of another tensor")
+            if isinstance(copied, torch.Tensor) and _memory(copied) != _memory(source):
+                raise NotImplementedError("its loader computes")
+        if trace.computes:
+            raise NotImplementedError("its loader computes in place")
+        return trace.writes
 
     def poison(self) -> None:
         """Overwrite every served parameter, so that an element that a replay leaves out cannot pass for right."""
