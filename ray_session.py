@@ -56,7 +56,10 @@ class RaySession:
             if not isinstance(error, Exception):
                 raise
             where = f"reach Ray at {self.address}" if self.address else "start Ray"
-            raise RunError(f"cannot {where}: {_last_line(error)}") from error
+            cause = error
+            while cause.__cause__ or cause.__context__:  # Ray's outermost error does not say why
+                cause = cause.__cause__ or cause.__context__
+            raise RunError(f"cannot {where}: {_last_line(cause)}") from error
         return self
 
     def __exit__(self, *_) -> None:

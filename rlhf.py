@@ -35,6 +35,7 @@ from run_folder import (
     RunError,
     RunFolder,
     check_model,
+    count,
     grpo_config,
     last_checkpoint,
     parse_args,
@@ -293,7 +294,7 @@ def progress(step: int, steps: int, metrics: dict[str, float]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensor-parallel-size", type=int, default=2, help="GPUs (CPU: core groups) of the engine")
+    parser.add_argument("--tensor-parallel-size", type=count, default=2, help="GPUs (CPU: core groups) of the engine")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="share of each engine GPU")
     parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
     run_main(main, parse_args(parser))
