@@ -260,11 +260,11 @@ def draw(results: dict, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.6))
     colors = ["tab:blue" if row["way"].startswith("ours") else "tab:gray" for row in rows]
     bars = axes.barh([row["way"] for row in rows], [1e3 * row["seconds"] for row in rows], color=colors)
-    axes.bar_label(bars, [f"{1e3 * row['seconds']:.3g} ms" for row in rows], padding=4)
+    axes.bar_label(bars, [f"{1e3 * row['seconds']:,.1f} ms" for row in rows], padding=4)
     axes.axvline(1e3 * ceiling["seconds"], color="tab:red", linestyle="--", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlim(1e3 * ceiling["seconds"] / 2, 3e3 * max(row["seconds"] for row in rows))
-    axes.set_xlabel(f"weight sync, ms (dashed: raw broadcast, {1e3 * ceiling['seconds']:.3g} ms)")
+    axes.set_xlabel(f"weight sync, ms (dashed: raw broadcast, {1e3 * ceiling['seconds']:,.1f} ms)")
     axes.set_title(f"{results['shape']}, {results['nbytes'] / 1e9:.2f} GB, {results['device']}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
