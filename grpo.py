@@ -13,7 +13,6 @@ The engine's log-probabilities come with the rollouts. Their distance to the tra
 any update, is `logprobs/mismatch`: rollouts that follow a sync prove it, every token of them.
 """
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,9 +118,13 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> tor
 
 
 class Learner:
-    """A causal language model and its optimizer. `path` is a Hugging Face model, or a checkpoint that `save` wrote."""
+    """A causal language model and its optimizer.
 
-    def __init__(self, path: str, config: GRPOConfig, device: torch.device, seed: int = 0):
+    `path` is a Hugging Face model, or a checkpoint that `save` wrote; `initial` is the model that a run began with,
+    if `path` is not: the one that the KL is measured to.
+    """
+
+    def __init__(self, path: str, config: GRPOConfig, device: torch.device, seed: int = 0, initial: str | None = None):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.manual_seed(seed)
@@ -129,7 +132,10 @@ class Learner:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
         self.model.eval()  # no dropout: the ratios compare log-probabilities of one and the same function
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
+        self.reference = None
+        if config.kl_coef:
+            self.reference = AutoModelForCausalLM.from_pretrained(initial or path, dtype=torch.float32).to(device)
+            self.reference.eval().requires_grad_(False)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import ray
 
-from run_folder import USER_ERRORS, ActorError, RunError, RunFolder
+from run_folder import USER_ERRORS, RunError, RunFolder
 
 PHASE_SECONDS = 3600.0  # no phase of a step takes longer
 PR_SET_CHILD_SUBREAPER = 36
@@ -92,6 +92,7 @@ class RaySession:
             ready, pending = ray.wait(pending, num_returns=1, timeout=1)
             if any(_error_of(ref) for ref in ready):
                 ray.wait(pending, num_returns=len(pending), timeout=3)  # let the other side say what it saw
+                self.run.keep_log_tail()
                 raise self._blame(phase, refs)
             seconds = time.monotonic() - started
             if seconds > PHASE_SECONDS:
@@ -106,15 +107,15 @@ class RaySession:
         errors = [(actor, error) for actor, ref in refs.items() if ref in done and (error := _error_of(ref))]
         for actor, error in errors:
             if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
-                return ActorError(f"the {actor} died while {phase}", self.run.log_tail())
+                return RunError(f"the {actor} died while {phase}")
         for _, error in errors:
             cause = getattr(error, "cause", None)
             if isinstance(cause, USER_ERRORS):
                 return cause
         actor, error = errors[0]
         if "EngineDeadError" in str(error):
-            return ActorError(f"the {actor} died while {phase}: one of vLLM's processes ended", self.run.log_tail())
-        return ActorError(f"the {actor} failed while {phase}: {_last_line(error)}", self.run.log_tail())
+            return RunError(f"the {actor} died while {phase}: one of vLLM's processes ended")
+        return RunError(f"the {actor} failed while {phase}: {_last_line(error)}")
 
 
 def run_main(main: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:

@@ -125,9 +125,9 @@ class Engine:
 class Trainer:
     """A Ray actor around the learner, and rank 0 of the group that the weights travel in."""
 
-    def __init__(self, model: str, config: GRPOConfig, device: str, args: argparse.Namespace):
+    def __init__(self, model: str, initial: str, config: GRPOConfig, device: str, args: argparse.Namespace):
         torch.set_num_threads(os.cpu_count())  # Ray sets one thread
-        self.learner = Learner(model, config, torch.device(device, 0), args.seed)  # Ray shows it one GPU
+        self.learner = Learner(model, config, torch.device(device, 0), args.seed, initial)  # Ray shows it one GPU
         if args.resume:
             self.learner.load_state(Path(model))
 
@@ -180,17 +180,18 @@ def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
     )
 
 
-def choose_model(run: RunFolder, args: argparse.Namespace, device: str) -> str:
-    """The model to begin with: --model, or what the hardware allows; when resuming, the last checkpoint."""
+def choose_models(run: RunFolder, args: argparse.Namespace, device: str) -> tuple[str, str]:
+    """The model to begin with, --model or what the hardware allows, and the one to go on from: the same, or its last
+    checkpoint when resuming."""
+    builtin = args.model is None and device == "cpu"
     if args.learning_rate is None:
-        args.learning_rate = 3e-3 if device == "cpu" and args.model is None else 1e-5
-    if args.resume:
-        return str(last_checkpoint(run.path, of_model=args.model))
-    if args.model is None and device == "cpu":
+        args.learning_rate = 3e-3 if builtin else 1e-5
+    initial = str(run.path / "model") if builtin else args.model or DEFAULT_MODEL
+    if builtin and not Path(initial).exists():
         from tiny_model import build_tiny_model
 
-        return str(build_tiny_model(run.path / "model", args.seed))
-    return check_model(args.model or DEFAULT_MODEL)
+        build_tiny_model(initial, args.seed)
+    return initial, str(last_checkpoint(run.path, of_model=initial)) if args.resume else check_model(initial)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -198,13 +199,13 @@ def main(args: argparse.Namespace) -> None:
     with RunFolder(args, "rlhf") as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
-        model = choose_model(run, args, device)
+        initial, model = choose_models(run, args, device)
         tp = args.tensor_parallel_size
         if device == "cpu":
             run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
         run.say(f"model {model}\nrun folder {run.path}")
         config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
-        trainer = ray.remote(Trainer).options(**trainer_options).remote(model, config, device, args)
+        trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
         session.farewells.append(engine.shutdown.remote)
         first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())

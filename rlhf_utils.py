@@ -55,6 +55,7 @@ STAGING_BYTES = 1 << 30  # memory that each end takes beyond the weights, at mos
 LANES = 4  # buckets in flight, which share it
 ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is vectorized
 CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within this time
+ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
 LARGE_COPY_BYTES = 4 << 20  # from here on, a copy of its own is faster than a share of a kernel for many
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
@@ -441,7 +442,7 @@ class WeightSender:
         metadata = [(name, _dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         for link in session.links:
             link.send(metadata=metadata)
-        answers = [link.recv(CONNECT_SECONDS) for link in session.links]
+        answers = [link.recv(ANSWER_SECONDS) for link in session.links]
         dtypes, problems = [], sorted({problem for answer in answers for problem in answer["problems"]})
         for i, (name, _, shape) in enumerate(metadata):
             wanted = {answer["dtypes"][i] for answer in answers} - {None}
@@ -916,10 +917,10 @@ class WorkerExtension:
         if "metadata" in message:
             dtypes, problems = model.preflight(message["metadata"])
             link.send(dtypes=dtypes, problems=problems, version=model.version)
-            message = link.recv(CONNECT_SECONDS)
+            message = link.recv(ANSWER_SECONDS)
             self.weight_buckets = _wire_buckets(message["wire"], message["bucket_bytes"])
             self.weight_lanes = _Lanes(group, self.weight_buckets, self.device)
-            message = link.recv(CONNECT_SECONDS)
+            message = link.recv(ANSWER_SECONDS)
         buckets, lanes = self.weight_buckets, self.weight_lanes
         if message["mode"] == "replay":
             _replay(model, buckets, lanes, link)
@@ -930,7 +931,7 @@ class WorkerExtension:
             link.send(done=True)
             return model.version
         link.send(refused=model.record(buckets, lanes.buffers))
-        while (mode := link.recv(CONNECT_SECONDS)["mode"]) != "end":
+        while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
             reloaded = model.digest
             if mode == "trial":
                 model.poison()

@@ -29,14 +29,6 @@ class RunError(RuntimeError):
     """A reason to end the run, said in words for the user."""
 
 
-class ActorError(RunError):
-    """An actor died, or failed in a way that the log explains better than its message."""
-
-    def __init__(self, message: str, log_tail: str):
-        super().__init__(message)
-        self.log_tail = log_tail
-
-
 USER_ERRORS = (RunError, TaskError, MismatchError, WeightSyncError)  # their text says it all
 
 
@@ -128,12 +120,12 @@ def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None]) 
     return final
 
 
-def last_checkpoint(run_folder: Path, of_model: str | None) -> Path:
+def last_checkpoint(run_folder: Path, of_model: str) -> Path:
     """The newest whole checkpoint. Raises RunError if there is none, or if it is not of the model `of_model`."""
     checkpoints = sorted(run_folder.glob("checkpoint-*"))
     if not checkpoints:
         raise RunError(f"{run_folder} has no checkpoint to go on from")
-    shapes = [_shape_of(str(path)) for path in (checkpoints[-1], of_model or checkpoints[-1])]
+    shapes = [_shape_of(str(path)) for path in (checkpoints[-1], of_model)]
     if shapes[0] != shapes[1]:
         raise RunError(f"{checkpoints[-1]} is a checkpoint of another model than {of_model}: {shapes[0]}, {shapes[1]}")
     return checkpoints[-1]
@@ -187,6 +179,7 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.rows: list[dict] = []
         self.screen = sys.stdout
+        self.tail = ""  # of the log when an actor failed
         self._ticking = False
 
     def __enter__(self) -> "RunFolder":
@@ -202,8 +195,8 @@ class RunFolder:
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        if isinstance(error, ActorError) and error.log_tail:
-            self.say(f"--- {self.log_file} ends with ---\n{error.log_tail}\n---")
+        if self.tail:
+            self.say(f"--- {self.log_file} ends with ---\n{self.tail}\n---")
         elif isinstance(error, Exception) and not isinstance(error, USER_ERRORS):
             traceback.print_exception(error)
             self.say(f"unexpected: the traceback is in {self.log_file}")
@@ -234,12 +227,11 @@ class RunFolder:
         elif seconds and seconds % 10 == 0:
             self.say(f"{text} ... {seconds} s")
 
-    def log_tail(self, lines: int = 15) -> str:
-        """The log's last lines, for a message about a failure."""
-        if not self.log_file:
-            return ""
-        time.sleep(1)  # Ray brings other processes' output with a delay
-        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+    def keep_log_tail(self, lines: int = 15) -> None:
+        """Keep the log's last lines, for a message about an actor that has just failed."""
+        if self.log_file:
+            time.sleep(1)  # Ray brings other processes' output with a delay
+            self.tail = "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def start_metrics(self, last_step: int) -> None:
         """Open the metrics; rows after `last_step`, of a run that is resumed from there, are dropped."""

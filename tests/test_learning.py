@@ -178,15 +178,16 @@ def test_mismatch_over_the_bound_updates_nothing(model):
         learner.mismatch(batch)
 
 
-def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path):
-    whole = Learner(model, config(), CPU)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path, kl_coef):
+    whole = Learner(model, config(kl_coef=kl_coef), CPU)
     first, second = rollouts(whole, seed=1), rollouts(whole, seed=2)
     whole.learn(first)
     checkpoint = write_checkpoint(tmp_path, whole.step, whole.save)
     random_state = torch.get_rng_state()
     whole.learn(second)
 
-    resumed = Learner(str(checkpoint), config(), CPU, seed=123)
+    resumed = Learner(str(checkpoint), config(kl_coef=kl_coef), CPU, seed=123, initial=model)
     resumed.load_state(checkpoint)
     assert torch.get_rng_state().equal(random_state)
     assert resumed.step == 1
