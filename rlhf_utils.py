@@ -36,7 +36,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -58,6 +58,7 @@ CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within 
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
 LARGE_COPY_BYTES = 4 << 20  # from here on, a copy of its own is faster than a share of a kernel for many
+MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd numbers below 2**62, for the digest
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -137,9 +138,12 @@ class _Link:
         self.peer = "the other side"
         self.early: list[dict] = []  # messages that arrived while this side watched for failures
 
-    def greet(self, role: str, token: str) -> None:
-        """Exchange names; a peer that does not know the token is not of this group."""
+    def introduce(self, role: str, token: str) -> None:
+        """Say who this side is; the token says that it is of this group."""
         self.send(peer=f"{role} (pid {os.getpid()} on {socket.gethostname()})", token=token)
+
+    def meet(self, token: str) -> None:
+        """Learn who the peer is. Raises if it does not know the token."""
         hello = self.recv(CONNECT_SECONDS)
         if hello.get("token") != token:
             raise WeightSyncError("a stranger connected to the weight sync's port")
@@ -183,34 +187,40 @@ class _Link:
         return WeightSyncError(f"{self.peer} died: its connection to the weight sync closed")
 
 
-def _listen(group) -> tuple[list[_Link], socket.socket]:
-    """Trainer's side: open one link to every other rank of the group, in no particular order."""
-    token = os.urandom(16).hex()
-    with socket.create_server(("", 0), family=socket.AF_INET, backlog=group.world_size) as server:
+def _listen(group, links: list[_Link]) -> None:
+    """Trainer's side: append one link to every other rank of the group, in no particular order."""
+    token, workers = os.urandom(16).hex(), group.world_size - 1
+    with socket.create_server(("", 0), family=socket.AF_INET, backlog=workers) as server:
         server.settimeout(CONNECT_SECONDS)
         group.store.set("rlhf_utils/link", f"{server.getsockname()[1]} {token}")
-        links = []
-        try:
-            while len(links) < group.world_size - 1:
+        while len(links) < workers:
+            try:
                 links.append(_Link(server.accept()[0]))
-                links[-1].greet("the trainer", token)
-        except TimeoutError as error:
-            missing = group.world_size - 1 - len(links)
-            raise WeightSyncError(
-                f"{missing} of {group.world_size - 1} engine workers did not connect within {CONNECT_SECONDS:.0f} s: is"
-                " receive_weights running on every worker?"
-            ) from error
-    return links
+            except TimeoutError as error:
+                raise WeightSyncError(
+                    f"{workers - len(links)} of {workers} engine workers did not connect within"
+                    f" {CONNECT_SECONDS:.0f} s: is receive_weights running on every worker?"
+                ) from error
+            links[-1].meet(token)
+            links[-1].introduce("the trainer", token)
 
 
-def _connect(group, rank: int) -> _Link:
-    """A worker's side of `_listen`."""
+def _connect(group, rank: int, timeout: float) -> _Link:
+    """A worker's side of `_listen`, which begins within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
     try:
+        while not group.store.check(["rlhf_utils/link"]):
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"no trainer called send_weights within {timeout:.0f} s")
+            time.sleep(0.01)
         port, token = group.store.get("rlhf_utils/link").decode().split()
         link = _Link(socket.create_connection((group.store.host, int(port)), timeout=CONNECT_SECONDS))
+    except WeightSyncError:
+        raise
     except (OSError, RuntimeError) as error:  # TCPStore raises RuntimeErrors of its own
-        raise WeightSyncError(f"the trainer did not open the weight sync's link: {error}") from error
-    link.greet(f"engine worker {rank - 1}", token)
+        raise WeightSyncError(f"the trainer is gone: {error}") from error
+    link.introduce(f"engine worker {rank - 1}", token)
+    link.meet(token)
     return link
 
 
@@ -310,33 +320,22 @@ class _Lanes:
         if device.type == "cuda":
             # The wire goes first: a copy that fills the GPU must not keep the next broadcast from starting.
             self.wire, self.copies = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+            self.wire.wait_stream(torch.cuda.current_stream(device))  # whose freed memory the buffers may be
 
-    def start(self, i: int, nbytes: int, after: "torch.cuda.Event | None" = None):
-        """Begin to broadcast bucket `i`, on a GPU behind an event; the result's `query()` says when it is through."""
+    def start(self, i: int, nbytes: int):
+        """Begin to broadcast bucket `i`, on a GPU behind the copies so far; `query()` of the result: is it through?"""
         buffer = self.buffers[i % LANES][:nbytes]
         if self.wire is None:
             return _GlooTransfer(self.communicator.start_broadcast(buffer, src=0))
-        if after is not None:
-            self.wire.wait_event(after)
         self.communicator.broadcast(buffer, src=0, stream=self.wire)
         return self.wire.record_event()
 
-    @contextmanager
-    def copying(self, after, links: list[_Link], deadline: float) -> Iterator[None]:
-        """Copy into or out of a buffer behind the transfer `after`: on a GPU in a stream, on CPU by waiting for it."""
+    def copying(self):
+        """A context whose copies on a GPU run in the stream for copies, behind the work of the current stream."""
         if self.copies is None:
-            if after is not None:
-                _wait_until(after.query, links, deadline)
-            yield
-            return
-        with torch.cuda.stream(self.copies):
-            if after is not None:
-                self.copies.wait_event(after)
-            yield
-
-    def copied(self) -> "torch.cuda.Event | None":
-        """An event behind the copies so far; None on CPU, where they are done."""
-        return self.copies.record_event() if self.copies else None
+            return nullcontext()
+        self.copies.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.copies)
 
 
 class _GlooTransfer:
@@ -372,7 +371,8 @@ class _Session:
     """What the two ends of the trainer's links have agreed on."""
 
     links: list[_Link] = field(default_factory=list)
-    sources: list | None = None  # name, address, dtype and shape of each tensor
+    sources: list | None = None  # name, address, dtype, shape and strides of each tensor
+    metadata: list = field(default_factory=list)  # name, dtype and shape of each, tied ones once
     buckets: list[list[Piece]] = field(default_factory=list)
     lanes: _Lanes | None = None
     copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)  # to, from, by bucket
@@ -408,7 +408,7 @@ class WeightSender:
                 self._transmit("replay" if self.session.loader == "replay" else "reload")
             else:
                 self._first_sync()
-        except Exception as error:
+        except BaseException as error:  # an interrupt too leaves half a session, which must not be used again
             self.close(_reason(error))
             raise
         session = self.session
@@ -431,15 +431,28 @@ class WeightSender:
             self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
 
     def _agree(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Preflight, unless these are the tensors of the last sync: then all that was agreed on still holds."""
-        sources = [(name, tensor.data_ptr(), tensor.dtype, tensor.shape) for name, tensor in named_tensors]
+        """Preflight, unless names, dtypes and shapes are those of the last sync; find the copies that pack a bucket."""
+        sources = [(name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in named_tensors]
         session = self.session
         if sources == session.sources:
             return
         tensors = _without_ties(named_tensors)
-        if not session.links:
-            session.links = _listen(self.communicator.group)
         metadata = [(name, _dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
+        session.copies = []
+        if metadata != session.metadata:
+            session.lanes = None  # its memory goes before the new one's comes
+            self._preflight(metadata, next(iter(tensors.values())).device)
+        for i, bucket in enumerate(session.buckets):
+            parts = [_part(tensors[piece.name], piece) for piece in bucket]
+            views = [_view(session.lanes.buffers[i % LANES], piece) for piece in bucket]
+            session.copies.append(([view.view(part.shape) for view, part in zip(views, parts, strict=True)], parts))
+        session.sources = sources
+
+    def _preflight(self, metadata: list, device: torch.device) -> None:
+        """Have every worker try the load without a byte; agree on dtypes and buckets. Raises what does not fit."""
+        session = self.session
+        if not session.links:
+            _listen(self.communicator.group, session.links)
         for link in session.links:
             link.send(metadata=metadata)
         answers = [link.recv(ANSWER_SECONDS) for link in session.links]
@@ -458,41 +471,39 @@ class WeightSender:
         for link in session.links:
             link.send(wire=wire, bucket_bytes=bucket_bytes)
         session.buckets = _wire_buckets(wire, bucket_bytes)
-        session.lanes = _Lanes(self.communicator, session.buckets, next(iter(tensors.values())).device)
-        session.copies = []
-        for i, bucket in enumerate(session.buckets):
-            parts = [_part(tensors[piece.name], piece) for piece in bucket]
-            views = [_view(session.lanes.buffers[i % LANES], piece) for piece in bucket]
-            session.copies.append(([view.view(part.shape) for view, part in zip(views, parts, strict=True)], parts))
-        session.sources, session.loader = sources, self.loader
+        session.lanes = _Lanes(self.communicator, session.buckets, device)
+        session.metadata, session.loader = metadata, self.loader
         session.version = max(answer["version"] for answer in answers)  # which a failed sync leaves uneven
 
     def _first_sync(self) -> None:
         """Reload; then, if every worker has recorded its copies, let replay show that it gives the same bits."""
-        answers = self._transmit("first")
+        session, answers = self.session, self._transmit("first")
         refusals = [answer["refused"] for answer in answers if answer["refused"]]
         if refusals:
-            self.session.loader = f"reload: {refusals[0]}"
+            session.loader = f"reload: {refusals[0]}"
         elif all(answer["same"] for answer in self._transmit("trial")):
-            self.session.loader = "replay"
+            session.loader = "replay"
+        elif all(answer["same"] for answer in self._transmit("repair")):
+            session.loader = "reload: replay did not reproduce it bit for bit"
         else:
-            self._transmit("repair")
-            self.session.loader = "reload: replay did not reproduce it bit for bit"
-        for link in self.session.links:
+            raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
+        for link in session.links:
             link.send(mode="end")
 
     def _transmit(self, mode: str) -> list[dict]:
         """One pass of all bytes, and the workers' answers to it."""
-        session, sent = self.session, []
+        session, lanes, sent = self.session, self.session.lanes, []
         deadline = time.monotonic() + _seconds_allowed(session.buckets)
         for link in session.links:
             link.send(mode=mode, version=session.version)
-        if session.lanes.copies:
-            session.lanes.copies.wait_stream(torch.cuda.current_stream())  # the optimizer step may still be under way
-        for i, (views, sources) in enumerate(session.copies):
-            with session.lanes.copying(sent[i - LANES] if i >= LANES else None, session.links, deadline):
+        with lanes.copying():  # behind the optimizer step, which may still be under way
+            for i, (views, sources) in enumerate(session.copies):
+                if i >= LANES:
+                    _wait_until(sent[i - LANES].query, session.links, deadline)
                 torch._foreach_copy_(views, sources)
-            sent.append(session.lanes.start(i, _bucket_nbytes(session.buckets[i]), after=session.lanes.copied()))
+                if lanes.wire:
+                    lanes.wire.wait_event(lanes.copies.record_event())
+                sent.append(lanes.start(i, _bucket_nbytes(session.buckets[i])))
         for transfer in sent[-LANES:]:
             _wait_until(transfer.query, session.links, deadline)
         return [link.recv(max(0.0, deadline - time.monotonic())) for link in session.links]
@@ -528,11 +539,13 @@ class _CopyTrace(TorchDispatchMode):
         self.computes = False  # whether a loader changes a parameter otherwise
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar):
+        if func is torch.ops.aten.copy_.default:
+            if args[0].numel() != args[1].numel():
+                raise ValueError(f"{list(args[1].shape)} does not fit {list(args[0].shape)}")
             self.writes.append((args[0], args[1]))
             return args[0]
-        if func is torch.ops.aten.zero_.default:
-            self.writes.append((args[0], 0))
+        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            self.writes.append((args[0], args[1] if len(args) > 1 else 0))
             return args[0]
         if func._schema.is_mutable and not (isinstance(args[0], torch.Tensor) and args[0].is_meta):
             self.computes = True
@@ -553,6 +566,8 @@ class _EngineModel:
         self.model = worker.model_runner.get_model()
         self.loading = False
         self.required: dict[str, int] = {}  # elements by parameter that a sync must write, known after a trace
+        self.expected: dict[str, int] = {}  # elements by layer that a load of the agreed tensors copies
+        self.written: set[str] = set()  # the parameters that they are copied to
         self.covered: set[tuple] = set()  # regions written one parameter at a time since the last completed sync
         self.digest: int | None = None  # of what a completed sync left, None where there was none
         self.version = 0
@@ -561,8 +576,14 @@ class _EngineModel:
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Returns per tensor the dtype in which the engine keeps it (None: not on this worker), and the problems."""
         traced, problems = self._trace(metadata)
-        dtypes = [next((_dtype_name(dtype) for _, dtype in traced.get(name, [])), None) for name, _, _ in metadata]
-        missing = self.required.keys() - self._complete({region for writes in traced.values() for region, _ in writes})
+        dtypes = [next((_dtype_name(dtype) for _, dtype, _ in traced.get(name, [])), None) for name, _, _ in metadata]
+        writes = [write for writes in traced.values() for write in writes]
+        self.written = {owner for (owner, *_), *_ in writes}
+        self.expected = {}
+        for (owner, _, size, _), _, constant in writes:
+            if not constant:
+                self.expected[_layer_of(owner)] = self.expected.get(_layer_of(owner), 0) + size.numel()
+        missing = self.required.keys() - self._complete({region for region, *_ in writes})
         if missing and not problems:
             problems = [f"nothing is sent for the engine's {name}" for name in sorted(missing)]
         return dtypes, problems
@@ -578,14 +599,27 @@ class _EngineModel:
                 initialize_layerwise_reload(self.model)
             self.model.load_weights(weights)
 
-    def finish(self) -> None:
-        """Close the reload bracket: what was loaded is what the engine serves."""
+    def finish(self, complete: bool = False) -> None:
+        """Close the reload bracket: what was loaded is what the engine serves. With `complete`, that must be all."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        missed = self._missed_layers() if complete else []
         with self._context():
             finalize_layerwise_reload(self.model, self.worker.model_config)
             self._repack_tied_layers()
         self.loading = False
+        if missed:
+            raise WeightSyncError(f"vLLM's loader did not load all that was sent for {', '.join(missed)}")
+
+    def _missed_layers(self) -> list[str]:
+        """Layers into which fewer elements were copied than the preflight's trace of the same load saw."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        infos = {name: get_layerwise_info(module) for name, module in self.model.named_modules()}
+        # A layer that has all its elements is processed and put back at once; the bracket still holds the others.
+        return [
+            name for name, numel in self.expected.items() if infos[name].can_load() and infos[name].load_numel < numel
+        ]
 
     def complete(self, version: int) -> None:
         """Every parameter was written: this version of the weights is in place."""
@@ -629,15 +663,11 @@ class _EngineModel:
         return trace.writes
 
     def poison(self) -> None:
-        """Overwrite every served parameter, so that an element that a replay leaves out cannot pass for right."""
+        """Overwrite every parameter that a load writes, so that what a replay leaves out cannot pass for right."""
         self.digest = None
-        for parameter in self.model.parameters():
-            parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
-
-    def replay(self, i: int) -> None:
-        """Copy bucket `i` to where a load would have brought it."""
-        self.digest = None
-        self.moves[i].run()
+        for name, parameter in self.model.named_parameters():
+            if name in self.written:
+                parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
 
     def load_one(self, name: str, weight: torch.Tensor) -> None:
         """The one-parameter protocol: load, and serve as soon as no layer is half written."""
@@ -645,7 +675,7 @@ class _EngineModel:
         if problems:
             raise WeightSyncError(problems[0])
         self.load([(name, weight)])
-        self.covered |= {region for region, _ in traced[name]}
+        self.covered |= {region for region, *_ in traced[name]}
         unwritten = self.required.keys() - self._complete(self.covered)
         if not {_layer_of(name) for name in unwritten} & {_layer_of(name) for name, *_ in self.covered}:
             self.finish()
@@ -656,7 +686,7 @@ class _EngineModel:
         return self.digest is not None and not self.loading and self.take_digest() == self.digest
 
     def _trace(self, metadata: list) -> tuple[dict[str, list], list[str]]:
-        """Run the loaders without effect: {tensor name: [(region of an engine parameter, dtype), ...]}, problems."""
+        """Run the loaders without effect: {tensor name: [(region written, dtype, is it constant), ...]}, problems."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         traced, problems = {}, []
@@ -665,7 +695,7 @@ class _EngineModel:
                 optional = self._optional_parameters()
                 initialize_layerwise_reload(self.model)
                 parameters = self.model.named_parameters(remove_duplicate=False)
-                self.required = {name: p.numel() for name, p in parameters if name not in optional}
+                self.required = {name: _loadable(p) for name, p in parameters if name not in optional}
             parameters = dict(self.model.named_parameters(remove_duplicate=False))
             owners = {_memory(parameter): name for name, parameter in parameters.items()}
             with _unwrapped_loaders(parameters.values()):
@@ -688,9 +718,11 @@ class _EngineModel:
         for destination, copied in writes:
             if owner := owners.get(_memory(destination)):
                 # A loader that computes on its way gets the model's dtype; one that copies gets the parameter's own.
-                plain = not isinstance(copied, torch.Tensor) or _memory(copied) == _memory(source)
+                constant = not isinstance(copied, torch.Tensor)
+                plain = constant or _memory(copied) == _memory(source)
                 region = (owner, destination.storage_offset(), destination.size(), destination.stride())
-                regions.append((region, destination.dtype if plain else self.worker.model_config.dtype))
+                dtype = destination.dtype if plain else self.worker.model_config.dtype
+                regions.append((region, dtype, constant))
         return regions
 
     def _optional_parameters(self) -> set[str]:
@@ -746,6 +778,11 @@ class _EngineModel:
                 yield
         finally:
             logger.setLevel(level)
+
+
+def _loadable(parameter: torch.Tensor) -> int:
+    """Elements of a parameter that a checkpoint brings: all but the padding that vLLM declares."""
+    return getattr(parameter, "weight_loader_numel", parameter.numel())
 
 
 def _layer_of(parameter_name: str) -> str:
@@ -820,7 +857,7 @@ class _Moves:
 
 
 def _digest(tensors: list[torch.Tensor]) -> int | None:
-    """One number for the bits of all tensors: the sum of their 32-bit words, each weighted by its position."""
+    """One number for the bits of all tensors: the sum of their 32-bit words, each hashed with its position."""
     if not tensors:
         return None
     words, start = [], 0
@@ -832,7 +869,12 @@ def _digest(tensors: list[torch.Tensor]) -> int | None:
         start += len(words[-1][0])
     if words[0][0].is_cuda:
         return _digest_on_gpu(words)
-    return sum(int((w * (2 * torch.arange(s, s + len(w)) + 1)).sum()) for w, s in words) % 2**64
+    total = 0
+    for flat, begin in words:
+        mixed = (flat + MIX[0] * torch.arange(begin, begin + len(flat))) * MIX[1]
+        mixed = (mixed ^ (mixed >> 32)) * MIX[2]
+        total += int((mixed ^ (mixed >> 29)).sum())
+    return total % 2**64
 
 
 def _digest_on_gpu(words: list[tuple[torch.Tensor, int]]) -> int:
@@ -840,7 +882,7 @@ def _digest_on_gpu(words: list[tuple[torch.Tensor, int]]) -> int:
     places = tuple((flat.data_ptr(), len(flat)) for flat, _ in words)
     addresses, counts, starts = _digest_table(places, words[0][0].device)
     sums = torch.empty_like(starts)
-    _digest_kernel()[(len(sums),)](addresses, counts, starts, sums, BLOCK=4096)
+    _digest_kernel()[(len(sums),)](addresses, counts, starts, sums, *MIX, BLOCK=4096)
     return int(sums.sum()) % 2**64
 
 
@@ -861,7 +903,9 @@ def _digest_kernel():
     import triton.language as tl
 
     @triton.jit
-    def kernel(addresses, counts, starts, sums, BLOCK: tl.constexpr):
+    def kernel(
+        addresses, counts, starts, sums, MIX0: tl.constexpr, MIX1: tl.constexpr, MIX2: tl.constexpr, BLOCK: tl.constexpr
+    ):
         chunk = tl.program_id(0)
         words = tl.load(addresses + chunk).to(tl.pointer_type(tl.int32))
         count, start = tl.load(counts + chunk), tl.load(starts + chunk)
@@ -869,7 +913,9 @@ def _digest_kernel():
         for offset in range(0, count, BLOCK):
             i = offset + tl.arange(0, BLOCK)
             word = tl.load(words + i, mask=i < count, other=0).to(tl.int64)
-            total += word * (2 * (start + i) + 1)
+            mixed = (word + MIX0 * (start + i)) * MIX1
+            mixed = (mixed ^ (mixed >> 32)) * MIX2
+            total += tl.where(i < count, mixed ^ (mixed >> 29), 0)
         tl.store(sums + chunk, tl.sum(total))
 
     return kernel
@@ -910,14 +956,17 @@ class WorkerExtension:
 
     def _receive_weights(self, timeout: float) -> int:
         model, group = self._engine_model(), self._joined_group()
+        if model.loading:
+            model.finish()  # what a failed sync, or one parameter at a time, left half done
         if self.weight_link is None:
-            self.weight_link = _connect(group.group, group.rank)
+            self.weight_link = _connect(group.group, group.rank, timeout)
         link = self.weight_link
         message = link.recv(timeout)
         if "metadata" in message:
             dtypes, problems = model.preflight(message["metadata"])
             link.send(dtypes=dtypes, problems=problems, version=model.version)
             message = link.recv(ANSWER_SECONDS)
+            model.moves = self.weight_lanes = None  # their memory goes before the new one's comes
             self.weight_buckets = _wire_buckets(message["wire"], message["bucket_bytes"])
             self.weight_lanes = _Lanes(group, self.weight_buckets, self.device)
             message = link.recv(ANSWER_SECONDS)
@@ -931,8 +980,8 @@ class WorkerExtension:
             link.send(done=True)
             return model.version
         link.send(refused=model.record(buckets, lanes.buffers))
+        reloaded = model.digest
         while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
-            reloaded = model.digest
             if mode == "trial":
                 model.poison()
                 _replay(model, buckets, lanes, link)
@@ -971,6 +1020,8 @@ class WorkerExtension:
         if hasattr(self.model_update_group, "destroy"):
             self.model_update_group.destroy()  # a broadcast that will never end must not hold the GPU
         self.weight_link = self.model_update_group = self.weight_lanes = None
+        if hasattr(self, "weight_model"):
+            self.weight_model.moves = None
 
     def _joined_group(self):
         if self.model_update_group is None:
@@ -983,17 +1034,32 @@ class WorkerExtension:
         return self.weight_model
 
 
+def _arrivals(buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> Iterator[int]:
+    """Yield each bucket's number once it has arrived, with the next ones on the wire.
+
+    What reads a bucket must be queued, on a GPU in the current stream, before the next number is asked for.
+    """
+    deadline = time.monotonic() + _seconds_allowed(buckets)
+    arriving, emptied = [], []
+    for i in range(len(buckets)):
+        while len(arriving) < min(i + LANES, len(buckets)):
+            if len(arriving) >= LANES and lanes.wire:
+                lanes.wire.wait_event(emptied[len(arriving) - LANES])
+            arriving.append(lanes.start(len(arriving), _bucket_nbytes(buckets[len(arriving)])))
+        _wait_until(arriving[i].query, [link], deadline)
+        yield i
+        if lanes.wire:
+            emptied.append(torch.cuda.current_stream().record_event())
+    if lanes.wire:
+        _wait_until(emptied[-1].query, [link], deadline)
+
+
 def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> None:
     """Hand the tensors to vLLM's loader, bucket after bucket, in memory of their own: it keeps them for a while."""
-    deadline = time.monotonic() + _seconds_allowed(buckets)
-    arriving, partial = [], {}
-    for i, bucket in enumerate(buckets):
-        while len(arriving) < min(i + LANES, len(buckets)):  # up to bucket i + LANES - 1, where bucket i - 1 was
-            emptied = torch.cuda.current_stream().record_event() if lanes.wire else None
-            arriving.append(lanes.start(len(arriving), _bucket_nbytes(buckets[len(arriving)]), after=emptied))
-        _wait_until(arriving[i].query, [link], deadline)
+    partial = {}
+    for i in _arrivals(buckets, lanes, link):
         weights = []
-        for piece in bucket:
+        for piece in buckets[i]:
             view = _view(lanes.buffers[i % LANES], piece)
             if piece.name not in partial:
                 partial[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
@@ -1001,30 +1067,24 @@ def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, link
             whole.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
             if piece.begin + piece.count == whole.numel():
                 weights.append((piece.name, partial.pop(piece.name)))
-        model.load(weights)
-    model.finish()
+        if weights:
+            model.load(weights)
+    model.finish(complete=True)
 
 
+@torch.no_grad()
 def _replay(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> None:
     """Copy the tensors straight to where a reload brought them."""
-    deadline = time.monotonic() + _seconds_allowed(buckets)
-    copied = []
-    if lanes.copies:
-        lanes.copies.wait_stream(torch.cuda.current_stream())
-    for i, bucket in enumerate(buckets):
-        emptied = copied[i - LANES] if i >= LANES else None
-        arrived = lanes.start(i, _bucket_nbytes(bucket), after=emptied)
-        with torch.no_grad(), lanes.copying(arrived, [link], deadline):
-            model.replay(i)
-        copied.append(lanes.copied())
-    if copied[-1] is not None:
-        _wait_until(copied[-1].query, [link], deadline)
+    model.digest = None
+    with lanes.copying():
+        for i in _arrivals(buckets, lanes, link):
+            model.moves[i].run()
 
 
 def _seconds_allowed(buckets: list[list[Piece]]) -> float:
     return CONNECT_SECONDS + sum(map(_bucket_nbytes, buckets)) / SLOWEST_BYTES_PER_SECOND
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """What the other side is told: this package's own words, or the traceback of anything else."""
     return str(error) if isinstance(error, WeightSyncError) else "".join(traceback.format_exception(error))

@@ -1,5 +1,7 @@
 """The worker side of the ways that benchmarks/sync.py compares, beside this project's own."""
 
+import math
+
 import torch
 
 from rlhf_utils import WorkerExtension
@@ -26,7 +28,8 @@ class PeerExtension(WorkerExtension):
 
     def poison(self) -> None:
         """Overwrite every parameter that can be written."""
-        self._engine_model().poison()
+        for parameter in self.model_runner.get_model().parameters():
+            parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
 
     def digest(self) -> int:
         return self._engine_model().take_digest()

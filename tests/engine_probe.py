@@ -15,16 +15,26 @@ class Probe(WorkerExtension):
         parameter = self.model_runner.get_model().get_parameter(name)
         parameter.data.view(torch.int32).view(-1)[parameter.numel() // 2] ^= 1
 
-    def skip_when_loading(self, part: str | None) -> None:
-        """Make the next syncs drop the tensors whose names contain `part`; "raise" makes them fail; None heals."""
-        model = self._engine_model()
-        vars(model).pop("load", None)
-        if part == "raise":
-            model.load = _raise
-        elif part:
-            load = model.load
-            model.load = lambda weights: load([(name, weight) for name, weight in weights if part not in name])
+    def tamper_with_loads(self, how: str, part: str = "") -> None:
+        """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" fails at the
+        first such tensor, "swap" exchanges two layers; "heal" undoes it."""
+        model = self.model_runner.get_model()
+        vars(model).pop("load_weights", None)
+        load = model.load_weights
+
+        def tampered(weights):
+            weights = list(weights)
+            if weights[0][1].is_meta:
+                return load(weights)  # a trace, before anything is loaded
+            if how == "raise" and any(part in name for name, _ in weights):
+                raise ValueError("this worker cannot load")
+            if how == "swap":
+                weights = [(_exchange(name), weight) for name, weight in weights]
+            return load([(name, weight) for name, weight in weights if how != "skip" or part not in name])
+
+        if how != "heal":
+            model.load_weights = tampered
 
 
-def _raise(weights):
-    raise ValueError("this worker cannot load")
+def _exchange(name: str) -> str:
+    return name.replace("layers.0.", "layers.x.").replace("layers.1.", "layers.0.").replace("layers.x.", "layers.1.")

@@ -81,6 +81,7 @@ class Engine(_EngineModel):
     def __init__(self, model):
         super().__init__(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model)))
         self.loads = 0
+        self.written = {name for name, _ in model.named_parameters()}
 
     def preflight(self, metadata):
         return ["float32"] * len(metadata), []
@@ -89,7 +90,7 @@ class Engine(_EngineModel):
         self.loads += 1
         self.model.load_weights(weights)
 
-    def finish(self):
+    def finish(self, complete=False):
         pass
 
     def _context(self):
@@ -140,10 +141,10 @@ def test_copies_are_replayed_bit_for_bit(monkeypatch, bucket_bytes):
         source = tensors(1)
         for name, tensor in tensors(seed).items():
             source[name].copy_(tensor)
-        # Other addresses are agreed on anew, and recorded anew.
+        # Other tensors of the same names, dtypes and shapes: what was agreed on still holds.
         assert sync(source) == "replay"
         assert [engine.version for engine in sync.engines] == [seed, seed]
-    assert all(engine.loads > before for engine, before in zip(sync.engines, loads, strict=True))
+    assert [engine.loads for engine in sync.engines] == loads
 
 
 def test_same_tensors_with_other_values_load_nothing():
@@ -253,17 +254,15 @@ def test_plan_is_dropped_after_a_failure(monkeypatch):
     weights = tensors(1)
     assert sync(weights) == "replay"
 
-    def fails(i):
-        Engine.replay(sync.engines[1], i)
+    def fails():
         raise ValueError("no memory")
 
-    sync.engines[1].replay = fails
+    monkeypatch.setattr(sync.engines[1].moves[-1], "run", fails)
     with pytest.raises(WeightSyncError, match="ValueError: no memory"):
         sync.sender.send_weights(weights.items())
     for thread in sync.receiving:
         thread.join(10)
     assert not sync.engines[1].unchanged()
-    del sync.engines[1].replay
     trainer, *others = groups(1 + RANKS)
     for worker, other in zip(sync.workers, others, strict=True):
         worker.close_weight_update_group()

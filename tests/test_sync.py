@@ -105,7 +105,7 @@ def shared_pair(tmp_path_factory):
 def pair(shared_pair):
     """The pair with its original weights on both sides and a healthy group."""
     yield shared_pair
-    shared_pair.rpc("skip_when_loading", None)
+    shared_pair.rpc("tamper_with_loads", "heal")
     if shared_pair.sender.session is None:
         shared_pair.connect()
     shared_pair.set(shared_pair.original)
@@ -166,15 +166,28 @@ def test_swapped_layers_are_seen(pair):
     assert all(new != old for new, old in zip(pair.rpc("digest"), before, strict=True))
 
 
-def test_proof_fails_if_the_sync_skips_layers(pair):
-    pair.set(swap_layers(pair.perturbed(7)))
-    pair.rpc("skip_when_loading", LAYERS)
+@pytest.mark.parametrize("part", [LAYERS + "0.", "q_proj.weight", "embed_tokens", "fc1.bias"])
+def test_sync_that_skips_something_fails(pair, part):
+    pair.set(pair.perturbed(7))
+    pair.rpc("tamper_with_loads", "skip", part)
+    with pytest.raises(WeightSyncError, match="did not load all that was sent for"):
+        pair.sync()
+    assert pair.rpc("check_weights_changed") == [False, False]
+    if part == LAYERS + "0.":  # whole layers keep their old weights; half a layer would be garbage
+        with pytest.raises(MismatchError):
+            pair.mismatch()
+    pair.rpc("tamper_with_loads", "heal")
+    pair.connect()
+    pair.sync()
+    assert pair.mismatch() < 1e-5
+
+
+def test_proof_fails_if_the_loader_swaps_layers(pair):
+    pair.set(pair.perturbed(7))
+    pair.rpc("tamper_with_loads", "swap")
     pair.sync()
     with pytest.raises(MismatchError):
         pair.mismatch()
-    pair.rpc("skip_when_loading", None)
-    pair.sync()
-    assert pair.mismatch() < 1e-5
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 66_048, 1 << 20])
@@ -236,6 +249,7 @@ def test_preflight_names_what_does_not_fit(pair):
         (without(pair.original, weight), r"the engine's model\.decoder\.layers\.1\.self_attn\.qkv_proj\.weight"),
         ((pair.original | {bias: torch.ones(7)}).items(), r"layers\.0\.fc1\.bias \[7\]: the engine cannot load it"),
         ((pair.original | {weight: torch.ones(128, 64)}).items(), r"q_proj\.weight \[128, 64\]"),
+        ((pair.original | {"model.decoder.embed_tokens.weight": torch.ones(258, 1)}).items(), r"embed_tokens\.weight"),
     ]
     for tensors, message in cases:
         with pytest.raises(WeightSyncError, match=message):
@@ -245,14 +259,19 @@ def test_preflight_names_what_does_not_fit(pair):
     assert pair.generate()
 
 
-def test_worker_that_raises_ends_the_sync_with_its_traceback(pair):
-    pair.rpc("skip_when_loading", "raise")
+@pytest.mark.parametrize("part", ["embed_positions", "layers.0.fc2.weight", "layers.1.final_layer_norm.bias"])
+def test_worker_that_raises_ends_the_sync_and_the_next_one_recovers(pair, monkeypatch, part):
+    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 66_048)  # many buckets: some are loaded
+    pair.connect()
+    pair.set(pair.perturbed(13))
+    pair.rpc("tamper_with_loads", "raise", part)
     with pytest.raises(WeightSyncError, match=r"engine worker [01] \(pid (.|\n)*ValueError: this worker cannot load"):
         pair.sync()
     assert all("ValueError: this worker cannot load" in answer["error"] for answer in pair.answers)
+    assert pair.rpc("check_weights_changed") == [False, False]
     with pytest.raises(WeightSyncError, match="closed by an earlier error"):
         pair.sender.send_weights(pair.learner.model.named_parameters())
-    pair.rpc("skip_when_loading", None)
+    pair.rpc("tamper_with_loads", "heal")
     pair.connect()
     pair.sync()
     assert pair.mismatch() < 1e-5

@@ -3,6 +3,7 @@
 pytest tests/test_transport.py
 """
 
+import math
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ class Engine:
 
     def __init__(self, dtypes=None, fail_at=None):
         self.dtypes, self.fail_at = dtypes or {}, fail_at
-        self.weights, self.version = {}, 0
+        self.weights, self.version, self.digest, self.loading = {}, 0, None, False
 
     def preflight(self, metadata):
         problems = [f"{name}: unknown" for name, _, _ in metadata if name.startswith("unknown")]
@@ -39,7 +40,7 @@ class Engine:
                 raise ValueError(f"cannot load {name}")
             self.weights[name] = weight
 
-    def finish(self):
+    def finish(self, complete=False):
         pass
 
     def record(self, buckets, buffers):
@@ -244,11 +245,9 @@ def test_link_refuses_a_stranger():
     import socket
 
     left, right = (rlhf_utils._Link(end) for end in _socket_pair(socket))
-    stranger = threading.Thread(target=lambda: left.send(peer="a stranger", token="wrong"))
-    stranger.start()
+    left.introduce("a stranger", "wrong")
     with pytest.raises(WeightSyncError, match="stranger"):
-        right.greet("the trainer", "right")
-    stranger.join()
+        right.meet("right")
 
 
 def _socket_pair(socket):
@@ -269,3 +268,6 @@ def test_digest_sees_every_flip_and_swap():
     assert rlhf_utils._digest([tensor[[1, 0, 2, 3, 4]], other]) != digest
     assert rlhf_utils._digest([tensor[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7, 8])], other]) != digest
     assert rlhf_utils._digest([other, tensor]) != digest
+    square = torch.randn(256, 256)
+    numbers = {rlhf_utils._digest([t]) for t in (square, 2 * square, square * 0, square * 0 + 1, square * math.nan)}
+    assert len(numbers) == 5
