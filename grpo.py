@@ -52,6 +52,10 @@ class MismatchError(RuntimeError):
     """Engine and trainer disagree about the log-probabilities of the same tokens: the last sync went wrong."""
 
 
+class DivergenceError(RuntimeError):
+    """The gradient is not finite: going on would make every weight a NaN."""
+
+
 def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tensor:
     """Advantages [B] of rewards [B], in groups of `group_size` completions of one prompt.
 
@@ -180,6 +184,8 @@ class Learner:
             if update == 0:
                 totals["logprobs/mismatch"] = self._proven(old_logprobs, engine_logprobs, mask)
             grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+            if not grad_norm.isfinite():
+                raise DivergenceError(f"step {self.step + 1}: the gradient is not finite; lower --learning-rate")
             self.optimizer.step()
         self.step += 1
         return {

@@ -20,7 +20,6 @@ from run_folder import USER_ERRORS, RunError, RunFolder
 
 PHASE_SECONDS = 3600.0  # no phase of a step takes longer
 PR_SET_CHILD_SUBREAPER = 36
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class RaySession:
@@ -29,13 +28,13 @@ class RaySession:
     def __init__(self, run: RunFolder, address: str | None):
         self.run, self.address = run, address
         self.farewells: list[Callable[[], ray.ObjectRef]] = []  # calls that end an actor's own processes
+        self.shared_memory: set[Path] = set()  # seen in use by processes of this session
 
     def __enter__(self) -> "RaySession":
         # Whatever a killed process leaves running becomes a child of this one, and is found when the session ends.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        self.shared_memory = set(os.listdir(SHARED_MEMORY))
         self.folder = tempfile.mkdtemp(prefix="rlhf-ray-")
         code = os.path.dirname(os.path.abspath(__file__))
         python_path = os.pathsep.join([code, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -65,6 +64,7 @@ class RaySession:
     def __exit__(self, *_) -> None:
         for interrupt in (signal.SIGINT, signal.SIGTERM):
             signal.signal(interrupt, signal.SIG_IGN)  # this is the way out already
+        self._note_shared_memory()
         for farewell in self.farewells:
             try:
                 ray.get(farewell(), timeout=5)
@@ -79,8 +79,8 @@ class RaySession:
                 except psutil.NoSuchProcess:
                     pass
             psutil.wait_procs(family, timeout=3)
-        for name in orphans(set(os.listdir(SHARED_MEMORY)) - self.shared_memory):
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        for file in self.shared_memory:
+            file.unlink(missing_ok=True)  # a process that was killed did not
         shutil.rmtree(self.folder, ignore_errors=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -98,8 +98,12 @@ class RaySession:
             if seconds > PHASE_SECONDS:
                 raise RunError(f"{phase} was not done within {PHASE_SECONDS:.0f} s")
             if not ready:
+                self._note_shared_memory()  # while it is in use: of a process that is killed it is not known
                 self.run.tick(phase, round(seconds))
         return ray.get(list(refs.values()))
+
+    def _note_shared_memory(self) -> None:
+        self.shared_memory |= shared_memory_of(psutil.Process().children(recursive=True))
 
     def _blame(self, phase: str, refs: dict[str, ray.ObjectRef]) -> Exception:
         """The error that explains the others: a death before a failed sync, that before anything else."""
@@ -164,13 +168,14 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def orphans(names: set[str]) -> set[str]:
-    """Those files of /dev/shm, of this user, that no process has mapped: their owners were killed."""
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
+    """The files in /dev/shm that these processes have mapped."""
+    files = set()
+    for process in processes:
         try:
-            mapped |= {line.partition(" /dev/shm/")[2] for line in maps.read_text().splitlines()}
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
-            continue  # ended meanwhile, or another user's
-    mine = {name for name in names if (SHARED_MEMORY / name).stat().st_uid == os.getuid()}
-    return mine - mapped
+            continue  # it has ended
+        names = (line.partition(" /dev/shm/")[2] for line in maps.splitlines())
+        files |= {Path("/dev/shm", name) for name in names if name and not name.endswith(" (deleted)")}
+    return files

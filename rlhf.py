@@ -71,6 +71,7 @@ class Engine:
             model=model,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
             seed=args.seed,
+            max_model_len=args.max_model_len,
             **options | more,
         )
         die_with_children()
@@ -187,7 +188,7 @@ def choose_models(run: RunFolder, args: argparse.Namespace, device: str) -> tupl
     if args.learning_rate is None:
         args.learning_rate = 3e-3 if builtin else 1e-5
     initial = str(run.path / "model") if builtin else args.model or DEFAULT_MODEL
-    if builtin and not Path(initial).exists():
+    if builtin and not args.resume:
         from tiny_model import build_tiny_model
 
         build_tiny_model(initial, args.seed)
@@ -297,5 +298,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-parallel-size", type=count, default=2, help="GPUs (CPU: core groups) of the engine")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="share of each engine GPU")
+    parser.add_argument("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")
     parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
     run_main(main, parse_args(parser))

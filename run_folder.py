@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo import ADVANTAGES, GRPOConfig, MismatchError
+from grpo import ADVANTAGES, DivergenceError, GRPOConfig, MismatchError
 from rlhf_utils import WeightSyncError
 from task import TaskError
 
@@ -29,7 +29,7 @@ class RunError(RuntimeError):
     """A reason to end the run, said in words for the user."""
 
 
-USER_ERRORS = (RunError, TaskError, MismatchError, WeightSyncError)  # their text says it all
+USER_ERRORS = (RunError, TaskError, MismatchError, DivergenceError, WeightSyncError)  # their text says it all
 
 
 # --- Arguments --------------------------------------------------------------------------------------------------------
@@ -149,6 +149,14 @@ def _shape_of(model: str) -> dict:
     return {name: config.get(name) for name in names}
 
 
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a kill at any moment leaves the old or the new one."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text)
+    _flush_to_disk(unfinished)
+    unfinished.rename(path)
+
+
 def _flush_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -167,12 +175,11 @@ class RunFolder:
         self.path = (
             args.resume or args.output or Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
         ).resolve()
-        if not args.resume and (self.path / "args.json").exists():
+        if not args.resume and any(self.path.glob("checkpoint-*")):
             raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
+        self.saved = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in _NOT_SAVED}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            saved = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in _NOT_SAVED}
-            (self.path / "args.json").write_text(json.dumps(saved, indent=1) + "\n")
         except OSError as error:
             raise RunError(f"cannot write to the run folder {self.path}: {error}") from error
         self.log_file = None if args.verbose else self.path / "run.log"
@@ -234,13 +241,18 @@ class RunFolder:
             self.tail = "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def start_metrics(self, last_step: int) -> None:
-        """Open the metrics; rows after `last_step`, of a run that is resumed from there, are dropped."""
+        """Begin after `last_step`: note the arguments, drop the metrics of later steps, open TensorBoard."""
         from torch.utils.tensorboard import SummaryWriter
 
-        if self.metrics_file.exists():
-            rows = (json.loads(line) for line in self.metrics_file.read_text().splitlines())
-            self.rows = [row for row in rows if row["step"] <= last_step]
-        self.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        if self.metrics_file.exists() and last_step:
+            for line in self.metrics_file.read_text().splitlines():
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    break  # a kill cut the last line short
+                self.rows += [row] if row["step"] <= last_step else []
+        _replace(self.metrics_file, "".join(json.dumps(row) + "\n" for row in self.rows))
+        _replace(self.path / "args.json", json.dumps(self.saved, indent=1) + "\n")
         self.tensorboard = SummaryWriter(self.path / "tensorboard", purge_step=last_step + 1)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:

@@ -6,6 +6,7 @@ A prompts file is JSON lines, each with a `prompt`; other columns go to the rewa
     def reward(prompts, completions, **columns) -> list[float]: ...
 """
 
+import functools
 import importlib
 import json
 import math
@@ -46,7 +47,7 @@ def load_prompts(path: str | None) -> list[dict]:
         return PROMPTS
     try:
         with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+            lines = file.readlines()
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"cannot read the prompts file {path}: {error}") from error
     rows = []
@@ -89,9 +90,13 @@ def draw_prompts(rows: list[dict], count: int, step: int, seed: int) -> list[dic
     drawn = []
     for position in range((step - 1) * count, step * count):
         epoch, index = divmod(position, len(rows))
-        order = random.Random(f"{seed} {epoch}").sample(range(len(rows)), len(rows))
-        drawn.append(rows[order[index]])
+        drawn.append(rows[_order(len(rows), seed, epoch)[index]])
     return drawn
+
+
+@functools.lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed} {epoch}").sample(range(count), count)
 
 
 def score(reward: Callable, rows: list[dict], completions: list[str]) -> list[float]:

@@ -172,7 +172,7 @@ def main(args: argparse.Namespace) -> None:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
         more = {"skip_tokenizer_init": True, "load_format": "dummy"}
-        more |= {"worker_extension_cls": "peers.PeerExtension", "max_model_len": 256}
+        more |= {"worker_extension_cls": "peers.PeerExtension"}
         if device == "cuda":
             more |= {"weight_transfer_config": {"backend": "nccl"}}
         trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args.trainer_dtype, device)
@@ -281,5 +281,5 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path, help="folder (default: a new one under runs/)")
     parser.add_argument("--verbose", action="store_true", help="show what Ray and vLLM print")
-    parser.set_defaults(resume=None, seed=0, enforce_eager=True)
+    parser.set_defaults(resume=None, seed=0, enforce_eager=True, max_model_len=256)
     run_main(main, parser.parse_args())

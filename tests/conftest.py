@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ray_session import orphans  # noqa: E402 - found by the line above
+from ray_session import shared_memory_of  # noqa: E402 - found by the line above
 
 
 class Script:
@@ -70,7 +70,8 @@ class Script:
         assert "error: " in text.splitlines()[-1], text
         assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
         assert list(self.temporary.glob("rlhf-ray-*")) == []
-        assert orphans(set(os.listdir("/dev/shm")) - self.shared_memory) == set()
+        in_use = {file.name for file in shared_memory_of(list(psutil.process_iter()))}
+        assert set(os.listdir("/dev/shm")) - self.shared_memory - in_use == set()
 
 
 def _title(process: psutil.Process) -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grpo import (
+    DivergenceError,
     GRPOConfig,
     Learner,
     MismatchError,
@@ -178,6 +179,15 @@ def test_mismatch_over_the_bound_updates_nothing(model):
         learner.mismatch(batch)
 
 
+def test_gradient_that_is_not_finite_updates_nothing(model):
+    learner = Learner(model, config(), CPU)
+    before = torch.nn.utils.parameters_to_vector(learner.model.parameters()).clone()
+    batch = [replace(rollout, reward=math.inf) for rollout in rollouts(learner)]
+    with pytest.raises(DivergenceError, match="step 1: the gradient is not finite"):
+        learner.learn(batch)
+    assert before.equal(torch.nn.utils.parameters_to_vector(learner.model.parameters()))
+
+
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path, kl_coef):
     whole = Learner(model, config(kl_coef=kl_coef), CPU)
@@ -228,6 +238,9 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "for the log" in (tmp_path / "run" / "run.log").read_text()
     assert json.loads((tmp_path / "run" / "args.json").read_text()) == {"seed": 3}
+    with run.metrics_file.open("a") as file:
+        file.write('{"step": 4, "rew')  # a kill cut it short
+    write_checkpoint(tmp_path / "run", 2, lambda folder: None)
     with pytest.raises(RunError, match="holds a run already"):
         RunFolder(args, "test")
     with RunFolder(argparse.Namespace(resume=tmp_path / "run", output=None, verbose=False), "test") as run:

@@ -6,6 +6,8 @@ pytest tests/test_transport.py
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -271,3 +273,18 @@ def test_digest_sees_every_flip_and_swap():
     square = torch.randn(256, 256)
     numbers = {rlhf_utils._digest([t]) for t in (square, 2 * square, square * 0, square * 0 + 1, square * math.nan)}
     assert len(numbers) == 5
+
+
+def test_digest_on_gpus_is_the_one_on_cpu():
+    # Triton's interpreter runs the kernel here; without a GPU there is nothing else to run it on.
+    program = """
+import torch, rlhf_utils
+tensors = [torch.randn(5000), torch.randn(300, 7), torch.randn(9)]
+places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
+addresses, counts, starts = rlhf_utils._digest_table(places, torch.device("cpu"))
+sums = torch.empty_like(starts)
+rlhf_utils._digest_kernel()[(len(sums),)](addresses, counts, starts, sums, *rlhf_utils.MIX, BLOCK=4096)
+assert int(sums.sum()) % 2**64 == rlhf_utils._digest(tensors)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.path.dirname(rlhf_utils.__file__)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
