@@ -530,32 +530,48 @@ def _wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:
 # --- The worker's end -------------------------------------------------------------------------------------------------
 
 
-class _CopyTrace(TorchDispatchMode):
-    """Lets weight loaders run without effect: what they would write is noted instead."""
-
-    def __init__(self):
-        super().__init__()
-        self.writes: list[tuple[torch.Tensor, object]] = []  # destination; the tensor copied or the number filled in
-        self.computes = False  # whether a loader changes a parameter otherwise
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            if args[0].numel() != args[1].numel():
-                raise ValueError(f"{list(args[1].shape)} does not fit {list(args[0].shape)}")
-            self.writes.append((args[0], args[1]))
-            return args[0]
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            self.writes.append((args[0], args[1] if len(args) > 1 else 0))
-            return args[0]
-        if func._schema.is_mutable and not (isinstance(args[0], torch.Tensor) and args[0].is_meta):
-            self.computes = True
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
 def _memory(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, also where it has no address (meta tensors)."""
     return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True)
+class _Write:
+    """One write of a weight loader into a parameter."""
+
+    owner: str  # the parameter's name
+    parameter: torch.Tensor  # in the form in which the loader sees it
+    destination: torch.Tensor  # the view of it that is written
+    value: object  # the view of the loaded tensor that is copied, the number that is filled in, or None: computed
+
+    @property
+    def region(self) -> tuple:
+        return self.owner, self.destination.storage_offset(), self.destination.size(), self.destination.stride()
+
+
+class _WriteTrace(TorchDispatchMode):
+    """Lets a weight loader run without effect on parameters: its writes are noted instead."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], source: torch.Tensor):
+        super().__init__()
+        self.owners = {_memory(parameter): (name, parameter) for name, parameter in parameters.items()}
+        self.source, self.writes = _memory(source), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        written = func._schema.is_mutable and isinstance(args[0], torch.Tensor) and self.owners.get(_memory(args[0]))
+        if not written:
+            return func(*args, **(kwargs or {}))
+        value = None
+        if func is torch.ops.aten.copy_.default:
+            if args[0].numel() != args[1].numel():
+                raise ValueError(f"{list(args[1].shape)} does not fit {list(args[0].shape)}")
+            value = args[1] if _memory(args[1]) == self.source else None
+        elif func is torch.ops.aten.fill_.Scalar:
+            value = args[1]
+        elif func is torch.ops.aten.zero_.default:
+            value = 0
+        self.writes.append(_Write(*written, args[0], value))
+        return args[0]
 
 
 class _EngineModel:
@@ -576,17 +592,22 @@ class _EngineModel:
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Returns per tensor the dtype in which the engine keeps it (None: not on this worker), and the problems."""
         traced, problems = self._trace(metadata)
-        dtypes = [next((_dtype_name(dtype) for _, dtype, _ in traced.get(name, [])), None) for name, _, _ in metadata]
+        dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
         writes = [write for writes in traced.values() for write in writes]
-        self.written = {owner for (owner, *_), *_ in writes}
+        self.written = {write.owner for write in writes}
         self.expected = {}
-        for (owner, _, size, _), _, constant in writes:
-            if not constant:
-                self.expected[_layer_of(owner)] = self.expected.get(_layer_of(owner), 0) + size.numel()
-        missing = self.required.keys() - self._complete({region for region, *_ in writes})
+        for write in writes:
+            if not isinstance(write.value, int | float):
+                layer = _layer_of(write.owner)
+                self.expected[layer] = self.expected.get(layer, 0) + write.destination.numel()
+        missing = self.required.keys() - self._complete({write.region for write in writes})
         if missing and not problems:
             problems = [f"nothing is sent for the engine's {name}" for name in sorted(missing)]
         return dtypes, problems
+
+    def _wire_dtype(self, write: _Write) -> str:
+        """A loader that copies gets the parameter's own dtype; one that computes on its way, the model's."""
+        return _dtype_name(self.worker.model_config.dtype if write.value is None else write.destination.dtype)
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, which the reload keeps until their layer is complete."""
@@ -630,37 +651,30 @@ class _EngineModel:
     def record(self, buckets: list[list[Piece]], buffers: list[torch.Tensor]) -> str | None:
         """Find the copies that a load of these buckets comes down to. Returns the reason if it is more than copies."""
         self.moves, moves = None, [_Moves() for _ in buckets]
-        parts: dict[str, list[tuple[int, Piece]]] = {}
+        places: dict[str, list[tuple[int, Piece]]] = {}
         for i, bucket in enumerate(buckets):
             for piece in bucket:
-                parts.setdefault(piece.name, []).append((i, piece))
-        for name, places in parts.items():
-            try:
-                for destination, copied in self._plain_writes(places[0][1]):
-                    if not isinstance(copied, torch.Tensor):
-                        moves[places[0][0]].fills.append((destination, copied))
-                        continue
-                    for i, piece in places:
-                        moves[i].add(destination, copied, piece, _view(buffers[i % LANES], piece))
-            except Exception as error:  # a loader may be gone, or refuse a layout that processing has changed
-                return f"{name}: {error or type(error).__name__}".splitlines()[0]
+                places.setdefault(piece.name, []).append((i, piece))
+        pieces = [parts[0][1] for parts in places.values()]
+        traced, _ = self._trace([(piece.name, _dtype_name(piece.dtype), piece.shape) for piece in pieces])
+        served = dict(self.model.named_parameters())
+        for name, parts in places.items():
+            for write in traced[name]:
+                parameter = served.get(write.owner)
+                if write.value is None:
+                    return f"{name}: its loader computes"
+                if parameter is None or _form(parameter) != _form(write.parameter):
+                    return f"{name}: the engine keeps {write.owner} in another form"
+                view = write.destination
+                destination = parameter.data.as_strided(view.size(), view.stride(), view.storage_offset())
+                if not isinstance(write.value, torch.Tensor):
+                    moves[parts[0][0]].fills.append((destination, write.value))
+                    continue
+                for i, piece in parts:
+                    if not moves[i].add(destination, write.value, piece, _view(buffers[i % LANES], piece)):
+                        return f"{name}: it is larger than a bucket, and not copied by rows"
         self.moves = moves
         return None
-
-    def _plain_writes(self, piece: Piece) -> list[tuple[torch.Tensor, object]]:
-        """What a load of `piece`'s tensor writes into served parameters. Raises if it does more than copy and fill."""
-        source = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
-        with self._context(), _CopyTrace() as trace:
-            self.model.load_weights([(piece.name, source)])
-        served = {_memory(parameter) for parameter in self.model.parameters()}
-        for destination, copied in trace.writes:
-            if _memory(destination) not in served:
-                raise NotImplementedError("its loader copies by way of another tensor")
-            if isinstance(copied, torch.Tensor) and _memory(copied) != _memory(source):
-                raise NotImplementedError("its loader computes")
-        if trace.computes:
-            raise NotImplementedError("its loader computes in place")
-        return trace.writes
 
     def poison(self) -> None:
         """Overwrite every parameter that a load writes, so that what a replay leaves out cannot pass for right."""
@@ -675,7 +689,7 @@ class _EngineModel:
         if problems:
             raise WeightSyncError(problems[0])
         self.load([(name, weight)])
-        self.covered |= {region for region, *_ in traced[name]}
+        self.covered |= {write.region for write in traced[name]}
         unwritten = self.required.keys() - self._complete(self.covered)
         if not {_layer_of(name) for name in unwritten} & {_layer_of(name) for name, *_ in self.covered}:
             self.finish()
@@ -685,45 +699,39 @@ class _EngineModel:
     def unchanged(self) -> bool:
         return self.digest is not None and not self.loading and self.take_digest() == self.digest
 
-    def _trace(self, metadata: list) -> tuple[dict[str, list], list[str]]:
-        """Run the loaders without effect: {tensor name: [(region written, dtype, is it constant), ...]}, problems."""
+    def _trace(self, metadata: list) -> tuple[dict[str, list[_Write]], list[str]]:
+        """Run the loaders without effect. Returns their writes by tensor, and what they cannot load."""
+        traced, problems = {}, []
+        with self._loadable_parameters() as parameters:
+            for name, dtype, shape in metadata:
+                source = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                try:
+                    with _WriteTrace(parameters, source) as trace:
+                        self.model.load_weights([(name, source)])
+                    traced[name] = trace.writes
+                except Exception as error:  # whatever a loader raises for a name or a shape that it cannot take
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                    problems.append(f"{name} {list(shape)}: the engine cannot load it ({reason})")
+        return traced, problems
+
+    @contextmanager
+    def _loadable_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The parameters as a checkpoint's tensors fit them, by a reload bracket that loads nothing."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        traced, problems = {}, []
         with self._context():
             if not self.loading:
                 optional = self._optional_parameters()
                 initialize_layerwise_reload(self.model)
-                parameters = self.model.named_parameters(remove_duplicate=False)
+                parameters = self.model.named_parameters()
                 self.required = {name: _loadable(p) for name, p in parameters if name not in optional}
-            parameters = dict(self.model.named_parameters(remove_duplicate=False))
-            owners = {_memory(parameter): name for name, parameter in parameters.items()}
-            with _unwrapped_loaders(parameters.values()):
-                for name, dtype, shape in metadata:
-                    source = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-                    try:
-                        with _CopyTrace() as trace:
-                            self.model.load_weights([(name, source)])
-                    except Exception as error:  # whatever a loader raises for a name or a shape that it cannot take
-                        reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
-                        problems.append(f"{name} {list(shape)}: the engine cannot load it ({reason})")
-                        continue
-                    traced[name] = self._regions(trace.writes, source, owners)
-            if not self.loading:
-                finalize_layerwise_reload(self.model, self.worker.model_config)
-        return traced, problems
-
-    def _regions(self, writes: list, source: torch.Tensor, owners: dict[int, str]) -> list[tuple]:
-        regions = []
-        for destination, copied in writes:
-            if owner := owners.get(_memory(destination)):
-                # A loader that computes on its way gets the model's dtype; one that copies gets the parameter's own.
-                constant = not isinstance(copied, torch.Tensor)
-                plain = constant or _memory(copied) == _memory(source)
-                region = (owner, destination.storage_offset(), destination.size(), destination.stride())
-                dtype = destination.dtype if plain else self.worker.model_config.dtype
-                regions.append((region, dtype, constant))
-        return regions
+            parameters = dict(self.model.named_parameters())
+            try:
+                with _unwrapped_loaders(parameters.values()):
+                    yield parameters
+            finally:
+                if not self.loading:
+                    finalize_layerwise_reload(self.model, self.worker.model_config)
 
     def _optional_parameters(self) -> set[str]:
         """Parameters that need no write: tied ones but for their first name, and the attention layers' scales."""
@@ -780,6 +788,10 @@ class _EngineModel:
             logger.setLevel(level)
 
 
+def _form(parameter: torch.Tensor) -> tuple:
+    return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset()
+
+
 def _loadable(parameter: torch.Tensor) -> int:
     """Elements of a parameter that a checkpoint brings: all but the padding that vLLM declares."""
     return getattr(parameter, "weight_loader_numel", parameter.numel())
@@ -824,28 +836,31 @@ class _Moves:
     others: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     fills: list[tuple[torch.Tensor, object]] = field(default_factory=list)
 
-    def add(self, destination: torch.Tensor, copied: torch.Tensor, piece: Piece, buffer: torch.Tensor) -> None:
-        """Note a copy of `copied`, a view of the tensor without storage that stands for `piece`'s tensor."""
+    def add(self, destination: torch.Tensor, copied: torch.Tensor, piece: Piece, buffer: torch.Tensor) -> bool:
+        """Note a copy of `copied`, a view of the tensor without storage that stands for `piece`'s tensor.
+
+        Returns False if the buffer holds a part of the tensor, and that is not simply some rows of the view.
+        """
         offset = copied.storage_offset()
         if piece.count < torch.Size(piece.shape).numel():
-            # The buffer holds some rows of the tensor: take those of the view that they are.
             row = torch.Size(piece.shape[1:]).numel()
             if copied.stride(0) != row or piece.begin % row or piece.count % row:
-                raise NotImplementedError("it is larger than a bucket, and not copied by rows")
+                return False
             first, view_first = piece.begin // row, offset // row
             begin = max(first, view_first)
-            end = min(first + piece.count // row, view_first + copied.size(0))
-            if begin >= end:
-                return
+            end = max(begin, min(first + piece.count // row, view_first + copied.size(0)))
             destination = destination[begin - view_first : end - view_first]
             copied = copied[begin - view_first : end - view_first]
             offset = copied.storage_offset() - piece.begin
-        source = buffer.as_strided(copied.size(), copied.stride(), buffer.storage_offset() + offset)
-        if source.is_contiguous() and destination.is_contiguous() and source.nbytes < LARGE_COPY_BYTES:
-            self.blocks[0].append(destination)
-            self.blocks[1].append(source)
-        else:
-            self.others.append((destination, source))
+        if copied.numel():
+            source = buffer.as_strided(copied.size(), copied.stride(), buffer.storage_offset() + offset)
+            block = source.is_contiguous() and destination.is_contiguous() and source.nbytes < LARGE_COPY_BYTES
+            if block:
+                self.blocks[0].append(destination)
+                self.blocks[1].append(source)
+            else:
+                self.others.append((destination, source))
+        return True
 
     def run(self) -> None:
         for destination, source in self.others:

@@ -118,6 +118,8 @@ def test_weights_count_as_changed_only_after_a_sync(pair):
     assert pair.rpc("check_weights_changed") == [False, False]
     report = pair.sync()
     assert report.version == 1
+    if torch.device("cpu") == pair.learner.device:  # where vLLM packs linear weights after loading
+        assert report.loader.startswith("reload: ") and report.loader.endswith("qkv_proj.weight in another form")
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.rpc("digest") == from_disk
     assert pair.generate() == tokens
