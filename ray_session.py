@@ -28,7 +28,7 @@ class RaySession:
     def __init__(self, run: RunFolder, address: str | None):
         self.run, self.address = run, address
         self.farewells: list[Callable[[], ray.ObjectRef]] = []  # calls that end an actor's own processes
-        self.shared_memory: set[Path] = set()  # seen in use by processes of this session
+        self.shared_memory: set[str] = set()  # seen in use by processes of this session
 
     def __enter__(self) -> "RaySession":
         # Whatever a killed process leaves running becomes a child of this one, and is found when the session ends.
@@ -80,7 +80,7 @@ class RaySession:
                     pass
             psutil.wait_procs(family, timeout=3)
         for file in self.shared_memory:
-            file.unlink(missing_ok=True)  # a process that was killed did not
+            Path(file).unlink(missing_ok=True)  # a process that was killed did not
         shutil.rmtree(self.folder, ignore_errors=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -168,14 +168,14 @@ def _last_line(error: Exception) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
-def shared_memory_of(processes: list[psutil.Process]) -> set[Path]:
-    """The files in /dev/shm that these processes have mapped."""
-    files = set()
+def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
+    """Paths of the files in /dev/shm that these processes have mapped."""
+    inodes = set()
     for process in processes:
         try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
         except OSError:
             continue  # it has ended
-        names = (line.partition(" /dev/shm/")[2] for line in maps.splitlines())
-        files |= {Path("/dev/shm", name) for name in names if name and not name.endswith(" (deleted)")}
-    return files
+        # By inode: a semaphore's file is mapped under a temporary name, and renamed.
+        inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
+    return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes}

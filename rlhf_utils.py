@@ -789,7 +789,9 @@ class _EngineModel:
 
 
 def _form(parameter: torch.Tensor) -> tuple:
-    return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset()
+    """What must agree for a copy into one to be one into the other. A quantized tensor only looks like a plain one."""
+    quantized = hasattr(parameter, "__tensor_flatten__")
+    return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset(), quantized
 
 
 def _loadable(parameter: torch.Tensor) -> int:

@@ -70,7 +70,7 @@ class Script:
         assert "error: " in text.splitlines()[-1], text
         assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
         assert list(self.temporary.glob("rlhf-ray-*")) == []
-        in_use = {file.name for file in shared_memory_of(list(psutil.process_iter()))}
+        in_use = {os.path.basename(file) for file in shared_memory_of(list(psutil.process_iter()))}
         assert set(os.listdir("/dev/shm")) - self.shared_memory - in_use == set()
 
 

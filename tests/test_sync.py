@@ -4,6 +4,7 @@ pytest tests/test_sync.py
 """
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,20 +23,24 @@ LAYERS = "model.decoder.layers."
 class Pair:
     """A trainer in this process, an engine beside it, and the group between them."""
 
-    def __init__(self, model: Path):
+    def __init__(self, model: Path, dtype: str = "float32", max_mismatch: float = 1e-4, **options):
         from vllm import LLM
 
+        here = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", TORCH_COMPILE_DISABLE="1")
         self.llm = LLM(
             model=str(model),
-            dtype="float32",
+            dtype=dtype,
             enforce_eager=True,
             tensor_parallel_size=2,
             distributed_executor_backend="mp",
             kv_cache_memory_bytes=128 << 20,
             logprobs_mode="processed_logprobs",
             worker_extension_cls="engine_probe.Probe",
+            **options,
         )
-        config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=1e-4)
+        config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=max_mismatch)
         self.learner = Learner(str(model), config, torch.device("cpu"))
         self.original = {name: tensor.clone() for name, tensor in self.learner.model.named_parameters()}
         self.thread = ThreadPoolExecutor(1)
@@ -66,6 +71,14 @@ class Pair:
         finally:
             self.answers = receiving.result()
 
+    def sync_one_parameter_at_a_time(self) -> Iterator[str]:
+        """As vLLM's example does it; yields the names as they are done."""
+        for name, parameter in self.learner.model.named_parameters():
+            receiving = self.start("update_weight", name, str(parameter.dtype).split(".")[-1], tuple(parameter.shape))
+            self.group.broadcast(parameter.data, src=0)
+            receiving.result()
+            yield name
+
     def generate(self, seed: int | None = None, prompts: list[str] = PROMPTS) -> list[Rollout]:
         from vllm import SamplingParams
 
@@ -93,9 +106,6 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def shared_pair(tmp_path_factory):
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
-    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", TORCH_COMPILE_DISABLE="1")
     pair = Pair(build_tiny_model(tmp_path_factory.mktemp("model")))
     yield pair
     pair.llm.llm_engine.engine_core.shutdown()
@@ -226,10 +236,7 @@ def test_one_parameter_protocol(pair):
     pair.sync()
     assert pair.rpc("digest") != expected
     pair.set(whole)
-    for name, parameter in pair.learner.model.named_parameters():
-        receiving = pair.start("update_weight", name, str(parameter.dtype).split(".")[-1], tuple(parameter.shape))
-        pair.group.broadcast(parameter.data, src=0)
-        receiving.result()
+    for name in pair.sync_one_parameter_at_a_time():
         if name == LAYERS + "0.fc1.bias":
             assert pair.rpc("check_weights_changed") == [False, False]  # some are new, some are not
     assert pair.rpc("check_weights_changed") == [True, True]
@@ -288,3 +295,10 @@ def test_prefix_cache_keeps_old_weights_until_it_is_reset(pair):
         pair.learner.mismatch(pair.generate(prompts=prompts))
     assert pair.llm.reset_prefix_cache()
     assert pair.learner.mismatch(pair.generate(prompts=prompts)) < 1e-5
+
+
+def test_communicator_that_would_do_nothing_is_an_error():
+    from vllm.utils.network_utils import get_open_port
+
+    with pytest.raises(WeightSyncError, match="disabled NCCL communicator"):
+        stateless_init_process_group("127.0.0.1", get_open_port(), 0, 1, torch.device("cuda:0"))
