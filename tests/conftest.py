@@ -9,7 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="drives vLLM's CPU build")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -6,11 +6,13 @@ pytest tests/test_quantized.py
 import json
 
 import pytest
+from conftest import cpu_only
 from test_sync import Pair
 
 from grpo import MismatchError
 from tiny_model import build_tiny_model
 
+pytestmark = cpu_only
 MAX_MISMATCH = 0.05  # int8 activations and weights, bf16 the rest
 
 

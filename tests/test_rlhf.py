@@ -11,7 +11,9 @@ import time
 
 import psutil
 import pytest
+from conftest import cpu_only
 
+pytestmark = cpu_only
 DEAD_SIDE_SECONDS = 30
 
 

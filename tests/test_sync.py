@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import cpu_only
 
 import rlhf_utils
 from grpo import GRPOConfig, Learner, MismatchError, Rollout
 from rlhf_utils import WeightSender, WeightSyncError, stateless_init_process_group
 from tiny_model import build_tiny_model
 
+pytestmark = cpu_only
 PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
 LAYERS = "model.decoder.layers."
 
