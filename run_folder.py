@@ -42,25 +42,46 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     task.add_argument("--model", help="Hugging Face model or folder (default: the script's choice for the hardware)")
     task.add_argument("--prompts", metavar="FILE.jsonl", help='a "prompt" per line, other columns go to the reward')
     task.add_argument("--reward", metavar="MODULE:FUNCTION", help="reward(prompts, completions, **columns) -> floats")
-    task.add_argument("--prompts-per-step", type=count, default=8)
-    task.add_argument("--group-size", type=group_size, default=8, help="completions of each prompt")
-    task.add_argument("--max-tokens", type=count, default=16, help="length of a completion, at most")
-    task.add_argument("--temperature", type=positive, default=1.0)
+    task.add_argument("--prompts-per-step", type=count, default=8, help="default %(default)s")
+    task.add_argument(
+        "--group-size", type=group_size, default=8, help="completions of each prompt (default %(default)s)"
+    )
+    task.add_argument(
+        "--max-tokens", type=count, default=16, help="length of a completion, at most (default %(default)s)"
+    )
+    task.add_argument("--temperature", type=positive, default=1.0, help="default %(default)s")
     learning = parser.add_argument_group("learning")
-    learning.add_argument("--steps", type=count, default=30)
+    learning.add_argument("--steps", type=count, default=30, help="default %(default)s")
     learning.add_argument("--learning-rate", type=positive, help="default: 3e-3 for the built-in model, else 1e-5")
-    learning.add_argument("--advantage", choices=ADVANTAGES, default="grpo")
-    learning.add_argument("--clip-low", type=positive, default=0.2)
-    learning.add_argument("--clip-high", type=positive, default=0.28)
-    learning.add_argument("--importance-cap", type=positive, default=2.0, help="of trainer over engine probabilities")
-    learning.add_argument("--kl-coef", type=float, default=0.0, help="of the KL to the initial model (0: none)")
-    learning.add_argument("--max-grad-norm", type=positive, default=1.0)
-    learning.add_argument("--updates", type=count, default=1, help="optimizer steps on the same rollouts")
-    learning.add_argument("--micro-batch-size", type=count, default=16, help="completions in one forward pass")
-    learning.add_argument("--seed", type=int, default=0)
+    learning.add_argument("--advantage", choices=ADVANTAGES, default="grpo", help="default %(default)s")
+    learning.add_argument("--clip-low", type=positive, default=0.2, help="default %(default)s")
+    learning.add_argument("--clip-high", type=positive, default=0.28, help="default %(default)s")
+    learning.add_argument(
+        "--importance-cap",
+        type=positive,
+        default=2.0,
+        help="of trainer over engine probabilities (default %(default)s)",
+    )
+    learning.add_argument(
+        "--kl-coef", type=float, default=0.0, help="of the KL to the initial model (0: none) (default %(default)s)"
+    )
+    learning.add_argument("--max-grad-norm", type=positive, default=1.0, help="default %(default)s")
+    learning.add_argument(
+        "--updates", type=count, default=1, help="optimizer steps on the same rollouts (default %(default)s)"
+    )
+    learning.add_argument(
+        "--micro-batch-size", type=count, default=16, help="completions in one forward pass (default %(default)s)"
+    )
+    learning.add_argument("--seed", type=int, default=0, help="default %(default)s")
     add("--ray-address", help='of a Ray cluster to join, or "auto" (default: start Ray here, for this run)')
     add("--output", type=Path, help="run folder (default: a new one under runs/)")
-    add("--save-every", type=count, default=10, metavar="STEPS", help="write a checkpoint, also at the end")
+    add(
+        "--save-every",
+        type=count,
+        default=10,
+        metavar="STEPS",
+        help="write a checkpoint, also at the end (default %(default)s)",
+    )
     add("--resume", type=Path, metavar="RUN_FOLDER", help="go on from the last checkpoint of that run")
     add("--verbose", action="store_true", help="show what Ray and vLLM print, which otherwise goes to run.log")
     resume = parser.parse_args().resume
