@@ -163,9 +163,10 @@ def _error_of(ref: ray.ObjectRef) -> Exception | None:
 
 
 def _last_line(error: Exception) -> str:
-    """What a traceback ends with: the error itself, in one line."""
+    """What a traceback ends with, in one line: the last one that speaks of an error, if one does."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    speaking = [line for line in lines if "error" in line.lower() and "http" not in line]
+    return (speaking or lines or [type(error).__name__])[-1]
 
 
 def shared_memory_of(processes: list[psutil.Process]) -> set[str]:

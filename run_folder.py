@@ -11,6 +11,7 @@ checkpoint-000010/    Hugging Face model and tokenizer, and trainer_state.pt to 
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -255,11 +256,13 @@ class RunFolder:
         elif seconds and seconds % 10 == 0:
             self.say(f"{text} ... {seconds} s")
 
-    def keep_log_tail(self, lines: int = 15) -> None:
-        """Keep the log's last lines, for a message about an actor that has just failed."""
+    def keep_log_tail(self, lines: int = 12) -> None:
+        """Keep the log's last lines, but for the frames of tracebacks, to explain an actor's failure."""
         if self.log_file:
             time.sleep(1)  # Ray brings other processes' output with a delay
-            self.tail = "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+            log = re.sub(r"\x1b\[\d*m", "", self.log_file.read_text(errors="replace")).splitlines()
+            said = [line for line in log if not re.match(_FRAME, line)]
+            self.tail = "\n".join(said[-lines:])
 
     def start_metrics(self, last_step: int) -> None:
         """Begin after `last_step`: note the arguments, drop the metrics of later steps, open TensorBoard."""
@@ -319,4 +322,6 @@ class RunFolder:
         return self.path / "reward.png"
 
 
+# Behind the names of processes and vLLM's "ERROR 11-20 21:00:00 [file.py:1]": what is indented, "Traceback", nothing.
+_FRAME = r"(\([^)]*pid=\d+\)(?: |$))*([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\](?: |$))?(\s|Traceback|$)"
 _NOT_SAVED = {"resume", "output", "verbose", "ray_address"}
