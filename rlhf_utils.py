@@ -45,6 +45,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "SyncReport",
     "WeightSender",
     "WeightSyncError",
     "WorkerExtension",

@@ -97,7 +97,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def grpo_config(args: argparse.Namespace, **more) -> GRPOConfig:
     """The arguments that the learning step takes."""
-    return GRPOConfig(**{k: v for k, v in vars(args).items() if k in GRPOConfig.__dataclass_fields__ | more}, **more)
+    return GRPOConfig(**{k: v for k, v in vars(args).items() if k in GRPOConfig.__dataclass_fields__}, **more)
 
 
 def _number(text: str, kind: Callable, least: float, what: str):
