@@ -34,16 +34,14 @@ from rlhf_utils import SyncReport, WeightSender, WeightSyncError, stateless_init
 from run_folder import (
     RunError,
     RunFolder,
-    check_model,
+    choose_models,
     count,
     grpo_config,
-    last_checkpoint,
     parse_args,
     write_checkpoint,
 )
 from task import draw_prompts, load_prompts, load_reward, score
 
-DEFAULT_MODEL = "facebook/opt-125m"
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
 
 
@@ -181,20 +179,6 @@ def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
     )
 
 
-def choose_models(run: RunFolder, args: argparse.Namespace, device: str) -> tuple[str, str]:
-    """The model to begin with, --model or what the hardware allows, and the one to go on from: the same, or its last
-    checkpoint when resuming."""
-    builtin = args.model is None and device == "cpu"
-    if args.learning_rate is None:
-        args.learning_rate = 3e-3 if builtin else 1e-5
-    initial = str(run.path / "model") if builtin else args.model or DEFAULT_MODEL
-    if builtin and not args.resume:
-        from tiny_model import build_tiny_model
-
-        build_tiny_model(initial, args.seed)
-    return initial, str(last_checkpoint(run.path, of_model=initial)) if args.resume else check_model(initial)
-
-
 def main(args: argparse.Namespace) -> None:
     prompts, reward = load_prompts(args.prompts), load_reward(args.reward)
     with RunFolder(args, "rlhf") as run, RaySession(run, args.ray_address) as session:
@@ -233,8 +217,7 @@ def main(args: argparse.Namespace) -> None:
             metrics |= {"time/sync": report.seconds, "sync/GBps": report.gigabytes_per_second}
             run.log_metrics(step, metrics)
             if step in (first_step + 1, args.steps):
-                show(run, rows, rollouts, texts)
-            run.say(progress(step, args.steps, metrics))
+                run.show(rows, rollouts, texts)
             if step % args.save_every == 0 or step == args.steps:
                 session.wait("saving", trainer=trainer.save.remote(run.path))
                 run.draw()
@@ -244,10 +227,8 @@ def main(args: argparse.Namespace) -> None:
         rollouts, texts = generate(session, engine, rows, reward, args, args.steps + 1)
         (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(rollouts))
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        show(run, rows, rollouts, texts)
-        first, last = run.rows[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)
-        seconds = sorted(row["time/sync"] for row in run.rows)[len(run.rows) // 2]
-        summary = f"OK: reward {first:.3f} -> {last:.3f} in {args.steps} steps, {seconds:.4f} s per sync (median)"
+        run.show(rows, rollouts, texts)
+        summary = run.summary(rollouts)
     print(summary)
 
 
@@ -277,21 +258,6 @@ def sync(session: RaySession, trainer, listening: ray.ObjectRef) -> SyncReport:
     if not served:
         raise RunError(f"after sync {report.version}, the engine does not serve what was sent")
     return report
-
-
-def show(run: RunFolder, rows: list[dict], rollouts: list[Rollout], texts: list[str], count: int = 3) -> None:
-    """Print the first completion of a few prompts."""
-    group = len(rollouts) // len(rows)
-    for i, row in enumerate(rows[:count]):
-        run.say(f"  {rollouts[i * group].reward:5.2f}  {row['prompt']!r} -> {texts[i * group]!r}")
-
-
-def progress(step: int, steps: int, metrics: dict[str, float]) -> str:
-    return (
-        f"step {step:{len(str(steps))}}/{steps}  reward {metrics['reward/mean']:.3f}"
-        f"  mismatch {metrics['logprobs/mismatch']:.1e}  rollout {metrics['time/rollout']:.2f} s"
-        f"  train {metrics['time/train']:.2f} s  sync {metrics['time/sync']:.4f} s ({metrics['sync/GBps']:.2f} GB/s)"
-    )
 
 
 if __name__ == "__main__":

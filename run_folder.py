@@ -19,10 +19,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo import ADVANTAGES, DivergenceError, GRPOConfig, MismatchError
+from grpo import ADVANTAGES, DivergenceError, GRPOConfig, MismatchError, Rollout
 from rlhf_utils import WeightSyncError
 from task import TaskError
 
+DEFAULT_MODEL = "facebook/opt-125m"
 CHECKPOINTS_KEPT = 2
 
 
@@ -153,6 +154,20 @@ def last_checkpoint(run_folder: Path, of_model: str) -> Path:
     return checkpoints[-1]
 
 
+def choose_models(run: "RunFolder", args: argparse.Namespace, device: str) -> tuple[str, str]:
+    """The model to begin with, --model or what the hardware allows, and the one to go on from: the same, or its last
+    checkpoint when resuming."""
+    builtin = args.model is None and device == "cpu"
+    if args.learning_rate is None:
+        args.learning_rate = 3e-3 if builtin else 1e-5
+    initial = str(run.path / "model") if builtin else args.model or DEFAULT_MODEL
+    if builtin and not args.resume:
+        from tiny_model import build_tiny_model
+
+        build_tiny_model(initial, args.seed)
+    return initial, str(last_checkpoint(run.path, of_model=initial)) if args.resume else check_model(initial)
+
+
 def check_model(model: str) -> str:
     """Returns `model` if it is a model that transformers can load the configuration of; raises RunError if not."""
     _shape_of(model)
@@ -280,13 +295,32 @@ class RunFolder:
         self.tensorboard = SummaryWriter(self.path / "tensorboard", purge_step=last_step + 1)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one step's metrics, everywhere."""
+        """Append one step's metrics, everywhere, and print what to watch."""
         self.rows.append({"step": step, **metrics})
         with self.metrics_file.open("a") as file:
             file.write(json.dumps(self.rows[-1]) + "\n")
         for name, value in metrics.items():
             self.tensorboard.add_scalar(name, value, step)
         self.tensorboard.flush()
+        steps = self.saved["steps"]
+        self.say(
+            f"step {step:{len(str(steps))}}/{steps}  reward {metrics['reward/mean']:.3f}"
+            f"  mismatch {metrics['logprobs/mismatch']:.1e}  rollout {metrics['time/rollout']:.2f} s"
+            f"  train {metrics['time/train']:.2f} s  sync {metrics['time/sync']:.4f} s"
+            f" ({metrics['sync/GBps']:.2f} GB/s)"
+        )
+
+    def show(self, rows: list[dict], rollouts: list[Rollout], texts: list[str], count: int = 3) -> None:
+        """Print the first completion of a few prompts."""
+        group = len(rollouts) // len(rows)
+        for i, row in enumerate(rows[:count]):
+            self.say(f"  {rollouts[i * group].reward:5.2f}  {row['prompt']!r} -> {texts[i * group]!r}")
+
+    def summary(self, rollouts: list[Rollout]) -> str:
+        """The last line of a run whose last weights gave these rollouts."""
+        first, last = self.rows[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)
+        seconds = sorted(row["time/sync"] for row in self.rows)[len(self.rows) // 2]
+        return f"OK: reward {first:.3f} -> {last:.3f} in {len(self.rows)} steps, {seconds:.4f} s per sync (median)"
 
     def draw(self) -> Path:
         """Write reward.png: reward, mismatch and sync time over the steps."""

@@ -227,8 +227,9 @@ def test_run_without_checkpoint_cannot_be_resumed(tmp_path):
 
 
 def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
-    args = argparse.Namespace(resume=None, output=tmp_path / "run", verbose=False, seed=3)
+    args = argparse.Namespace(resume=None, output=tmp_path / "run", verbose=False, steps=3)
     row = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
+    row |= {"time/rollout": 1.0, "time/train": 1.0, "sync/GBps": 0.1}
     with RunFolder(args, "test") as run:
         run.start_metrics(0)
         for step in (1, 2, 3):
@@ -237,13 +238,13 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
         picture = run.draw()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "for the log" in (tmp_path / "run" / "run.log").read_text()
-    assert json.loads((tmp_path / "run" / "args.json").read_text()) == {"seed": 3}
+    assert json.loads((tmp_path / "run" / "args.json").read_text()) == {"steps": 3}
     with run.metrics_file.open("a") as file:
         file.write('{"step": 4, "rew')  # a kill cut it short
     write_checkpoint(tmp_path / "run", 2, lambda folder: None)
     with pytest.raises(RunError, match="holds a run already"):
         RunFolder(args, "test")
-    with RunFolder(argparse.Namespace(resume=tmp_path / "run", output=None, verbose=False), "test") as run:
+    with RunFolder(argparse.Namespace(resume=tmp_path / "run", output=None, verbose=False, steps=3), "test") as run:
         run.start_metrics(2)  # the checkpoint is of step 2: what came after will be done again
         run.log_metrics(3, row)
     steps = [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()]
