@@ -33,7 +33,7 @@ test: lint
 	.venv/bin/pytest
 
 quick: venv
-	.venv/bin/pytest tests/test_learning.py tests/test_transport.py tests/test_replay.py
+	.venv/bin/pytest tests/test_learning.py tests/test_copies.py tests/test_transport.py tests/test_shared_memory.py tests/test_replay.py
 
 lint: venv
 	.venv/bin/ruff check .

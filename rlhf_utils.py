@@ -27,28 +27,39 @@ works too, with `stateless_init_process_group` on the trainer's side. Imports ne
 functions that use it.
 """
 
-import functools
+import base64
 import json
 import logging
 import math
 import os
+import pickle
+import shutil
 import socket
+import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from copies import Copies, digest, digest_together
+
 __all__ = [
+    "ColocateWorkerExtension",
+    "SharedMemoryChannel",
     "SyncReport",
     "WeightSender",
     "WeightSyncError",
     "WorkerExtension",
+    "rebuild_ipc",
+    "share_tensor",
     "stateless_init_process_group",
 ]
 
@@ -58,8 +69,6 @@ ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is v
 CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within this time
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
-LARGE_COPY_BYTES = 4 << 20  # from here on, a copy of its own is faster than a share of a kernel for many
-MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd numbers below 2**62, for the digest
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -125,16 +134,17 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
 
 
 class _Link:
-    """One TCP connection with JSON messages; `peer` is how errors call the other end."""
+    """A socket's connection, with JSON messages; `peer` is how errors call the other end."""
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A process that dies closes its socket; a node that vanishes does not, so let TCP itself probe the peer.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A process that dies closes its socket; a node that vanishes does not, so let TCP itself probe the peer.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
         self.connection = Connection(sock.detach())
         self.peer = "the other side"
         self.early: list[dict] = []  # messages that arrived while this side watched for failures
@@ -143,9 +153,9 @@ class _Link:
         """Say who this side is; the token says that it is of this group."""
         self.send(peer=f"{role} (pid {os.getpid()} on {socket.gethostname()})", token=token)
 
-    def meet(self, token: str) -> None:
+    def meet(self, token: str, timeout: float = CONNECT_SECONDS) -> None:
         """Learn who the peer is. Raises if it does not know the token."""
-        hello = self.recv(CONNECT_SECONDS)
+        hello = self.recv(timeout)
         if hello.get("token") != token:
             raise WeightSyncError("a stranger connected to the weight sync's port")
         self.peer = hello["peer"]
@@ -174,6 +184,13 @@ class _Link:
                 self.early.append(self._read())
         except (EOFError, OSError) as error:
             raise self._gone() from error
+
+    def said(self, **message) -> bool:
+        """Whether `watch` has seen this message, which is then forgotten."""
+        if message not in self.early:
+            return False
+        self.early.remove(message)
+        return True
 
     def close(self) -> None:
         self.connection.close()
@@ -292,10 +309,6 @@ def _bucket_nbytes(bucket: list[Piece]) -> int:
     return bucket[-1].offset + bucket[-1].nbytes
 
 
-def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
-    return buffer[piece.offset : piece.offset + piece.nbytes].view(piece.dtype)
-
-
 def _part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The view of a tensor that a piece is of: flat, or rows if the tensor is not contiguous."""
     if tensor.is_contiguous():
@@ -311,42 +324,231 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class _Lanes:
-    """The staging buffers: some buckets are on the wire while others are packed or loaded."""
+    """Staging buffers: some buckets are under way while others are packed or loaded."""
+
+    def __init__(self, buffers: list[torch.Tensor], buckets: list[list[Piece]]):
+        self.buffers, self.buckets = buffers, buckets
+
+    def view(self, i: int, piece: Piece) -> torch.Tensor:
+        """The elements [count] of a piece of bucket `i`."""
+        return self.buffers[i % LANES][piece.offset : piece.offset + piece.nbytes].view(piece.dtype)
+
+    def release(self, i: int) -> None:
+        """Bucket `i` has been read, on a GPU by what is queued in the current stream."""
+
+
+class _BroadcastLanes(_Lanes):
+    """Each end has buffers of its own, and buckets are broadcast."""
 
     def __init__(self, communicator, buckets: list[list[Piece]], device: torch.device):
-        self.communicator = communicator
-        nbytes = max(map(_bucket_nbytes, buckets))
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(min(LANES, len(buckets)))]
-        self.wire = self.copies = None
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in _lane_sizes(buckets)]
+        super().__init__(buffers, buckets)
+        self.communicator, self.stream = communicator, None
         if device.type == "cuda":
             # The wire goes first: a copy that fills the GPU must not keep the next broadcast from starting.
-            self.wire, self.copies = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
-            self.wire.wait_stream(torch.cuda.current_stream(device))  # whose freed memory the buffers may be
+            self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def start(self, i: int, nbytes: int):
-        """Begin to broadcast bucket `i`, on a GPU behind the copies so far; `query()` of the result: is it through?"""
-        buffer = self.buffers[i % LANES][:nbytes]
-        if self.wire is None:
-            return _GlooTransfer(self.communicator.start_broadcast(buffer, src=0))
-        self.communicator.broadcast(buffer, src=0, stream=self.wire)
-        return self.wire.record_event()
-
-    def copying(self):
-        """A context whose copies on a GPU run in the stream for copies, behind the work of the current stream."""
-        if self.copies is None:
-            return nullcontext()
-        self.copies.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.copies)
+    def start(self, i: int) -> Callable[[], bool]:
+        """Begin to broadcast bucket `i`, on a GPU behind the copies queued so far. Returns: is it through?"""
+        buffer = self.buffers[i % LANES][: _bucket_nbytes(self.buckets[i])]
+        if self.stream is None:
+            work = self.communicator.start_broadcast(buffer, src=0)
+            return lambda: work.is_completed() and work.wait()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.communicator.broadcast(buffer, src=0, stream=self.stream)
+        return self.stream.record_event().query
 
 
-class _GlooTransfer:
-    """A gloo broadcast with a CUDA event's `query`."""
+class _SharedLanes(_Lanes):
+    """Both ends, on one device, have mapped the same buffers; only "filled" and "emptied" travel."""
 
-    def __init__(self, work):
-        self.work = work
+    def __init__(self, link: _Link, buffers: list[torch.Tensor], buckets: list[list[Piece]], says: str, hears: str):
+        super().__init__(buffers, buckets)
+        self.link, self.says, self.hears = link, says, hears
 
-    def query(self) -> bool:
-        return self.work.is_completed() and self.work.wait()
+    def start(self, i: int) -> Callable[[], bool]:
+        """Bucket `i` is the other end's turn. Returns: is it done?"""
+        if self.says == "filled":
+            self._say(i)
+        return lambda: self.link.said(**{self.hears: i})
+
+    def release(self, i: int) -> None:
+        self._say(i)
+
+    def _say(self, i: int) -> None:
+        _synchronize(self.buffers[0].device)
+        self.link.send(**{self.says: i})
+
+
+class _TrainersMemory(_Lanes):
+    """No buffers at all: the worker has mapped the parameters of the trainer beside it."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__([], [])
+        self.tensors = tensors
+
+    def view(self, i: int, piece: Piece) -> torch.Tensor:
+        return self.tensors[piece.name].view(-1)[piece.begin : piece.begin + piece.count]
+
+    def start(self, i: int) -> Callable[[], bool]:
+        return lambda: True
+
+
+def _lane_sizes(buckets: list[list[Piece]]) -> list[int]:
+    return [max(map(_bucket_nbytes, buckets[i::LANES])) for i in range(min(LANES, len(buckets)))]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+# --- Memory that two processes share ----------------------------------------------------------------------------------
+
+
+def share_tensor(tensor: torch.Tensor) -> tuple:
+    """A handle by which another process on this device maps a tensor's memory, with `rebuild_ipc`.
+
+    On a GPU any tensor has one, `reduce_tensor`'s (CUDA IPC). On CPU only `shared_buffer`'s tensors do.
+    """
+    if tensor.is_cuda:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return reduce_tensor(tensor.detach())
+    return _map_memory, (tensor.shared_at, tensor.numel())
+
+
+def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor [nbytes] that `share_tensor` has a handle of."""
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    # A file without a name: it is gone with the last process that has it open or mapped, however that one ends.
+    file = os.memfd_create("weight sync")
+    os.ftruncate(file, nbytes)
+    tensor = _map_memory(f"/proc/{os.getpid()}/fd/{file}", nbytes)
+    tensor.shared_at = f"/proc/{os.getpid()}/fd/{file}"
+    weakref.finalize(tensor, os.close, file)
+    return tensor
+
+
+def _map_memory(path: str, nbytes: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:
+    """The tensor behind `share_tensor`'s, or torch's `reduce_tensor`'s, handle, in the sender's memory.
+
+    `device_id` is the index of the GPU in this process, where it differs from the sender's.
+    """
+    function, arguments = handle
+    arguments = list(arguments)
+    if device_id is not None and function is not _map_memory:
+        arguments[6] = device_id  # of the arguments of torch's rebuild_cuda_tensor
+    return function(*arguments)
+
+
+def _device_id(device: torch.device) -> str:
+    """As NVIDIA's tools name a GPU, whatever its index in this process; "cpu:" and the index on CPU."""
+    if device.type == "cuda":
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"cpu:{device.index or 0}"
+
+
+# Handles hold bytes, and messages are JSON. Pickles are read from nowhere but a socket in a folder of the user's own.
+def _packed(tensor: torch.Tensor) -> str:
+    return base64.b64encode(pickle.dumps(share_tensor(tensor))).decode()
+
+
+def _unpacked(text: str) -> tuple:
+    return pickle.loads(base64.b64decode(text))
+
+
+# --- Channels: where the trainer finds its workers, and how buckets reach them ----------------------------------------
+
+
+class _BroadcastChannel:
+    """To all workers of a broadcast group."""
+
+    def __init__(self, communicator):
+        self.communicator = communicator
+
+    def accept(self, links: list[_Link]) -> None:
+        _listen(self.communicator.group, links)
+
+    def reaches(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether a worker can map these tensors' memory."""
+        return False
+
+    def open_lanes(self, links: list[_Link], buckets: list[list[Piece]], device: torch.device) -> tuple[_Lanes, dict]:
+        """The trainer's staging buffers, and the workers' share in them by kind."""
+        return _BroadcastLanes(self.communicator, buckets, device), {}
+
+    def close(self, error: str | None) -> None:
+        if error and hasattr(self.communicator, "destroy"):
+            self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
+
+
+class SharedMemoryChannel:
+    """From a trainer rank to the one engine worker on the same device: CUDA IPC, or shared memory between CPUs.
+
+    `handles` has this rank's address by its device's id, for `ColocateWorkerExtension.receive_weights`. On CPU, where
+    all share one device, the index of `device` is the rank of the worker in its engine.
+    """
+
+    def __init__(self, device: torch.device):
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            if device.type == "cuda" and "expandable_segments:True" in os.environ.get(name, ""):
+                raise WeightSyncError(
+                    f"{name} has expandable_segments:True, whose memory CUDA IPC cannot share: unset it"
+                )
+        self.device = device
+        self.folder = tempfile.mkdtemp(prefix="weight-sync-")  # which nobody else may enter
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(f"{self.folder}/link")
+        self.server.listen(1)
+        self.handles = {_device_id(device): f"{self.folder}/link"}
+
+    def accept(self, links: list[_Link]) -> None:
+        self.server.settimeout(CONNECT_SECONDS)
+        try:
+            links.append(_Link(self.server.accept()[0]))
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"the engine worker on {_device_id(self.device)} did not connect within {CONNECT_SECONDS:.0f} s:"
+                " is receive_weights running there, with this rank's handle?"
+            ) from error
+        links[-1].meet(self.folder)
+        links[-1].introduce("the trainer", self.folder)
+        self._stop_listening()
+
+    def reaches(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether the worker can map these tensors' memory."""
+        return all(_local(tensor) is tensor and tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
+
+    def open_lanes(self, links: list[_Link], buckets: list[list[Piece]], device: torch.device) -> tuple[_Lanes, dict]:
+        """The staging buffers, and the worker's share in them by kind."""
+        buffers = [shared_buffer(nbytes, device) for nbytes in _lane_sizes(buckets)]
+        return _SharedLanes(links[0], buffers, buckets, says="filled", hears="emptied"), {"buffers": buffers}
+
+    def close(self, error: str | None) -> None:
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        self.server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _connect_path(path: str, rank: int, timeout: float) -> _Link:
+    """A worker's side of `SharedMemoryChannel.accept`, which begins within `timeout` seconds."""
+    socket_ = socket.socket(socket.AF_UNIX)
+    try:
+        socket_.connect(path)
+    except OSError as error:
+        raise WeightSyncError(f"the trainer is gone: {error}") from error
+    link = _Link(socket_)
+    link.introduce(f"engine worker {rank}", os.path.dirname(path))
+    link.meet(os.path.dirname(path), timeout)
+    return link
 
 
 # --- The trainer's end ------------------------------------------------------------------------------------------------
@@ -367,96 +569,92 @@ class SyncReport:
         return self.nbytes / self.seconds / 1e9
 
 
-@dataclass
-class _Session:
-    """What the two ends of the trainer's links have agreed on."""
-
-    links: list[_Link] = field(default_factory=list)
-    sources: list | None = None  # name, address, dtype, shape and strides of each tensor
-    metadata: list = field(default_factory=list)  # name, dtype and shape of each, tied ones once
-    buckets: list[list[Piece]] = field(default_factory=list)
-    lanes: _Lanes | None = None
-    copies: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)  # to, from, by bucket
-    loader: str = ""
-    version: int = 0
-
-
 class WeightSender:
     """The trainer's end of the sync.
 
-    `communicator` is `stateless_init_process_group`'s, with rank 0. With `replay=False`, every sync is a reload.
+    `channel` is either `stateless_init_process_group`'s communicator, with rank 0, or the `SharedMemoryChannel` to the
+    worker on this trainer rank's own device. With `replay=False`, every sync is a reload.
     """
 
-    def __init__(self, communicator, replay: bool = True):
-        self.communicator = communicator
-        self.loader = "" if replay else "reload: replay is switched off"
-        self.session: _Session | None = _Session()
+    def __init__(self, channel, replay: bool = True):
+        self.channel = channel if isinstance(channel, SharedMemoryChannel) else _BroadcastChannel(channel)
+        self.replay, self.closed, self.version = replay, False, 0
+        self.links: list[_Link] = []
+        # What both ends have agreed on: name, address, dtype, shape and strides of each tensor; name, dtype and shape
+        # of each, tied ones once; the buckets and the copies that fill them; "replay", or "reload" and why.
+        self.sources = self.metadata = self.lanes = None
+        self.buckets: list[list[Piece]] = []
+        self.packing: list[Copies] = []
+        self.sharded: dict[str, torch.Tensor] = {}
+        self.loader = ""
 
     @torch.no_grad()
     def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
         """Bring every engine worker to these weights, named as in the Hugging Face checkpoint, any dtype.
 
-        Runs while `receive_weights` runs on every worker. Tied tensors travel once. Raises WeightSyncError, also with
-        the workers' own errors; the session is closed then, and a new one needs new groups on both sides.
+        Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors are gathered a bucket at
+        a time, so that every rank of their mesh calls this together. Raises WeightSyncError, also with the workers'
+        own errors; the session is closed then, and a new one needs a new channel on both sides.
         """
-        if self.session is None:
+        if self.closed:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
         started = time.perf_counter()
         try:
             self._agree(list(named_tensors))
-            self.session.version += 1
-            if self.session.loader:
-                self._transmit("replay" if self.session.loader == "replay" else "reload")
+            self.version += 1
+            if self.loader:
+                self._transmit("replay" if self.loader == "replay" else "reload")
             else:
                 self._first_sync()
         except BaseException as error:  # an interrupt too leaves half a session, which must not be used again
             self.close(_reason(error))
             raise
-        session = self.session
-        pieces = [piece for bucket in session.buckets for piece in bucket]
-        seconds = time.perf_counter() - started
-        tensors = len({piece.name for piece in pieces})
-        return SyncReport(session.version, tensors, sum(p.nbytes for p in pieces), seconds, session.loader)
+        nbytes = sum(piece.nbytes for bucket in self.buckets for piece in bucket)
+        return SyncReport(self.version, len(self.metadata), nbytes, time.perf_counter() - started, self.loader)
 
     def close(self, error: str | None = None) -> None:
         """End the session; with `error`, workers that are waiting raise it."""
-        session, self.session = self.session, None
-        for link in session.links if session else []:
+        self.closed = True
+        for link in self.links:
             try:
                 if error:
                     link.send(error=error)
             except WeightSyncError:
                 pass  # that worker is the one that is gone
             link.close()
-        if error and hasattr(self.communicator, "destroy"):
-            self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
+        self.links, self.lanes, self.packing = [], None, []
+        self.channel.close(error)
 
     def _agree(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Preflight, unless names, dtypes and shapes are those of the last sync; find the copies that pack a bucket."""
-        sources = [(name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in named_tensors]
-        session = self.session
-        if sources == session.sources:
+        sources = [(name, _local(t).data_ptr(), t.dtype, t.shape, t.stride()) for name, t in named_tensors]
+        if sources == self.sources:
             return
         tensors = _without_ties(named_tensors)
         metadata = [(name, _dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-        session.copies = []
-        if metadata != session.metadata:
-            session.lanes = None  # its memory goes before the new one's comes
-            self._preflight(metadata, next(iter(tensors.values())).device)
-        for i, bucket in enumerate(session.buckets):
-            parts = [_part(tensors[piece.name], piece) for piece in bucket]
-            views = [_view(session.lanes.buffers[i % LANES], piece) for piece in bucket]
-            session.copies.append(([view.view(part.shape) for view, part in zip(views, parts, strict=True)], parts))
-        session.sources = sources
+        moved = isinstance(self.lanes, _TrainersMemory)  # the workers read where the tensors no longer are
+        self.packing = []
+        if metadata != self.metadata or moved:
+            self.lanes = None  # its memory goes before the new one's comes
+            self._preflight(metadata, tensors, direct=not moved)
+        self.sharded = {name: tensor for name, tensor in tensors.items() if _local(tensor) is not tensor}
+        if not isinstance(self.lanes, _TrainersMemory):
+            for i, bucket in enumerate(self.buckets):
+                pairs = []
+                for piece in bucket:
+                    if piece.name not in self.sharded:
+                        part = _part(tensors[piece.name], piece)
+                        pairs.append((self.lanes.view(i, piece).view(part.shape), part))
+                self.packing.append(Copies(self.lanes.buffers[0].device, pairs))
+        self.sources = sources
 
-    def _preflight(self, metadata: list, device: torch.device) -> None:
+    def _preflight(self, metadata: list, tensors: dict[str, torch.Tensor], direct: bool) -> None:
         """Have every worker try the load without a byte; agree on dtypes and buckets. Raises what does not fit."""
-        session = self.session
-        if not session.links:
-            _listen(self.communicator.group, session.links)
-        for link in session.links:
+        if not self.links:
+            self.channel.accept(self.links)
+        for link in self.links:
             link.send(metadata=metadata)
-        answers = [link.recv(ANSWER_SECONDS) for link in session.links]
+        answers = [link.recv(ANSWER_SECONDS) for link in self.links]
         dtypes, problems = [], sorted({problem for answer in answers for problem in answer["problems"]})
         for i, (name, _, shape) in enumerate(metadata):
             wanted = {answer["dtypes"][i] for answer in answers} - {None}
@@ -468,59 +666,80 @@ class WeightSender:
         if problems:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
-        bucket_bytes = STAGING_BYTES // LANES
-        for link in session.links:
-            link.send(wire=wire, bucket_bytes=bucket_bytes)
-        session.buckets = _wire_buckets(wire, bucket_bytes)
-        session.lanes = _Lanes(self.communicator, session.buckets, device)
-        session.metadata, session.loader = metadata, self.loader
-        session.version = max(answer["version"] for answer in answers)  # which a failed sync leaves uneven
+        direct = direct and self.replay and self.channel.reaches(tensors.values())
+        bucket_bytes = 1 << 62 if direct else STAGING_BYTES // LANES
+        self.buckets = _wire_buckets(wire, bucket_bytes)
+        if direct:
+            self.lanes, offer = _TrainersMemory(tensors), {"memory": list(tensors.values())}
+        else:
+            device = next(iter(tensors.values())).device
+            self.lanes, offer = self.channel.open_lanes(self.links, self.buckets, device)
+        for link in self.links:
+            link.send(wire=wire, bucket_bytes=bucket_bytes, **{k: list(map(_packed, v)) for k, v in offer.items()})
+        self.metadata, self.loader = metadata, "" if self.replay else "reload: replay is switched off"
+        self.version = max(answer["version"] for answer in answers)  # which a failed sync leaves uneven
 
     def _first_sync(self) -> None:
         """Reload; then, if every worker has recorded its copies, let replay show that it gives the same bits."""
-        session, answers = self.session, self._transmit("first")
+        answers = self._transmit("first")
         refusals = [answer["refused"] for answer in answers if answer["refused"]]
         if refusals:
-            session.loader = f"reload: {refusals[0]}"
+            self.loader = f"reload: {refusals[0]}"
         elif all(answer["same"] for answer in self._transmit("trial")):
-            session.loader = "replay"
+            self.loader = "replay"
         elif all(answer["same"] for answer in self._transmit("repair")):
-            session.loader = "reload: replay did not reproduce it bit for bit"
+            self.loader = "reload: replay did not reproduce it bit for bit"
         else:
             raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
-        for link in session.links:
+        for link in self.links:
             link.send(mode="end")
 
     def _transmit(self, mode: str) -> list[dict]:
         """One pass of all bytes, and the workers' answers to it."""
-        session, lanes, sent = self.session, self.session.lanes, []
-        deadline = time.monotonic() + _seconds_allowed(session.buckets)
-        for link in session.links:
-            link.send(mode=mode, version=session.version)
-        with lanes.copying():  # behind the optimizer step, which may still be under way
-            for i, (views, sources) in enumerate(session.copies):
-                if i >= LANES:
-                    _wait_until(sent[i - LANES].query, session.links, deadline)
-                torch._foreach_copy_(views, sources)
-                if lanes.wire:
-                    lanes.wire.wait_event(lanes.copies.record_event())
-                sent.append(lanes.start(i, _bucket_nbytes(session.buckets[i])))
-        for transfer in sent[-LANES:]:
-            _wait_until(transfer.query, session.links, deadline)
-        return [link.recv(max(0.0, deadline - time.monotonic())) for link in session.links]
+        deadline = time.monotonic() + _seconds_allowed(self.buckets)
+        if not self.packing:
+            _synchronize(next(iter(self.lanes.tensors.values())).device)  # the optimizer step may still be under way
+        for link in self.links:
+            link.send(mode=mode, version=self.version)
+        started: list[Callable[[], bool]] = []
+        for i, copies in enumerate(self.packing):
+            if i >= LANES:
+                _wait_until(started[i - LANES], self.links, deadline)
+            copies.run()
+            self._gather(i)
+            started.append(self.lanes.start(i))
+        for done in started[-LANES:]:
+            _wait_until(done, self.links, deadline)
+        return [link.recv(max(0.0, deadline - time.monotonic())) for link in self.links]
+
+    def _gather(self, i: int) -> None:
+        """Fill bucket `i` with what is sharded: a collective of the trainer's ranks, who all have these buckets."""
+        for piece in self.buckets[i]:
+            if piece.name in self.sharded:
+                if piece.begin == 0:
+                    self.gathered = self.sharded[piece.name].to(piece.dtype).full_tensor()
+                view = self.lanes.view(i, piece)
+                view.copy_(_part(self.gathered, piece).reshape(view.shape))
+        self.gathered = self.gathered if self.buckets[i][-1].begin else None
 
 
 def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors by name, the first name only where two share their memory."""
     tensors, seen = {}, set()
     for name, tensor in named_tensors:
-        memory = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
+        local = _local(tensor)
+        memory = (local.untyped_storage().data_ptr(), local.storage_offset(), tensor.shape)
         if tensor.numel() and memory not in seen:
             seen.add(memory)
             tensors[name] = tensor.detach()
     if not tensors:
         raise WeightSyncError("there is nothing to send: the model has no parameters")
     return tensors
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:
@@ -588,7 +807,8 @@ class _EngineModel:
         self.covered: set[tuple] = set()  # regions written one parameter at a time since the last completed sync
         self.digest: int | None = None  # of what a completed sync left, None where there was none
         self.version = 0
-        self.moves: list[_Moves] | None = None  # what a replay copies out of each bucket
+        self.moves: list[Copies] | None = None  # what a replay copies out of each bucket
+        self.fused = False  # do they take the digest as well?
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Returns per tensor the dtype in which the engine keeps it (None: not on this worker), and the problems."""
@@ -643,15 +863,14 @@ class _EngineModel:
             name for name, numel in self.expected.items() if infos[name].can_load() and infos[name].load_numel < numel
         ]
 
-    def complete(self, version: int) -> None:
-        """Every parameter was written: this version of the weights is in place."""
+    def complete(self, version: int, written: int | None) -> None:
+        """Every parameter was written, with this digest: this version of the weights is in place."""
         self.covered.clear()
-        self.digest = self.take_digest()
-        self.version = version
+        self.digest, self.version = written, version
 
-    def record(self, buckets: list[list[Piece]], buffers: list[torch.Tensor]) -> str | None:
+    def record(self, buckets: list[list[Piece]], lanes: _Lanes) -> str | None:
         """Find the copies that a load of these buckets comes down to. Returns the reason if it is more than copies."""
-        self.moves, moves = None, [_Moves() for _ in buckets]
+        self.moves, pairs, fills = None, [[] for _ in buckets], [[] for _ in buckets]
         places: dict[str, list[tuple[int, Piece]]] = {}
         for i, bucket in enumerate(buckets):
             for piece in bucket:
@@ -669,13 +888,23 @@ class _EngineModel:
                 view = write.destination
                 destination = parameter.data.as_strided(view.size(), view.stride(), view.storage_offset())
                 if not isinstance(write.value, torch.Tensor):
-                    moves[parts[0][0]].fills.append((destination, write.value))
+                    fills[parts[0][0]].append((destination, write.value))
                     continue
                 for i, piece in parts:
-                    if not moves[i].add(destination, write.value, piece, _view(buffers[i % LANES], piece)):
+                    pair = _pair(destination, write.value, piece, lanes.view(i, piece))
+                    if pair is None:
                         return f"{name}: it is larger than a bucket, and not copied by rows"
-        self.moves = moves
+                    pairs[i] += [pair] if pair[0].numel() else []
+        self.moves = [Copies(lanes.view(0, buckets[0][0]).device, *each) for each in zip(pairs, fills, strict=True)]
+        self.fused = digest_together(self.moves, list(self._served_tensors()))
         return None
+
+    def replay(self, arrivals: Iterator[int]) -> int | None:
+        """Copy each bucket, as it arrives, straight to where a reload brought it. Returns the digest of all."""
+        self.digest, total = None, torch.zeros(1, dtype=torch.int64, device=self.moves[0].device)
+        for i in arrivals:
+            self.moves[i].run(total)
+        return int(total) % 2**64 if self.fused else self.take_digest()
 
     def poison(self) -> None:
         """Overwrite every parameter that a load writes, so that what a replay leaves out cannot pass for right."""
@@ -684,18 +913,18 @@ class _EngineModel:
             if name in self.written:
                 parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
 
-    def load_one(self, name: str, weight: torch.Tensor) -> None:
-        """The one-parameter protocol: load, and serve as soon as no layer is half written."""
-        traced, problems = self._trace([(name, _dtype_name(weight.dtype), tuple(weight.shape))])
+    def load_some(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors that are not all there are, and serve them as soon as no layer is half written."""
+        traced, problems = self._trace([(name, _dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
         if problems:
             raise WeightSyncError(problems[0])
-        self.load([(name, weight)])
-        self.covered |= {write.region for write in traced[name]}
+        self.load(weights)
+        self.covered |= {write.region for writes in traced.values() for write in writes}
         unwritten = self.required.keys() - self._complete(self.covered)
         if not {_layer_of(name) for name in unwritten} & {_layer_of(name) for name, *_ in self.covered}:
             self.finish()
             if not unwritten:
-                self.complete(self.version + 1)
+                self.complete(self.version + 1, self.take_digest())
 
     def unchanged(self) -> bool:
         return self.digest is not None and not self.loading and self.take_digest() == self.digest
@@ -762,7 +991,7 @@ class _EngineModel:
     @torch.no_grad()
     def take_digest(self) -> int | None:
         """A number that any changed, moved or swapped element changes; None for a model without parameters."""
-        return _digest(list(self._served_tensors()))
+        return digest(list(self._served_tensors()))
 
     def _served_tensors(self) -> Iterator[torch.Tensor]:
         for parameter in self.model.parameters():
@@ -831,119 +1060,113 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.as_subclass(torch.Tensor)
 
 
-@dataclass
-class _Moves:
-    """The copies out of one bucket. One kernel moves many small blocks; large and strided ones get a copy each."""
+def _pair(
+    destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(destination, source) of the part of a copy that reads `piece`, whose elements are `source`, in any dtype.
 
-    blocks: tuple[list[torch.Tensor], list[torch.Tensor]] = field(default_factory=lambda: ([], []))  # to, from
-    others: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    fills: list[tuple[torch.Tensor, object]] = field(default_factory=list)
+    `copied` is a view of the tensor without storage that stands for the whole. Returns None if the piece is a part of
+    the whole, and what is copied of it is not simply some rows of the view.
+    """
+    offset = copied.storage_offset()
+    if piece.count < torch.Size(piece.shape).numel():
+        row = torch.Size(piece.shape[1:]).numel()
+        if copied.stride(0) != row or piece.begin % row or piece.count % row:
+            return None
+        first, view_first = piece.begin // row, offset // row
+        begin = max(first, view_first)
+        end = max(begin, min(first + piece.count // row, view_first + copied.size(0)))
+        destination = destination[begin - view_first : end - view_first]
+        copied = copied[begin - view_first : end - view_first]
+        offset = copied.storage_offset() - piece.begin
+    if not copied.numel():
+        return destination, copied
+    return destination, source.as_strided(copied.size(), copied.stride(), source.storage_offset() + offset)
 
-    def add(self, destination: torch.Tensor, copied: torch.Tensor, piece: Piece, buffer: torch.Tensor) -> bool:
-        """Note a copy of `copied`, a view of the tensor without storage that stands for `piece`'s tensor.
 
-        Returns False if the buffer holds a part of the tensor, and that is not simply some rows of the view.
+class _WeightReceiver:
+    """The workers' end of a `WeightSender`'s syncs, by whatever channel."""
+
+    weight_link: _Link | None = None
+    weight_lanes: _Lanes | None = None
+
+    def check_weights_changed(self) -> bool:
+        """Whether every element served is, bit for bit, what the last completed sync left.
+
+        False before a sync, while one is partial (some parameters sent, others not), and without parameters.
         """
-        offset = copied.storage_offset()
-        if piece.count < torch.Size(piece.shape).numel():
-            row = torch.Size(piece.shape[1:]).numel()
-            if copied.stride(0) != row or piece.begin % row or piece.count % row:
-                return False
-            first, view_first = piece.begin // row, offset // row
-            begin = max(first, view_first)
-            end = max(begin, min(first + piece.count // row, view_first + copied.size(0)))
-            destination = destination[begin - view_first : end - view_first]
-            copied = copied[begin - view_first : end - view_first]
-            offset = copied.storage_offset() - piece.begin
-        if copied.numel():
-            source = buffer.as_strided(copied.size(), copied.stride(), buffer.storage_offset() + offset)
-            block = source.is_contiguous() and destination.is_contiguous() and source.nbytes < LARGE_COPY_BYTES
-            if block:
-                self.blocks[0].append(destination)
-                self.blocks[1].append(source)
-            else:
-                self.others.append((destination, source))
-        return True
+        return self._engine_model().unchanged()
 
-    def run(self) -> None:
-        for destination, source in self.others:
-            destination.copy_(source)
-        if self.blocks[0]:
-            torch._foreach_copy_(*self.blocks)
-        for destination, value in self.fills:
-            destination.fill_(value)
+    def _receive(self, timeout: float, connect: Callable[[], _Link]) -> dict:
+        # An exception would break the engine: vLLM reads no worker's answer beyond the first exception, and takes what
+        # is left for answers to its next call.
+        try:
+            return {"version": self._take_part(timeout, connect)}
+        except Exception as error:
+            self._close_link(_reason(error))
+            return {"error": _reason(error)}
 
+    def _take_part(self, timeout: float, connect: Callable[[], _Link]) -> int:
+        model = self._engine_model()
+        if model.loading:
+            model.finish()  # what a failed sync, or one parameter at a time, left half done
+        if self.weight_link is None:
+            self.weight_link = connect()
+        link = self.weight_link
+        message = link.recv(timeout)
+        if "metadata" in message:
+            dtypes, problems = model.preflight(message["metadata"])
+            link.send(dtypes=dtypes, problems=problems, version=model.version)
+            offer = link.recv(ANSWER_SECONDS)
+            model.moves = self.weight_lanes = None  # their memory goes before the new one's comes
+            self.weight_buckets = _wire_buckets(offer["wire"], offer["bucket_bytes"])
+            self.weight_lanes = self._open_lanes(link, offer)
+            message = link.recv(ANSWER_SECONDS)
+        mode = message["mode"]
+        written = self._load(mode)
+        model.complete(message["version"], written)
+        if mode != "first":
+            link.send(done=True)
+            return model.version
+        link.send(refused=model.record(self.weight_buckets, self.weight_lanes))
+        while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
+            if mode == "trial":
+                model.poison()
+            model.digest = self._load(mode)
+            link.send(same=model.digest == written == model.take_digest())
+        return model.version
 
-def _digest(tensors: list[torch.Tensor]) -> int | None:
-    """One number for the bits of all tensors: the sum of their 32-bit words, each hashed with its position."""
-    if not tensors:
-        return None
-    words, start = [], 0
-    for tensor in tensors:
-        flat = tensor.contiguous().view(-1)
-        if flat.nbytes % 4:
-            flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, -flat.nbytes % 4))
-        words.append((flat.view(torch.int32), start))
-        start += len(words[-1][0])
-    if words[0][0].is_cuda:
-        return _digest_on_gpu(words)
-    total = 0
-    for flat, begin in words:
-        mixed = (flat + MIX[0] * torch.arange(begin, begin + len(flat))) * MIX[1]
-        mixed = (mixed ^ (mixed >> 32)) * MIX[2]
-        total += int((mixed ^ (mixed >> 29)).sum())
-    return total % 2**64
+    def _load(self, mode: str) -> int | None:
+        """Load all buckets as they arrive; returns the digest of what was written."""
+        arrivals = _arrivals(self.weight_buckets, self.weight_lanes, self.weight_link)
+        if mode in ("replay", "trial"):
+            return self._engine_model().replay(arrivals)
+        _reload(self._engine_model(), self.weight_buckets, self.weight_lanes, arrivals)
+        return self._engine_model().take_digest()
 
+    def _close_link(self, error: str | None = None) -> None:
+        """Leave the session; with `error`, a trainer that is waiting raises it."""
+        if self.weight_link is not None:
+            try:
+                if error:
+                    self.weight_link.send(error=error)
+            except WeightSyncError:
+                pass  # the trainer is the side that is gone
+            self.weight_link.close()
+        self.weight_link = self.weight_lanes = None
+        if hasattr(self, "weight_model"):
+            self.weight_model.moves = None
 
-def _digest_on_gpu(words: list[tuple[torch.Tensor, int]]) -> int:
-    """The same number in one kernel over all tensors, at the speed of memory."""
-    places = tuple((flat.data_ptr(), len(flat)) for flat, _ in words)
-    addresses, counts, starts = _digest_table(places, words[0][0].device)
-    sums = torch.empty_like(starts)
-    _digest_kernel()[(len(sums),)](addresses, counts, starts, sums, *MIX, BLOCK=4096)
-    return int(sums.sum()) % 2**64
-
-
-@functools.lru_cache(maxsize=4)
-def _digest_table(places: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Address, number of words and position [3, chunks] of chunks of tensors, given as (address, words) each."""
-    chunk, start, rows = 1 << 20, 0, []
-    for address, count in places:
-        for offset in range(0, count, chunk):
-            rows.append((address + 4 * offset, min(chunk, count - offset), start + offset))
-        start += count
-    return torch.tensor(rows, dtype=torch.int64).T.contiguous().to(device)
+    def _engine_model(self) -> _EngineModel:
+        if not hasattr(self, "weight_model"):
+            self.weight_model = _EngineModel(self)
+        return self.weight_model
 
 
-@functools.cache
-def _digest_kernel():
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(
-        addresses, counts, starts, sums, MIX0: tl.constexpr, MIX1: tl.constexpr, MIX2: tl.constexpr, BLOCK: tl.constexpr
-    ):
-        chunk = tl.program_id(0)
-        words = tl.load(addresses + chunk).to(tl.pointer_type(tl.int32))
-        count, start = tl.load(counts + chunk), tl.load(starts + chunk)
-        total = tl.zeros([BLOCK], tl.int64)
-        for offset in range(0, count, BLOCK):
-            i = offset + tl.arange(0, BLOCK)
-            word = tl.load(words + i, mask=i < count, other=0).to(tl.int64)
-            mixed = (word + MIX0 * (start + i)) * MIX1
-            mixed = (mixed ^ (mixed >> 32)) * MIX2
-            total += tl.where(i < count, mixed ^ (mixed >> 29), 0)
-        tl.store(sums + chunk, tl.sum(total))
-
-    return kernel
-
-
-class WorkerExtension:
+class WorkerExtension(_WeightReceiver):
     """Methods for vLLM's workers (`worker_extension_cls="rlhf_utils.WorkerExtension"`), run by `collective_rpc`."""
 
     model_update_group = None
-    weight_link: _Link | None = None
 
     def init_weight_update_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int):
         """Join the group that the trainer opens as rank 0 with `stateless_init_process_group`.
@@ -963,51 +1186,17 @@ class WorkerExtension:
         """Take part in one `WeightSender.send_weights` that starts within `timeout` seconds.
 
         Returns {"version": n}, n counting the weights served from now on, or {"error": reason} with the trainer's
-        error if that is what failed; the trainer in turn raises this worker's. An exception would break the engine:
-        vLLM reads no worker's answer beyond the first exception, and takes what is left for answers to its next call.
+        error if that is what failed; the trainer in turn raises this worker's.
         """
-        try:
-            return {"version": self._receive_weights(timeout)}
-        except Exception as error:
-            self.close_weight_update_group(_reason(error))
-            return {"error": _reason(error)}
 
-    def _receive_weights(self, timeout: float) -> int:
-        model, group = self._engine_model(), self._joined_group()
-        if model.loading:
-            model.finish()  # what a failed sync, or one parameter at a time, left half done
-        if self.weight_link is None:
-            self.weight_link = _connect(group.group, group.rank, timeout)
-        link = self.weight_link
-        message = link.recv(timeout)
-        if "metadata" in message:
-            dtypes, problems = model.preflight(message["metadata"])
-            link.send(dtypes=dtypes, problems=problems, version=model.version)
-            message = link.recv(ANSWER_SECONDS)
-            model.moves = self.weight_lanes = None  # their memory goes before the new one's comes
-            self.weight_buckets = _wire_buckets(message["wire"], message["bucket_bytes"])
-            self.weight_lanes = _Lanes(group, self.weight_buckets, self.device)
-            message = link.recv(ANSWER_SECONDS)
-        buckets, lanes = self.weight_buckets, self.weight_lanes
-        if message["mode"] == "replay":
-            _replay(model, buckets, lanes, link)
-        else:
-            _reload(model, buckets, lanes, link)
-        model.complete(message["version"])
-        if message["mode"] != "first":
-            link.send(done=True)
-            return model.version
-        link.send(refused=model.record(buckets, lanes.buffers))
-        reloaded = model.digest
-        while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
-            if mode == "trial":
-                model.poison()
-                _replay(model, buckets, lanes, link)
-            else:
-                _reload(model, buckets, lanes, link)
-            model.digest = model.take_digest()
-            link.send(same=model.digest == reloaded)
-        return model.version
+        def connect() -> _Link:
+            group = self._joined_group().group
+            return _connect(group, group.rank, timeout)
+
+        answer = self._receive(timeout, connect)
+        if "error" in answer:
+            self.close_weight_update_group()
+        return answer
 
     def update_weight(self, name: str, dtype_name: str, shape) -> None:
         """Receive one parameter, which the trainer broadcasts from rank 0, and load it."""
@@ -1017,39 +1206,92 @@ class WorkerExtension:
             group.broadcast(weight, src=0, stream=torch.cuda.current_stream())
         else:
             group.broadcast(weight, src=0)
-        self._engine_model().load_one(name, weight)
+        self._engine_model().load_some([(name, weight)])
 
-    def check_weights_changed(self) -> bool:
-        """Whether every element served is, bit for bit, what the last completed sync left.
-
-        False before a sync, while one is partial (some parameters sent, others not), and without parameters.
-        """
-        return self._engine_model().unchanged()
-
-    def close_weight_update_group(self, error: str | None = None) -> None:
-        """Leave the group; with `error`, a trainer that is waiting raises it."""
-        if self.weight_link is not None:
-            try:
-                if error:
-                    self.weight_link.send(error=error)
-            except WeightSyncError:
-                pass  # the trainer is the side that is gone
-            self.weight_link.close()
+    def close_weight_update_group(self) -> None:
+        """Leave the group."""
+        self._close_link()
         if hasattr(self.model_update_group, "destroy"):
             self.model_update_group.destroy()  # a broadcast that will never end must not hold the GPU
-        self.weight_link = self.model_update_group = self.weight_lanes = None
-        if hasattr(self, "weight_model"):
-            self.weight_model.moves = None
+        self.model_update_group = None
 
     def _joined_group(self):
         if self.model_update_group is None:
             raise WeightSyncError("no weight update group: init_weight_update_group was not called, or a sync failed")
         return self.model_update_group
 
-    def _engine_model(self) -> _EngineModel:
-        if not hasattr(self, "weight_model"):
-            self.weight_model = _EngineModel(self)
-        return self.weight_model
+    def _open_lanes(self, link: _Link, offer: dict) -> _Lanes:
+        return _BroadcastLanes(self.model_update_group, self.weight_buckets, self.device)
+
+
+class ColocateWorkerExtension(_WeightReceiver):
+    """Methods for workers that share their device with a trainer rank; no broadcast, the weights are there already."""
+
+    def report_device_id(self) -> str:
+        """The UUID of this worker's GPU; on CPU "cpu:" and its rank in the engine."""
+        return _device_id(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
+
+    def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
+        """As `WorkerExtension.receive_weights`; `handles` are those of the trainer ranks' `SharedMemoryChannel`s."""
+        return self._receive(timeout, lambda: _connect_path(handles[self.report_device_id()], self.rank, timeout))
+
+    def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
+        """Load weights from a buffer of the trainer on this device, as vLLM's colocation example sends them.
+
+        `zmq_handles` has an address by device id, at which the trainer's REQ socket is bound. It sends, and this
+        answers each with b"" or the traceback of what failed: a handle of a uint8 buffer (`reduce_tensor`'s, or
+        `share_tensor`'s); then, as often as it fills the buffer, a list with name, shape, dtype and offset in bytes of
+        every tensor in it; at the end None. What it sends are pickles: the address must be private. Raises
+        WeightSyncError if the trainer is silent for `timeout` seconds.
+        """
+        import zmq
+
+        with zmq.Context() as context, context.socket(zmq.REP) as socket_:
+            socket_.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
+            socket_.setsockopt(zmq.LINGER, 1000)
+            socket_.connect(zmq_handles[self.report_device_id()])
+            try:
+                buffer = None
+                while (message := socket_.recv_pyobj()) is not None:
+                    if isinstance(message, tuple):
+                        buffer = rebuild_ipc(message, self.device.index)
+                    else:
+                        weights = [(item["name"], _item(buffer, **item).clone()) for item in message]
+                        self._engine_model().load_some(weights)
+                    _synchronize(self.device)  # the trainer may fill the buffer anew
+                    socket_.send(b"")
+                del buffer
+                socket_.send(b"")
+            except zmq.Again as error:
+                raise WeightSyncError(f"the trainer sent nothing for {timeout:.0f} s") from error
+            except Exception as error:
+                socket_.send(_reason(error).encode())
+                raise
+
+    def update_weights_from_ipc_handles(self, ipc_handles: dict[str, dict[str, tuple]]) -> None:
+        """Load weights straight from the memory of the trainer on this device.
+
+        `ipc_handles` has, by device id, a handle (`reduce_tensor`'s, or `share_tensor`'s) by parameter name.
+        """
+        handles = ipc_handles[self.report_device_id()]
+        weights = [(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()]
+        self._engine_model().load_some(weights)
+        _synchronize(self.device)
+
+    def _open_lanes(self, link: _Link, offer: dict) -> _Lanes:
+        def mapped(texts: list[str]) -> list[torch.Tensor]:
+            return [rebuild_ipc(_unpacked(text), self.device.index) for text in texts]
+
+        if "memory" in offer:
+            names = [name for name, *_ in offer["wire"]]
+            return _TrainersMemory(dict(zip(names, mapped(offer["memory"]), strict=True)))
+        return _SharedLanes(link, mapped(offer["buffers"]), self.weight_buckets, says="emptied", hears="filled")
+
+
+def _item(buffer: torch.Tensor, name: str, shape, dtype: torch.dtype, offset: int, **_) -> torch.Tensor:
+    """A tensor in a buffer of bytes."""
+    nbytes = dtype.itemsize * torch.Size(shape).numel()
+    return buffer[offset : offset + nbytes].view(dtype).view(torch.Size(shape))
 
 
 def _arrivals(buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> Iterator[int]:
@@ -1058,45 +1300,28 @@ def _arrivals(buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> Iterato
     What reads a bucket must be queued, on a GPU in the current stream, before the next number is asked for.
     """
     deadline = time.monotonic() + _seconds_allowed(buckets)
-    arriving, emptied = [], []
+    arriving: list[Callable[[], bool]] = []
     for i in range(len(buckets)):
         while len(arriving) < min(i + LANES, len(buckets)):
-            if len(arriving) >= LANES and lanes.wire:
-                lanes.wire.wait_event(emptied[len(arriving) - LANES])
-            arriving.append(lanes.start(len(arriving), _bucket_nbytes(buckets[len(arriving)])))
-        _wait_until(arriving[i].query, [link], deadline)
+            arriving.append(lanes.start(len(arriving)))
+        _wait_until(arriving[i], [link], deadline)
         yield i
-        if lanes.wire:
-            emptied.append(torch.cuda.current_stream().record_event())
-    if lanes.wire:
-        _wait_until(emptied[-1].query, [link], deadline)
+        lanes.release(i)
 
 
-def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> None:
+def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, arrivals: Iterator[int]) -> None:
     """Hand the tensors to vLLM's loader, bucket after bucket, in memory of their own: it keeps them for a while."""
     partial = {}
-    for i in _arrivals(buckets, lanes, link):
-        weights = []
+    for i in arrivals:
         for piece in buckets[i]:
-            view = _view(lanes.buffers[i % LANES], piece)
+            view = lanes.view(i, piece)
             if piece.name not in partial:
                 partial[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
             whole = partial[piece.name]
             whole.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
             if piece.begin + piece.count == whole.numel():
-                weights.append((piece.name, partial.pop(piece.name)))
-        if weights:
-            model.load(weights)
+                model.load([(piece.name, partial.pop(piece.name))])
     model.finish(complete=True)
-
-
-@torch.no_grad()
-def _replay(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> None:
-    """Copy the tensors straight to where a reload brought them."""
-    model.digest = None
-    with lanes.copying():
-        for i in _arrivals(buckets, lanes, link):
-            model.moves[i].run()
 
 
 def _seconds_allowed(buckets: list[list[Piece]]) -> float:

@@ -216,10 +216,9 @@ def test_loader_that_does_more_than_copy_is_refused(model, reason):
 def test_replay_that_leaves_out_an_element_is_found_and_repaired(monkeypatch):
     record = Engine.record
 
-    def forgetful(self, buckets, buffers):
-        refused = record(self, buckets, buffers)
-        self.moves[-1].blocks[0].pop()
-        self.moves[-1].blocks[1].pop()
+    def forgetful(self, buckets, lanes):
+        refused = record(self, buckets, lanes)
+        self.moves[-1].plain.pop()
         return refused
 
     monkeypatch.setattr(Engine, "record", forgetful)
@@ -242,7 +241,7 @@ def test_plan_is_dropped_after_a_failure(monkeypatch):
     weights = tensors(1)
     assert sync(weights) == "replay"
 
-    def fails():
+    def fails(total):
         raise ValueError("no memory")
 
     monkeypatch.setattr(sync.engines[1].moves[-1], "run", fails)

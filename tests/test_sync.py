@@ -118,7 +118,7 @@ def pair(shared_pair):
     """The pair with its original weights on both sides and a healthy group."""
     yield shared_pair
     shared_pair.rpc("tamper_with_loads", "heal")
-    if shared_pair.sender.session is None:
+    if shared_pair.sender.closed:
         shared_pair.connect()
     shared_pair.set(shared_pair.original)
     shared_pair.sync()

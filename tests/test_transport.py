@@ -3,11 +3,8 @@
 pytest tests/test_transport.py
 """
 
-import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -45,10 +42,13 @@ class Engine:
     def finish(self, complete=False):
         pass
 
-    def record(self, buckets, buffers):
+    def record(self, buckets, lanes):
         return "a dictionary has no loader to record"
 
-    def complete(self, version):
+    def take_digest(self):
+        return 0
+
+    def complete(self, version, written):
         self.version = version
 
 
@@ -256,35 +256,3 @@ def _socket_pair(socket):
     with socket.create_server(("127.0.0.1", 0)) as server:
         left = socket.create_connection(server.getsockname())
         return left, server.accept()[0]
-
-
-def test_digest_sees_every_flip_and_swap():
-    tensor, other = torch.randn(5, 9).bfloat16(), torch.randn(3)
-    digest = rlhf_utils._digest([tensor, other])
-    assert rlhf_utils._digest([tensor.clone(), other.clone()]) == digest
-    for i in range(5):
-        for j in range(9):
-            flipped = tensor.clone()
-            flipped.view(torch.int16)[i, j] ^= 1
-            assert rlhf_utils._digest([flipped, other]) != digest
-    assert rlhf_utils._digest([tensor[[1, 0, 2, 3, 4]], other]) != digest
-    assert rlhf_utils._digest([tensor[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7, 8])], other]) != digest
-    assert rlhf_utils._digest([other, tensor]) != digest
-    square = torch.randn(256, 256)
-    numbers = {rlhf_utils._digest([t]) for t in (square, 2 * square, square * 0, square * 0 + 1, square * math.nan)}
-    assert len(numbers) == 5
-
-
-def test_digest_on_gpus_is_the_one_on_cpu():
-    # Triton's interpreter runs the kernel here; without a GPU there is nothing else to run it on.
-    program = """
-import torch, rlhf_utils
-tensors = [torch.randn(5000), torch.randn(300, 7), torch.randn(9)]
-places = tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
-addresses, counts, starts = rlhf_utils._digest_table(places, torch.device("cpu"))
-sums = torch.empty_like(starts)
-rlhf_utils._digest_kernel()[(len(sums),)](addresses, counts, starts, sums, *rlhf_utils.MIX, BLOCK=4096)
-assert int(sums.sum()) % 2**64 == rlhf_utils._digest(tensors)
-"""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.path.dirname(rlhf_utils.__file__)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

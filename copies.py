@@ -1,0 +1,216 @@
+"""Copies between tensors, prepared once and run at every weight sync, and a digest of what they leave behind.
+
+On a GPU, copies come down to runs of consecutive 32-bit words, listed in a table, and one kernel walks the table: it
+moves a bucket's hundreds of tensors, casts fp32 to bf16 on the way, and hashes each word while it is in a register, at
+the speed of one plain device copy. Knowing what was written costs nothing beside writing it. What is not made of whole
+words, and everything on CPU, goes by torch's own copies.
+
+The digest is a multilinear hash: the sum, modulo 2**64, of all words, each times a 32-bit coefficient that is a hash
+of its tensor and its place in it. A difference of any kind goes unseen with a probability of 2**-32.
+"""
+
+import functools
+import random
+
+import torch
+
+RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor has its share
+SHORTEST_RUN = 512  # bytes; copies made of shorter runs, such as a transposition, are torch's
+MASK = 0xFFFFFFFF
+MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
+SOURCE, DESTINATION, WORDS, MULTIPLIER, OFFSET = range(5)  # rows of a table of runs
+
+
+class Copies:
+    """Copies, each a (destination, source) of one shape, and fills, each a (destination, number), as one operation.
+
+    Tensors are addresses from here on: the destinations must live as long as this does, the sources are kept alive.
+    """
+
+    def __init__(self, device: torch.device, pairs: list[tuple], fills: list[tuple] = ()):
+        self.device, self.fills = device, fills
+        self.sources = [source for _, source in pairs]
+        self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.tables: list[tuple[bool, torch.Tensor]] = []  # does it cast; int64 [5, runs]
+        runs = {False: [], True: []}
+        for destination, source in pairs:
+            found = _runs(destination, source) if _has_kernel(device) else None
+            if found is None:
+                self.plain.append((destination, source))
+            else:
+                runs[destination.dtype != source.dtype].append(found)
+        for cast, found in runs.items():
+            if found:
+                self.tables.append((cast, _cut(torch.cat(found, 1), cast).to(device)))
+
+    def run(self, digest: torch.Tensor | None = None) -> None:
+        """Run in the current stream. `digest`, int64 [1], grows by that of what `digest_together` has keyed."""
+        for destination, number in self.fills:
+            destination.fill_(number)
+        if self.plain:
+            torch._foreach_copy_(*map(list, zip(*self.plain, strict=True)))
+        for cast, table in self.tables:
+            _launch(table, cast, digest)
+
+
+def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
+    """Have the copies hash what they write, and the last of them read the rest of `served`: together its digest.
+
+    Returns False, and changes nothing, where that cannot be: something is written otherwise than in whole words.
+    """
+    tables = [(cast, table.cpu()) for each in copies for cast, table in each.tables]
+    if not tables or any(each.plain for each in copies) or not all(map(_in_words, served)):
+        return False
+    written = torch.cat([table for _, table in tables], 1)
+    starts = torch.tensor([tensor.data_ptr() for tensor in served])
+    ends = starts + torch.tensor([tensor.nbytes for tensor in served])
+    # What lies between the runs, with an empty run at both ends of every tensor.
+    begins = torch.cat([starts, ends, written[DESTINATION]])
+    reached = torch.cat([starts, ends, written[DESTINATION] + 4 * written[WORDS]])
+    order = begins.argsort(stable=True)
+    begins, reached = begins[order][1:], reached[order].cummax(0).values[:-1]
+    between = torch.isin(reached, ends) & ~torch.isin(reached, starts)
+    rest = ((begins > reached) & ~between).nonzero()[:, 0]
+    unwritten = torch.stack([reached[rest], torch.zeros_like(rest), (begins - reached)[rest] // 4])
+    keyed = [_keyed(table, served) for _, table in [*tables, (False, _cut(unwritten))]]
+    if (begins < reached).any() or any(table is None for table in keyed):
+        return False
+    for each in copies:
+        each.tables = [(cast, keyed.pop(0).to(each.device)) for cast, _ in each.tables]
+    copies[-1].tables.append((False, keyed.pop(0).to(copies[-1].device)))
+    return True
+
+
+@torch.no_grad()
+def digest(tensors: list[torch.Tensor]) -> int | None:
+    """The digest of these tensors, in their order; None if there are none. The same number on GPU and CPU."""
+    if not tensors:
+        return None
+    flat = [tensor.contiguous().view(-1) for tensor in tensors]
+    flat = [t if t.nbytes % 4 == 0 else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % 4)) for t in flat]
+    if _has_kernel(flat[0].device):
+        total = torch.zeros(1, dtype=torch.int64, device=flat[0].device)
+        _launch(_reading_table(tuple((t.data_ptr(), t.nbytes) for t in flat), total.device), False, total)
+        return int(total) % 2**64
+    total = 0
+    for k, tensor in enumerate(flat):
+        multiplier, offset = _key(k)
+        for begin, words in enumerate(tensor.view(torch.int32).split(1 << 20)):
+            x = (torch.arange(len(words)) + (begin << 20)) * multiplier + offset & MASK
+            for shift, factor in MIX:
+                x = (x ^ (x >> shift)) * factor & MASK
+            total += int(((x ^ (x >> 16)) * (words.long() & MASK)).sum())
+    return total % 2**64
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _in_words(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0
+
+
+def _runs(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+    """Runs [3, n] (from, to, words written) that a copy consists of; None if it does not, or only of short ones."""
+    if source.dtype != destination.dtype and (source.dtype, destination.dtype) != (torch.float32, torch.bfloat16):
+        return None
+    dim, run = destination.dim(), 1
+    while dim and (destination.size(dim - 1) == 1 or destination.stride(dim - 1) == source.stride(dim - 1) == run):
+        dim -= 1
+        run *= destination.size(dim)
+    nbytes = run * destination.itemsize
+    if nbytes % 4 or (dim and nbytes < SHORTEST_RUN):
+        return None
+    addresses = []
+    for tensor in (source, destination):
+        offsets = torch.zeros(1, dtype=torch.int64)
+        for size, stride in zip(tensor.shape[:dim], tensor.stride(), strict=False):
+            offsets = (offsets[:, None] + stride * torch.arange(size)).flatten()
+        addresses.append(tensor.data_ptr() + tensor.itemsize * offsets)
+    if any((each % 4).any() for each in addresses):
+        return None
+    return torch.stack([*addresses, torch.full_like(addresses[0], nbytes // 4)])
+
+
+def _cut(runs: torch.Tensor, cast: bool = False) -> torch.Tensor:
+    """The table [5, n] of runs [3, m] with the long ones cut, still without keys."""
+    parts = -(-runs[WORDS] // RUN_WORDS)
+    table = runs.repeat_interleave(parts, 1)
+    begin = RUN_WORDS * (torch.arange(table.size(1)) - (parts.cumsum(0) - parts).repeat_interleave(parts))
+    table[SOURCE] += (8 if cast else 4) * begin
+    table[DESTINATION] += 4 * begin * (table[DESTINATION] != 0)
+    table[WORDS] = (table[WORDS] - begin).clamp(max=RUN_WORDS)
+    return torch.cat([table, torch.zeros(2, table.size(1), dtype=torch.int64)])
+
+
+def _keyed(table: torch.Tensor, served: list[torch.Tensor]) -> torch.Tensor | None:
+    """The table with the keys of the served tensors that its runs lie in; None if one lies in none."""
+    starts, order = torch.tensor([tensor.data_ptr() for tensor in served]).sort()
+    ends = starts + torch.tensor([tensor.nbytes for tensor in served])[order]
+    begins = torch.where(table[DESTINATION] == 0, table[SOURCE], table[DESTINATION])
+    place = torch.searchsorted(starts, begins, right=True) - 1
+    if (place < 0).any() or (begins + 4 * table[WORDS] > ends[place]).any():
+        return None
+    multiplier, offset = torch.tensor([_key(k) for k in range(len(served))])[order[place]].unbind(1)
+    return torch.stack([*table[:3], multiplier, (offset + multiplier * ((begins - starts[place]) // 4)) & MASK])
+
+
+@functools.cache
+def _key(k: int) -> tuple[int, int]:
+    """Multiplier, odd, and offset of the hash of places in tensor `k`."""
+    bits = random.Random(k).getrandbits(62)
+    return bits >> 31 | 1, bits & MASK
+
+
+@functools.lru_cache(maxsize=4)
+def _reading_table(places: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Table that reads tensors, given as (address, bytes), in their order."""
+    runs = torch.tensor([(address, 0, nbytes // 4, *_key(k)) for k, (address, nbytes) in enumerate(places)]).T
+    table = _cut(runs[:3])
+    parts = -(-runs[WORDS] // RUN_WORDS)
+    first = (table[SOURCE] - runs[SOURCE].repeat_interleave(parts)) // 4
+    table[MULTIPLIER] = runs[MULTIPLIER].repeat_interleave(parts)
+    table[OFFSET] = (runs[OFFSET].repeat_interleave(parts) + table[MULTIPLIER] * first) & MASK
+    return table.to(device)
+
+
+def _launch(table: torch.Tensor, cast: bool, digest: torch.Tensor | None) -> None:
+    if digest is None:
+        digest = torch.empty(1, dtype=torch.int64, device=table.device)
+    if table.size(1):
+        _kernel()[(table.size(1),)](table, digest, table.size(1), cast, 2048)
+
+
+@functools.cache
+def _kernel():
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["runs"])
+    def kernel(table, digest, runs, CAST: tl.constexpr, BLOCK: tl.constexpr):
+        column = table + tl.program_id(0)
+        source, destination = tl.load(column), tl.load(column + runs)
+        words = tl.load(column + 2 * runs)
+        multiplier, offset = tl.load(column + 3 * runs).to(tl.uint32), tl.load(column + 4 * runs).to(tl.uint32)
+        total = tl.zeros([BLOCK], tl.int64)
+        for begin in range(0, words, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            inside = i < words
+            if CAST:
+                floats = source.to(tl.pointer_type(tl.float32)) + 2 * i
+                low = tl.load(floats, inside, 0.0).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+                high = tl.load(floats + 1, inside, 0.0).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+                word = low | (high << 16)
+            else:
+                word = tl.load(source.to(tl.pointer_type(tl.uint32)) + i, inside, 0)
+            if destination != 0:
+                tl.store(destination.to(tl.pointer_type(tl.uint32)) + i, word, inside)
+            x = i.to(tl.uint32) * multiplier + offset
+            x = (x ^ (x >> 16)) * 0x7FEB352D
+            x = (x ^ (x >> 15)) * 0x846CA68B
+            x = x ^ (x >> 16)
+            total += (x.to(tl.uint64) * word.to(tl.uint64)).to(tl.int64, bitcast=True)
+        tl.atomic_add(digest, tl.sum(total))
+
+    return kernel

@@ -1,0 +1,89 @@
+"""Prepared copies and digests: every bit arrives, every flip and swap is seen, the kernel does what torch does.
+
+pytest tests/test_copies.py
+"""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from copies import Copies, digest
+
+CPU = torch.device("cpu")
+
+
+def test_digest_sees_every_flip_and_swap():
+    tensor, other = torch.randn(5, 9).bfloat16(), torch.randn(3)
+    whole = digest([tensor, other])
+    assert digest([tensor.clone(), other.clone()]) == whole
+    for i in range(5):
+        for j in range(9):
+            flipped = tensor.clone()
+            flipped.view(torch.int16)[i, j] ^= 1
+            assert digest([flipped, other]) != whole
+    assert digest([tensor[[1, 0, 2, 3, 4]], other]) != whole
+    assert digest([tensor[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7, 8])], other]) != whole
+    assert digest([other, tensor]) != whole
+    square = torch.randn(256, 256)
+    numbers = {digest([t]) for t in (square, 2 * square, square * 0, square * 0 + 1, square * math.nan)}
+    assert len(numbers) == 5
+    assert digest([]) is None
+
+
+def test_copies_and_fills_are_repeated_with_other_values():
+    source, destination = torch.randn(8, 8), torch.zeros(10, 4)
+    copies = Copies(CPU, [(destination[:8], source[:, 4:])], [(destination[8:], 3)])
+    for _ in range(2):
+        copies.run()
+        assert destination[:8].equal(source[:, 4:])
+        assert (destination[8:] == 3).all()
+        source.normal_()
+
+
+KERNEL = """
+import torch, copies
+from copies import Copies, digest, digest_together
+
+CPU = torch.device("cpu")
+tensors = [torch.randn(70_000), torch.randn(300, 7).bfloat16(), torch.randn(10), torch.randn(5, 9).bfloat16()]
+expected = digest(tensors)
+copies._has_kernel = lambda device: True
+assert digest(tensors) == expected
+
+served = [torch.ones(64, 1024).bfloat16(), torch.ones(40, 2048), torch.ones(8), torch.ones(4, 4).bfloat16()]
+rows, columns, narrow = torch.randn(32, 2048).bfloat16(), torch.randn(40, 4096), torch.randn(4, 4).bfloat16()
+master = torch.randn(32, 1024).bfloat16().float()  # the interpreter truncates where a GPU rounds
+first = Copies(CPU, [(served[0][:30], rows[:30, 1024:])])
+last = Copies(CPU, [(served[0][32:], master), (served[1], columns[:, 2048:])], [(served[0][30:32], 3.0)])
+assert not first.plain and not last.plain
+assert digest_together([first, last], served)
+for _ in range(2):
+    total = torch.zeros(1, dtype=torch.int64)
+    first.run(total)
+    last.run(total)
+    assert int(total) % 2**64 == digest(served)
+    assert served[0][:30].equal(rows[:30, 1024:]) and (served[0][30:32] == 3).all()
+    assert served[0][32:].equal(master.bfloat16()) and served[1].equal(columns[:, 2048:]) and (served[2] == 1).all()
+    rows.normal_(), columns.normal_(), served[2].fill_(1)
+
+# Transposed, or half a word off: torch copies, and the digest must read what was written.
+for source in (narrow.t(), torch.ones(17).bfloat16()[1:].view(4, 4)):
+    other = Copies(CPU, [(served[3], source)])
+    assert other.plain and not digest_together([first, other], served)
+    other.run()
+    assert served[3].equal(source)
+outside = Copies(CPU, [(torch.empty(8), torch.ones(8))])
+assert not digest_together([outside], served)
+twice = Copies(CPU, [(served[2], torch.ones(8)), (served[2], torch.ones(8))])
+assert not digest_together([twice], served)
+"""
+
+
+def test_kernel_copies_casts_and_digests():
+    # Triton's interpreter runs the kernel here; without a GPU there is nothing else to run it on.
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)

@@ -1,0 +1,199 @@
+"""The wire of a trainer and a worker on one device, without vLLM: shared memory, and vLLM's colocation protocols.
+
+pytest tests/test_shared_memory.py
+"""
+
+import os
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.multiprocessing as mp
+import zmq
+from test_transport import Engine, Receiving, random_tensors, same_bits
+
+import rlhf_utils
+from rlhf_utils import (
+    ColocateWorkerExtension,
+    SharedMemoryChannel,
+    WeightSender,
+    WeightSyncError,
+    rebuild_ipc,
+    share_tensor,
+    shared_buffer,
+)
+
+CPU = torch.device("cpu")
+
+
+class Worker(ColocateWorkerExtension):
+    device, rank = CPU, 0
+
+    def __init__(self, engine, handles=None):
+        self.weight_model, self.handles = engine, handles
+
+    def receive_weights(self, timeout):
+        return super().receive_weights(self.handles, timeout)
+
+
+class LoadingEngine(Engine):
+    """Takes tensors some at a time, as the protocols of vLLM's example bring them."""
+
+    def load_some(self, weights):
+        self.load(weights)
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+def test_sync_delivers_every_bit(monkeypatch, bucket_bytes):
+    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)
+    channel = SharedMemoryChannel(CPU)
+    receiving = Receiving(Worker(Engine(), channel.handles), syncs=3)
+    sender = WeightSender(channel)
+    for sync in range(1, 4):
+        tensors = random_tensors(seed=sync)
+        if sync == 3:  # another set of parameters: agreed anew
+            tensors = dict(list(tensors.items())[:7])
+        assert sender.send_weights(tensors.items()).version == sync
+        weights = receiving.worker.weight_model.weights
+        assert all(same_bits(weights[name], tensor) for name, tensor in tensors.items())
+    receiving.join(10)
+    assert receiving.error is None
+
+
+def test_fifty_syncs_leave_memory_and_files_as_they_were():
+    channel = SharedMemoryChannel(CPU)
+    assert not os.stat(channel.folder).st_mode & 0o077  # nobody else reaches the socket, nor the pickles on it
+    receiving = Receiving(Worker(Engine(), channel.handles), syncs=60)
+    sender, tensors = WeightSender(channel), {"w": torch.randn(1 << 20), "b": torch.randn(7)}
+    process, shared = psutil.Process(), set(os.listdir("/dev/shm"))
+    for _ in range(10):
+        sender.send_weights(tensors.items())
+    before = process.memory_info().rss, process.num_fds()
+    for _ in range(50):
+        tensors["w"] += 1
+        sender.send_weights(tensors.items())
+        assert same_bits(receiving.worker.weight_model.weights["w"], tensors["w"])
+    assert process.memory_info().rss - before[0] < 16 << 20
+    assert process.num_fds() == before[1]
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert not os.path.exists(channel.folder)
+
+
+def test_worker_that_raises_ends_the_sync_with_its_traceback():
+    channel = SharedMemoryChannel(CPU)
+    worker = Worker(Engine(fail_at="b"), channel.handles)
+    receiving = Receiving(worker)
+    sender = WeightSender(channel)
+    with pytest.raises(WeightSyncError, match=r"engine worker 0 (.|\n)*ValueError: cannot load b"):
+        sender.send_weights([(name, torch.ones(4)) for name in "abc"])
+    receiving.join(10)
+    assert "ValueError: cannot load b" in receiving.error
+    with pytest.raises(WeightSyncError, match="closed by an earlier error"):
+        sender.send_weights([("a", torch.ones(4))])
+    assert "the trainer is gone" in worker.receive_weights(5)["error"]
+
+
+def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
+    monkeypatch.setattr(rlhf_utils, "CONNECT_SECONDS", 0.2)
+    with pytest.raises(WeightSyncError, match="worker on cpu:3 did not connect within 0 s"):
+        WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
+
+
+def _trainer_that_dies(handles):
+    channel = SharedMemoryChannel(CPU)
+    handles.put(channel.handles)
+    sender = WeightSender(channel)
+    sender.send_weights([("w", torch.ones(1000))])
+    os._exit(1)
+
+
+def test_trainer_that_dies_ends_the_workers_wait():
+    context = mp.get_context("spawn")
+    handles = context.Queue()
+    process = context.Process(target=_trainer_that_dies, args=(handles,))
+    process.start()
+    worker = Worker(Engine(), handles.get(timeout=60))
+    receiving = Receiving(worker, syncs=2)
+    receiving.join(30)
+    assert "the trainer (pid" in receiving.error
+    assert "died" in receiving.error
+    process.join()
+
+
+class PlainSender(threading.Thread):
+    """A trainer that knows vLLM's example protocol and nothing else."""
+
+    def __init__(self, address, tensors, buffer_bytes):
+        super().__init__(daemon=True)
+        self.address, self.tensors, self.buffer_bytes, self.answers = address, tensors, buffer_bytes, []
+        self.start()
+
+    def run(self):
+        buffer = shared_buffer(self.buffer_bytes, CPU)
+        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+            socket.setsockopt(zmq.RCVTIMEO, 20_000)
+            socket.bind(self.address)
+
+            def ask(message):
+                socket.send_pyobj(message)
+                self.answers.append(socket.recv())
+
+            ask(share_tensor(buffer))
+            items, offset = [], 0
+            for name, tensor in self.tensors.items():
+                nbytes = -(-tensor.nbytes // 256) * 256
+                if offset + nbytes > self.buffer_bytes:
+                    ask(items)
+                    items, offset = [], 0
+                buffer[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+                items.append({"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": offset})
+                offset += nbytes
+            ask(items)
+            ask(None)
+
+
+def test_buckets_over_zmq(tmp_path):
+    worker, tensors = Worker(LoadingEngine()), random_tensors()
+    sender = PlainSender(f"ipc://{tmp_path}/s", tensors, 64 << 10)
+    worker.update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s", "cpu:1": "ipc://elsewhere"})
+    sender.join(10)
+    assert all(same_bits(worker.weight_model.weights[name], tensor) for name, tensor in tensors.items())
+    assert len(sender.answers) > 4
+    assert set(sender.answers) == {b""}
+
+
+def test_failure_over_zmq_is_answered_with_the_traceback(tmp_path):
+    worker = Worker(LoadingEngine(fail_at="b"))
+    sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, 4096)
+    with pytest.raises(ValueError, match="cannot load b"):
+        worker.update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
+    started = time.monotonic()
+    while len(sender.answers) < 2:
+        assert time.monotonic() - started < 10
+        time.sleep(0.01)
+    assert sender.answers[0] == b""
+    assert sender.answers[1].endswith(b"ValueError: cannot load b\n")
+
+
+def test_silent_trainer_over_zmq_is_an_error(tmp_path):
+    with pytest.raises(WeightSyncError, match="the trainer sent nothing for 0 s"):
+        Worker(LoadingEngine()).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"}, timeout=0.1)
+
+
+def test_handles_by_name():
+    buffer = shared_buffer(64, CPU)
+    buffer.copy_(torch.arange(64, dtype=torch.uint8))
+    worker = Worker(LoadingEngine())
+    worker.update_weights_from_ipc_handles({"cpu:0": {"w": share_tensor(buffer)}})
+    assert same_bits(worker.weight_model.weights["w"], buffer)
+    rebuild_ipc(share_tensor(buffer), device_id=0)[3] = 77  # the same memory
+    assert buffer[3] == 77
+    assert worker.weight_model.weights["w"][3] == 3  # which the engine does not serve from
+
+
+def test_expandable_segments_are_refused(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    with pytest.raises(WeightSyncError, match=r"expandable_segments:True, whose memory CUDA IPC cannot share"):
+        SharedMemoryChannel(torch.device("cuda", 0))
