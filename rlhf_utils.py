@@ -1227,13 +1227,19 @@ class WorkerExtension(_WeightReceiver):
 class ColocateWorkerExtension(_WeightReceiver):
     """Methods for workers that share their device with a trainer rank; no broadcast, the weights are there already."""
 
+    weight_path = ""
+
     def report_device_id(self) -> str:
         """The UUID of this worker's GPU; on CPU "cpu:" and its rank in the engine."""
         return _device_id(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
 
     def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
         """As `WorkerExtension.receive_weights`; `handles` are those of the trainer ranks' `SharedMemoryChannel`s."""
-        return self._receive(timeout, lambda: _connect_path(handles[self.report_device_id()], self.rank, timeout))
+        path = handles[self.report_device_id()]
+        if path != self.weight_path:
+            self._close_link()
+            self.weight_path = path
+        return self._receive(timeout, lambda: _connect_path(path, self.rank, timeout))
 
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
         """Load weights from a buffer of the trainer on this device, as vLLM's colocation example sends them.
