@@ -179,7 +179,7 @@ def _launch(table: torch.Tensor, cast: bool, digest: torch.Tensor | None) -> Non
     if digest is None:
         digest = torch.empty(1, dtype=torch.int64, device=table.device)
     if table.size(1):
-        _kernel()[(table.size(1),)](table, digest, table.size(1), cast, 2048)
+        _kernel()[(table.size(1),)](table, digest, table.size(1), cast, 2048, num_warps=8)
 
 
 @functools.cache

@@ -296,6 +296,7 @@ def main(args: argparse.Namespace) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
         args.tensor_parallel_size = 1
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
     with RunFolder(args, "sync") as run, RaySession(run, None) as session:
         bench = Bench(run, session, args)
         case = CASES[args.topology].format(tp=args.tensor_parallel_size)
