@@ -31,7 +31,7 @@ class Copies:
         self.device, self.fills = device, fills
         self.sources = [source for _, source in pairs]
         self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.tables: list[tuple[bool, torch.Tensor]] = []  # does it cast; int64 [5, runs]
+        self.tables: list[tuple[bool, torch.Tensor]] = []  # does it cast; the table, int64 [5, runs]
         runs = {False: [], True: []}
         for destination, source in pairs:
             found = _runs(destination, source) if _has_kernel(device) else None

@@ -1317,7 +1317,7 @@ def _arrivals(buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> Iterato
 
 def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, arrivals: Iterator[int]) -> None:
     """Hand the tensors to vLLM's loader, bucket after bucket, in memory of their own: it keeps them for a while."""
-    partial = {}
+    partial, weights, held = {}, [], 0
     for i in arrivals:
         for piece in buckets[i]:
             view = lanes.view(i, piece)
@@ -1325,8 +1325,12 @@ def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, arri
                 partial[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
             whole = partial[piece.name]
             whole.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
+            held += piece.nbytes
             if piece.begin + piece.count == whole.numel():
-                model.load([(piece.name, partial.pop(piece.name))])
+                weights.append((piece.name, partial.pop(piece.name)))
+            if weights and (piece is buckets[i][-1] or held > STAGING_BYTES // LANES):
+                model.load(weights)
+                weights, held = [], 0
     model.finish(complete=True)
 
 
