@@ -409,13 +409,20 @@ def _synchronize(device: torch.device) -> None:
 def share_tensor(tensor: torch.Tensor) -> tuple:
     """A handle by which another process on this device maps a tensor's memory, with `rebuild_ipc`.
 
-    On a GPU any tensor has one, `reduce_tensor`'s (CUDA IPC). On CPU only `shared_buffer`'s tensors do.
+    On a GPU any tensor has one, `reduce_tensor`'s (CUDA IPC). On CPU only `shared_buffer`'s tensors, and what views
+    the whole of one, do; raises WeightSyncError for others.
     """
     if tensor.is_cuda:
         from torch.multiprocessing.reductions import reduce_tensor
 
         return reduce_tensor(tensor.detach())
-    return _map_memory, (tensor.shared_at, tensor.numel())
+    path = _shared.get(tensor.data_ptr())
+    if path is None:
+        raise WeightSyncError("on CPU, another process can map shared_buffer's tensors alone")
+    return _map_memory, (path, tensor.dtype, tensor.shape)
+
+
+_shared: dict[int, str] = {}  # paths of shared_buffer's files on CPU, by address
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -425,14 +432,16 @@ def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     # A file without a name: it is gone with the last process that has it open or mapped, however that one ends.
     file = os.memfd_create("weight sync")
     os.ftruncate(file, nbytes)
-    tensor = _map_memory(f"/proc/{os.getpid()}/fd/{file}", nbytes)
-    tensor.shared_at = f"/proc/{os.getpid()}/fd/{file}"
-    weakref.finalize(tensor, os.close, file)
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    tensor = _map_memory(path, torch.uint8, (nbytes,))
+    address = tensor.data_ptr()
+    _shared[address] = path
+    weakref.finalize(tensor.untyped_storage(), lambda: (_shared.pop(address), os.close(file)))
     return tensor
 
 
-def _map_memory(path: str, nbytes: int) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+def _map_memory(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
 
 
 def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:
@@ -1277,7 +1286,8 @@ class ColocateWorkerExtension(_WeightReceiver):
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, dict[str, tuple]]) -> None:
         """Load weights straight from the memory of the trainer on this device.
 
-        `ipc_handles` has, by device id, a handle (`reduce_tensor`'s, or `share_tensor`'s) by parameter name.
+        `ipc_handles` has, by device id, a handle (`reduce_tensor`'s, or `share_tensor`'s) by parameter name. vLLM lets
+        them pass with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
         handles = ipc_handles[self.report_device_id()]
         weights = [(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()]

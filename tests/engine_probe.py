@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_utils import WorkerExtension
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 
 
 class Probe(WorkerExtension):
@@ -34,6 +34,12 @@ class Probe(WorkerExtension):
 
         if how != "heal":
             model.load_weights = tampered
+
+
+class ColocateProbe(ColocateWorkerExtension):
+    def digest(self) -> int:
+        """Of what is served now, whether or not a sync brought it."""
+        return self._engine_model().take_digest()
 
 
 def _exchange(name: str) -> str:
