@@ -1,11 +1,14 @@
 """Both ends of a weight sync: a trainer's parameters into every worker of a running vLLM engine.
 
     trainer process                            each engine worker
-    WeightSender.send_weights(params)   --->   WorkerExtension.receive_weights()
+    WeightSender.send_weights(params)   --->   WorkerExtension.receive_weights()             on other GPUs, or
+                                               ColocateWorkerExtension.receive_weights(...)  on the trainer's own
 
-The bytes travel by broadcast (NCCL between GPUs, gloo between CPUs), packed into a few buckets, several in flight.
-Beside them runs one small TCP connection per worker, the link. It carries what the two ends must agree on, it ends the
-wait of either side when the other fails, and it breaks at once when a process dies. One sync, in order:
+Between GPUs the bytes travel by broadcast (NCCL; gloo between CPUs), packed into a few buckets, several in flight. On
+one GPU both processes have mapped the same memory (CUDA IPC): the trainer's parameters themselves or, if the trainer is
+sharded, buckets into which its ranks gather them. Beside the bytes runs one small socket per worker, the link. It
+carries what the two ends must agree on, it ends the wait of either side when the other fails, and it breaks at once
+when a process dies. One sync, in order:
 
 1. Preflight, unless the tensors are those of the last sync. Each worker runs vLLM's own weight loaders over tensors
    without storage and notes what would be copied where. A parameter that the engine does not know, lacks or shapes
@@ -14,17 +17,18 @@ wait of either side when the other fails, and it breaks at once when a process d
 2. The buckets. *Reload* hands the tensors to vLLM's loader inside one of its reload brackets
    (`initialize_layerwise_reload` ... `finalize_layerwise_reload`), which is right for every model, quantization and
    device: layers are loaded, repacked or quantized as they complete. *Replay* repeats just the copies that such a load
-   comes down to, straight from the bucket. It is taken from the second sync on if in the first one, into overwritten
-   parameters, it gave what reload had given, bit for bit, on every worker.
-3. Every worker takes a digest of what it now serves, notes the weight version and answers.
+   comes down to, straight from the bucket (copies.py). It is taken from the second sync on if in the first one, into
+   overwritten parameters, it gave what reload had given, bit for bit, on every worker.
+3. Every worker notes the digest of what it wrote and the weight version, and answers.
 
 The engine must not be generating, and its prefix cache holds keys and values of the old weights: the caller runs
 `reset_prefix_cache` before the next prompt. If either side fails, both learn why, the session is closed, and the
 engine's weights are undefined until a later session has completed a sync.
 
-The one-parameter protocol of vLLM's example (`init_weight_update_group`, `update_weight`, `check_weights_changed`)
-works too, with `stateless_init_process_group` on the trainer's side. Imports need torch alone; vLLM is imported by the
-functions that use it.
+The protocols of vLLM's examples work too, code written for them runs unchanged: one parameter at a time
+(`init_weight_update_group`, `update_weight`), buckets over ZMQ and CUDA IPC (`update_weights_from_ipc`), handles by
+name (`update_weights_from_ipc_handles`), and after each of them `check_weights_changed`. Imports need torch alone; vLLM
+is imported by the functions that use it.
 """
 
 import base64
