@@ -32,9 +32,9 @@ is imported by the functions that use it.
 """
 
 import base64
+import copy
 import json
 import logging
-import math
 import os
 import pickle
 import shutil
@@ -43,6 +43,7 @@ import tempfile
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is v
 CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within this time
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
+PROCESSED = "_already_called_process_weights_after_loading"  # a flag that vLLM's quantization methods leave on a layer
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -816,11 +818,10 @@ class _EngineModel:
         self.loading = False
         self.required: dict[str, int] = {}  # elements by parameter that a sync must write, known after a trace
         self.expected: dict[str, int] = {}  # elements by layer that a load of the agreed tensors copies
-        self.written: set[str] = set()  # the parameters that they are copied to
         self.covered: set[tuple] = set()  # regions written one parameter at a time since the last completed sync
         self.digest: int | None = None  # of what a completed sync left, None where there was none
         self.version = 0
-        self.moves: list[Copies] | None = None  # what a replay copies out of each bucket
+        self.moves: list[list] | None = None  # the steps of a replay, by bucket
         self.fused = False  # do they take the digest as well?
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
@@ -828,7 +829,6 @@ class _EngineModel:
         traced, problems = self._trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
         writes = [write for writes in traced.values() for write in writes]
-        self.written = {write.owner for write in writes}
         self.expected = {}
         for write in writes:
             if not isinstance(write.value, int | float):
@@ -882,49 +882,50 @@ class _EngineModel:
         self.digest, self.version = written, version
 
     def record(self, buckets: list[list[Piece]], lanes: _Lanes) -> str | None:
-        """Find the copies that a load of these buckets comes down to. Returns the reason if it is more than copies."""
-        self.moves, pairs, fills = None, [[] for _ in buckets], [[] for _ in buckets]
-        places: dict[str, list[tuple[int, Piece]]] = {}
-        for i, bucket in enumerate(buckets):
-            for piece in bucket:
-                places.setdefault(piece.name, []).append((i, piece))
-        pieces = [parts[0][1] for parts in places.values()]
-        traced, _ = self._trace([(piece.name, _dtype_name(piece.dtype), piece.shape) for piece in pieces])
-        served = dict(self.model.named_parameters())
-        for name, parts in places.items():
-            for write in traced[name]:
-                parameter = served.get(write.owner)
-                if write.value is None:
-                    return f"{name}: its loader computes"
-                if parameter is None or _form(parameter) != _form(write.parameter):
-                    return f"{name}: the engine keeps {write.owner} in another form"
-                view = write.destination
-                destination = parameter.data.as_strided(view.size(), view.stride(), view.storage_offset())
-                if not isinstance(write.value, torch.Tensor):
-                    fills[parts[0][0]].append((destination, write.value))
-                    continue
-                for i, piece in parts:
-                    pair = _pair(destination, write.value, piece, lanes.view(i, piece))
-                    if pair is None:
-                        return f"{name}: it is larger than a bucket, and not copied by rows"
-                    pairs[i] += [pair] if pair[0].numel() else []
-        self.moves = [Copies(lanes.view(0, buckets[0][0]).device, *each) for each in zip(pairs, fills, strict=True)]
-        self.fused = digest_together(self.moves, list(self._served_tensors()))
+        """Find what a load of these buckets comes down to, for `replay`. Returns the reason if that cannot be."""
+        self.moves, self.fused = None, False
+        tensors = {piece.name: (piece.name, _dtype_name(piece.dtype), piece.shape) for b in buckets for piece in b}
+        traced, _ = self._trace(list(tensors.values()))
+        try:
+            recording = _Recording(self, traced, buckets, lanes)
+            moves = [recording.steps(i) for i in range(len(buckets))]
+        except NotImplementedError as reason:
+            return str(reason)
+        if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
+            return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
+        if not recording.layers:
+            self.fused = digest_together([copies for (copies,) in moves], list(self._served_tensors()))
+        self.moves = _captured(moves) if recording.layers and recording.device.type == "cuda" else moves
         return None
 
-    def replay(self, arrivals: Iterator[int]) -> int | None:
+    @torch.no_grad()
+    def replay(self, arrivals: Iterator[int], device: torch.device) -> int | None:
         """Copy each bucket, as it arrives, straight to where a reload brought it. Returns the digest of all."""
-        self.digest, total = None, torch.zeros(1, dtype=torch.int64, device=self.moves[0].device)
+        self.digest, total = None, torch.zeros(1, dtype=torch.int64, device=device)
         for i in arrivals:
-            self.moves[i].run(total)
+            for step in self.moves[i]:
+                step.run(total)
         return int(total) % 2**64 if self.fused else self.take_digest()
 
-    def poison(self) -> None:
-        """Overwrite every parameter that a load writes, so that what a replay leaves out cannot pass for right."""
-        self.digest = None
-        for name, parameter in self.model.named_parameters():
-            if name in self.written:
-                parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
+    def scramble(self, buckets: list[list[Piece]], device: torch.device) -> None:
+        """Load other weights, so that nothing that a replay leaves out can pass for right."""
+        for bucket in buckets:
+            first = [piece for piece in bucket if piece.begin == 0]
+            self.load([(p.name, torch.full(p.shape, 0.5, device=device).to(p.dtype)) for p in first])
+        self.finish()
+
+    def state_digest(self) -> int | None:
+        """The digest of what is served and of all other tensors that the model's layers keep, but for the KV cache.
+
+        Some are computed from the weights when those are loaded, and would be stale after a replay.
+        """
+        others = [
+            value
+            for module in self.model.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.device == self.worker.device and name != "kv_cache"
+        ]
+        return digest([tensor for tensor in (*self._served_tensors(), *others) if tensor.numel()])
 
     def load_some(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load tensors that are not all there are, and serve them as soon as no layer is half written."""
@@ -1012,8 +1013,9 @@ class _EngineModel:
                 yield from _plain_tensors(parameter.detach())
         for module in self.model.modules():
             # On CPU, vLLM keeps linear weights packed in a form that cannot be read: read them by what they compute.
-            if hasattr(module, "cpu_linear") and not module.weight.numel():
-                identity = torch.eye(module.input_size_per_partition, dtype=module.weight.dtype)
+            if hasattr(module, "cpu_linear"):
+                whole = module.weight.size(-1) if module.weight.numel() else module.input_size  # where it is replicated
+                identity = torch.eye(getattr(module, "input_size_per_partition", whole), dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
 
     @contextmanager
@@ -1031,8 +1033,144 @@ class _EngineModel:
             logger.setLevel(level)
 
 
-def _form(parameter: torch.Tensor) -> tuple:
+class _Recording:
+    """The steps that a load of some buckets comes down to: copies, and the processing of layers that they complete.
+
+    Raises NotImplementedError, with the reason, if it comes down to anything else.
+    """
+
+    def __init__(self, engine: _EngineModel, traced: dict[str, list[_Write]], buckets: list[list[Piece]], lanes):
+        self.traced, self.buckets, self.lanes = traced, buckets, lanes
+        self.device = lanes.view(0, buckets[0][0]).device
+        self.served = dict(engine.model.named_parameters())
+        self.layers: dict[str, _ProcessedLayer] = {}
+        self.free: dict[tuple, list[torch.Tensor]] = {}  # scratch memory by shape and dtype
+        parts = Counter(piece.name for bucket in buckets for piece in bucket)
+        for name, writes in traced.items():
+            for write in writes:
+                if write.value is None:
+                    raise NotImplementedError(f"{name}: its loader computes")
+                if _form(self.served.get(write.owner)) != _form(write.parameter):
+                    layer, _, parameter = write.owner.rpartition(".")
+                    self.layers.setdefault(layer, _ProcessedLayer(engine.model.get_submodule(layer), engine._context))
+                    self.layers[layer].loadable[parameter] = write.parameter
+                    self.layers[layer].awaited += parts[name]
+        for write in (write for writes in traced.values() for write in writes):
+            layer, _, parameter = write.owner.rpartition(".")
+            if layer in self.layers and parameter not in self.layers[layer].loadable:
+                self.layers[layer].copied.add(parameter)
+
+    def steps(self, i: int) -> list:
+        """The steps that bucket `i` allows."""
+        steps, pairs, fills = [], [], []
+        for piece in self.buckets[i]:
+            for write in self.traced[piece.name]:
+                layer, parameter = self._place(piece, write)
+                view = write.destination
+                destination = parameter.as_strided(view.size(), view.stride(), view.storage_offset())
+                if isinstance(write.value, torch.Tensor):
+                    pairs += _pairs(destination, write.value, piece, self.lanes.view(i, piece))
+                elif piece.begin == 0:
+                    fills.append((destination, write.value))
+                if layer and layer.is_complete(self.free):
+                    steps += [Copies(self.device, pairs, fills), layer]
+                    pairs, fills = [], []
+        return [*steps, Copies(self.device, pairs, fills)]
+
+    def _place(self, piece: Piece, write: _Write) -> tuple["_ProcessedLayer | None", torch.Tensor]:
+        """Where a write goes: to what is served, or to the scratch memory of a layer that is processed first."""
+        layer, parameter = self.layers.get(_layer_of(write.owner)), write.owner.rpartition(".")[2]
+        if layer is None or parameter not in layer.loadable:
+            return None, self.served[write.owner].data
+        if not layer.scratch and not layer.begin(self.free, self.device):
+            raise NotImplementedError(f"{piece.name}: the engine keeps {write.owner} in another form")
+        return layer, layer.scratch[parameter]
+
+
+class _ProcessedLayer:
+    """A layer that vLLM processes once it is loaded, quantizes for instance.
+
+    It is loaded into scratch memory, processed there by vLLM's own method, and the result is copied to what is served.
+    """
+
+    def __init__(self, module: torch.nn.Module, context: Callable):
+        self.module, self.context = module, context
+        self.loadable: dict[str, torch.Tensor] = {}  # its parameters' form when they are loaded
+        self.scratch: dict[str, torch.Tensor] = {}
+        self.awaited = 0  # writes that a load makes to them
+        self.copied: set[str] = set()  # its parameters that are served as they are loaded
+
+    def begin(self, free: dict[tuple, list], device: torch.device) -> bool:
+        """Take scratch memory that no other layer uses now. Returns whether processing gives the form of the served."""
+        for name, loadable in self.loadable.items():
+            unused = free.setdefault((loadable.shape, loadable.dtype), [])
+            new = unused.pop() if unused else torch.zeros(loadable.shape, dtype=loadable.dtype, device=device)
+            self.scratch[name] = new
+        try:
+            served, results = self._process()
+        except Exception:  # whatever vLLM's method makes of a layer that it has seen before
+            return False
+        return [_form(t) for t in served] == [_form(t) for t in results] and all(t.numel() for t in served)
+
+    def is_complete(self, free: dict[tuple, list]) -> bool:
+        """Note a write. Was it the last? Then the scratch memory is free for the layers behind this one."""
+        self.awaited -= 1
+        for scratch in self.scratch.values() if not self.awaited else ():
+            free[scratch.shape, scratch.dtype].append(scratch)
+        return not self.awaited
+
+    def run(self, _) -> None:
+        for served, result in zip(*self._process(), strict=True):
+            served.copy_(result)
+
+    def _process(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is served, and what vLLM makes of the scratch memory, tensor by tensor."""
+        stub, served = copy.copy(self.module), self.module._parameters
+        # Of its own: what is loaded, in scratch memory, and what processing makes of it, such as scales.
+        own = [name for name, parameter in served.items() if parameter is not None and name not in self.copied]
+        stub._parameters = dict(served)
+        for name in own:
+            tensor = self.scratch[name] if name in self.scratch else served[name].detach().clone()
+            stub._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+        vars(stub).pop(PROCESSED, None)
+        before = dict(vars(stub))
+        with self.context():
+            stub.quant_method.process_weights_after_loading(stub)
+        vars(stub).pop(PROCESSED, None)
+        if vars(stub).keys() != before.keys() or any(vars(stub)[name] is not value for name, value in before.items()):
+            raise NotImplementedError("more than the layer's parameters would have to be copied")
+        return tuple(
+            [tensor for name in own for tensor in _plain_tensors(module._parameters[name].detach())]
+            for module in (self.module, stub)
+        )
+
+
+class _Graph:
+    """Steps as one CUDA graph, which is launched without the time that Python takes for each."""
+
+    def __init__(self, steps: list, pool):
+        self.steps, self.graph = steps, torch.cuda.CUDAGraph()  # keeps what the graph's addresses belong to
+        # Not torch.cuda.graph, which collects garbage for each of a hundred graphs.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            for step in steps:
+                step.run(None)
+            self.graph.capture_end()
+
+    def run(self, _) -> None:
+        self.graph.replay()
+
+
+def _captured(moves: list[list]) -> list[list]:
+    torch.cuda.synchronize()
+    pool = torch.cuda.graph_pool_handle()  # one for all: they run one after the other
+    return [[_Graph(steps, pool)] for steps in moves]
+
+
+def _form(parameter: torch.Tensor | None) -> tuple | None:
     """What must agree for a copy into one to be one into the other. A quantized tensor only looks like a plain one."""
+    if parameter is None:
+        return None
     quantized = hasattr(parameter, "__tensor_flatten__")
     return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset(), quantized
 
@@ -1073,19 +1211,19 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.as_subclass(torch.Tensor)
 
 
-def _pair(
+def _pairs(
     destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(destination, source) of the part of a copy that reads `piece`, whose elements are `source`, in any dtype.
 
-    `copied` is a view of the tensor without storage that stands for the whole. Returns None if the piece is a part of
-    the whole, and what is copied of it is not simply some rows of the view.
+    `copied` is a view of the tensor without storage that stands for the whole. Raises NotImplementedError if the piece
+    is a part of the whole, and what is copied of it is not simply some rows of the view.
     """
     offset = copied.storage_offset()
     if piece.count < torch.Size(piece.shape).numel():
         row = torch.Size(piece.shape[1:]).numel()
         if copied.stride(0) != row or piece.begin % row or piece.count % row:
-            return None
+            raise NotImplementedError(f"{piece.name}: it is larger than a bucket, and not copied by rows")
         first, view_first = piece.begin // row, offset // row
         begin = max(first, view_first)
         end = max(begin, min(first + piece.count // row, view_first + copied.size(0)))
@@ -1093,8 +1231,8 @@ def _pair(
         copied = copied[begin - view_first : end - view_first]
         offset = copied.storage_offset() - piece.begin
     if not copied.numel():
-        return destination, copied
-    return destination, source.as_strided(copied.size(), copied.stride(), source.storage_offset() + offset)
+        return []
+    return [(destination, source.as_strided(copied.size(), copied.stride(), source.storage_offset() + offset))]
 
 
 class _WeightReceiver:
@@ -1141,19 +1279,21 @@ class _WeightReceiver:
         if mode != "first":
             link.send(done=True)
             return model.version
-        link.send(refused=model.record(self.weight_buckets, self.weight_lanes))
+        refused = model.record(self.weight_buckets, self.weight_lanes)
+        reloaded = None if refused else model.state_digest()
+        link.send(refused=refused)
         while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
             if mode == "trial":
-                model.poison()
+                model.scramble(self.weight_buckets, self.device)
             model.digest = self._load(mode)
-            link.send(same=model.digest == written == model.take_digest())
+            link.send(same=model.digest == written == model.take_digest() and model.state_digest() == reloaded)
         return model.version
 
     def _load(self, mode: str) -> int | None:
         """Load all buckets as they arrive; returns the digest of what was written."""
         arrivals = _arrivals(self.weight_buckets, self.weight_lanes, self.weight_link)
         if mode in ("replay", "trial"):
-            return self._engine_model().replay(arrivals)
+            return self._engine_model().replay(arrivals, self.device)
         _reload(self._engine_model(), self.weight_buckets, self.weight_lanes, arrivals)
         return self._engine_model().take_digest()
 
