@@ -174,8 +174,8 @@ class Learner:
         advantage = advantages(rewards, config.group_size, config.advantage).to(self.device)
         mask, engine_logprobs = (tensor.to(self.device) for tensor in _completion_tensors(rollouts))
         weights = token_weights(mask, config)
-        tokens, mean_length = mask.sum(), float(mask.sum()) / len(rollouts)
-        rollouts, advantage, mask, engine_logprobs, weights = self._share(
+        tokens = mask.sum()
+        mine, advantage, mask, engine_logprobs, weights = self._share(
             rollouts, advantage, mask, engine_logprobs, weights
         )
         old_logprobs = torch.zeros_like(engine_logprobs)
@@ -183,13 +183,13 @@ class Learner:
         for update in range(config.updates):
             self.optimizer.zero_grad(set_to_none=True)
             totals["loss"] = 0.0
-            for begin in range(0, len(rollouts), config.micro_batch_size):
+            for begin in range(0, len(mine), config.micro_batch_size):
                 part = slice(begin, begin + config.micro_batch_size)
-                logprobs, entropy = self.token_logprobs(rollouts[part], mask.shape[1])
+                logprobs, entropy = self.token_logprobs(mine[part], mask.shape[1])
                 reference_logprobs = None
                 if self.reference is not None:
                     with torch.no_grad():
-                        reference_logprobs, _ = self.token_logprobs(rollouts[part], mask.shape[1], self.reference)
+                        reference_logprobs, _ = self.token_logprobs(mine[part], mask.shape[1], self.reference)
                 if update == 0:
                     old_logprobs[part] = logprobs.detach()
                     totals["entropy"] += float((entropy * mask[part]).sum() / tokens)
@@ -213,7 +213,7 @@ class Learner:
         return {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
-            "completions/mean_length": mean_length,
+            "completions/mean_length": float(tokens) / len(rollouts),
             "grad_norm": float(grad_norm),
             "logprobs/mismatch": mismatch,
             **dict(zip(totals, self._sum(*totals.values()), strict=True)),
@@ -223,9 +223,9 @@ class Learner:
     def mismatch(self, rollouts: list[Rollout]) -> float:
         """Mean distance of the engine's log-probabilities from the trainer's. Raises MismatchError as `learn` does."""
         mask, engine_logprobs = (tensor.to(self.device) for tensor in _completion_tensors(rollouts))
-        rollouts, mask, engine_logprobs = self._share(rollouts, mask, engine_logprobs)
+        mine, mask, engine_logprobs = self._share(rollouts, mask, engine_logprobs)
         size = self.config.micro_batch_size
-        parts = [rollouts[begin : begin + size] for begin in range(0, len(rollouts), size)]
+        parts = [mine[begin : begin + size] for begin in range(0, len(mine), size)]
         logprobs = torch.cat([self.token_logprobs(part, mask.shape[1])[0] for part in parts])
         return self._proven(logprobs, engine_logprobs, mask)
 
