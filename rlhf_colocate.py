@@ -1,19 +1,19 @@
-"""RLHF on shared GPUs: every GPU has a trainer rank and an engine worker, CUDA IPC between them.
+"""RLHF on shared GPUs: each has a trainer rank and an engine worker, with CUDA IPC between them.
 
-    python rlhf_colocate.py                          # 4 GPUs: facebook/opt-125m, 4 trainer ranks, 2 TP=2 engines
+    python rlhf_colocate.py                          # 4 GPUs: facebook/opt-125m, 4 trainer ranks, two TP=2 engines
     python rlhf_colocate.py                          # 1 GPU: one trainer, one engine
-    python rlhf_colocate.py --engines 1 --tensor-parallel-size 8
+    python rlhf_colocate.py --engines 1 --tensor-parallel-size 8 --offload-optimizer --sleep-weights
     python rlhf_colocate.py                          # no GPU: a small built-in model, 2 ranks, 2 engines, shared memory
-    python rlhf_colocate.py --ray-address auto       # on a running Ray cluster, over its nodes
+    python rlhf_colocate.py --ray-address auto       # on a running Ray cluster
 
-    GPU 0..N  trainer actor, one rank each: fp32 master weights sharded by FSDP2, GRPO (grpo.py), WeightSender
-    GPU 0..N  engine actors: vllm.LLM with T workers each, on T GPUs, with rlhf_utils.ColocateWorkerExtension
+    every GPU  trainer actor: a rank of the learner, sharded by FSDP2 (grpo.py), and its WeightSender (rlhf_utils.py)
+               a worker of an engine actor: vllm.LLM, rlhf_utils.ColocateWorkerExtension
 
-1. Place: one Ray placement group, a bundle for each GPU. The engines start first, since vLLM measures what is free.
-2. Connect each rank and the worker on its GPU, and sync once: the engines serve what the trainers hold.
-3. Each step: generate on all engines; the engines give back their KV cache's memory; reward, learn on all ranks; sync,
-   with which the engines wake. The rollouts that follow a sync prove it: the engine's log-probabilities of the tokens
-   it sampled must be the trainer's, or the step raises.
+1. Place: one Ray placement group, a bundle for each GPU. Engines start first, since vLLM measures what memory is free.
+2. Connect each rank and the worker on its GPU, and sync once: the engines serve what the trainer holds.
+3. Each step: generate on all engines, which then give back their KV cache's memory; reward, learn on all ranks, which
+   then give back theirs; sync, and the engines are awake again. The rollouts that follow a sync prove it: the engine's
+   log-probabilities of the tokens it sampled must be the trainer's, or the step raises.
 4. Generate again with the last weights, prove them as well, and print.
 
 The last line is `OK: ...`; on an error it is `error: ...`, and the exit status is not 0.
@@ -23,7 +23,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -44,11 +43,11 @@ from run_folder import (
     parse_args,
     write_checkpoint,
 )
+from sharding import join_ranks
 from task import draw_prompts, load_prompts, load_reward, score
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
-GPU_SHARE = 0.4  # of a GPU, for Ray, which counts but does not enforce: a trainer rank and a worker fit on one
-RANKS_SECONDS = 1800.0  # the ranks load the model one after the other, and wait for each other so long
+GPU_SHARE = 0.4  # of a GPU, as Ray counts: a trainer rank and an engine worker fit on one
 
 
 class Engine:
@@ -79,7 +78,7 @@ class Engine:
             max_model_len=args.max_model_len,
             **options | more,
         )
-        self.device, self.sleep_weights, self.asleep = device, args.sleep_weights, []
+        self.sleeps, self.sleep_weights, self.asleep = device == "cuda", args.sleep_weights, False
         die_with_children()
 
     def start(self) -> None:
@@ -120,19 +119,16 @@ class Engine:
 
     def sleep(self) -> None:
         """Give back the KV cache's memory, with --sleep-weights the weights' too. The next sync wakes the engine."""
-        if self.device == "cpu":
-            return  # vLLM has no sleep mode there
-        if self.sleep_weights:
-            self.llm.sleep(level=2)  # without a copy of the weights, which the sync brings
-        else:
-            self.llm.sleep(level=0)
-            self.llm.release_kv_cache_memory()
-        self.asleep = ["weights", "kv_cache"] if self.sleep_weights else ["kv_cache"]
+        if self.sleeps:
+            self.llm.sleep(level=2 if self.sleep_weights else 0)  # 2 keeps no copy of the weights: a sync follows
+            if not self.sleep_weights:
+                self.llm.release_kv_cache_memory()
+            self.asleep = True
 
     def receive_weights(self, handles: dict[str, str]) -> bool:
-        """Take part in a sync with the trainer ranks of these handles. Returns whether every worker serves exactly
-        what was sent. An engine that slept is awake then."""
-        if "weights" in self.asleep:
+        """Take part in a sync with the ranks of these handles, and be awake after it. Returns whether every worker
+        serves exactly what was sent."""
+        if self.asleep and self.sleep_weights:
             self.llm.wake_up(tags=["weights"])
         for result in self.llm.collective_rpc("receive_weights", args=(handles,)):
             if "error" in result:
@@ -142,14 +138,13 @@ class Engine:
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
         if self.asleep and not self.llm.wake_up(tags=["kv_cache"]):
             raise RunError("vLLM did not wake up")
-        self.asleep = []
+        self.asleep = False
         return all(self.llm.collective_rpc("check_weights_changed"))
 
     def memory(self) -> dict[str, float]:
-        """GB of host memory of vLLM's processes. (What they hold of a GPU, the trainer rank there sees.)"""
-        if self.device == "cuda":
-            return {}
-        return {"engine": sum(child.memory_info().rss for child in psutil.Process().children(recursive=True)) / 1e9}
+        """GB that vLLM's processes hold on CPU. (On a GPU, the rank beside them sees what they hold.)"""
+        processes = [] if self.sleeps else psutil.Process().children(recursive=True)
+        return {"engine": sum(process.memory_info().rss for process in processes) / 1e9}
 
     def shutdown(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -166,28 +161,17 @@ class Trainer:
 
         return ray.util.get_node_ip_address(), get_open_port()
 
-    def load(
-        self, address: str, port: int, model: str, initial: str, config: GRPOConfig, device: str, args
-    ) -> dict[str, str]:
-        """Join the other ranks, of which the first is at this address, and load. Returns the handle for a worker."""
-        self.offload_optimizer = args.offload_optimizer
+    def load(self, address: tuple[str, int], model: str, initial: str, config: GRPOConfig, device: str, args) -> dict:
+        """Join the other ranks, of which the first is at this address, and load. Returns the handle for the worker."""
         ranks = args.engines * args.tensor_parallel_size
         torch.set_num_threads(max(1, os.cpu_count() // ranks))  # Ray sets one thread
-        place = torch.device(device, 0)  # Ray shows it one GPU
-        if ranks > 1:
-            torch.distributed.init_process_group(
-                "nccl" if device == "cuda" else "gloo",
-                init_method=f"tcp://{address}:{port}",
-                timeout=timedelta(seconds=RANKS_SECONDS),
-                rank=self.rank,
-                world_size=ranks,
-                device_id=place if device == "cuda" else None,
-            )
-        self.learner = Learner(model, config, place, args.seed, initial)
+        here = torch.device(device, 0)  # Ray shows it one GPU
+        join_ranks(*address, self.rank, ranks, here)
+        self.learner, self.offload_optimizer = Learner(model, config, here, args.seed, initial), args.offload_optimizer
         if args.resume:
             self.learner.load_state(Path(model))
         channel = SharedMemoryChannel(
-            place if device == "cuda" else torch.device(device, self.rank % args.tensor_parallel_size)
+            here if device == "cuda" else torch.device("cpu", self.rank % args.tensor_parallel_size)
         )
         self.sender = WeightSender(channel)
         return channel.handles
@@ -197,7 +181,7 @@ class Trainer:
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         metrics = self.learner.learn(rollouts)
-        self.learner.release_memory(self.offload_optimizer)  # to the engine
+        self.learner.release_memory(self.offload_optimizer)  # for the engine
         return metrics
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
@@ -213,8 +197,8 @@ class Trainer:
             self.learner.save(None)
 
     def memory(self) -> dict[str, float]:
-        """GB of its GPU that this rank held at most since the last call, and all others, which is the engine and the
-        CUDA contexts, hold now. On CPU, GB of host memory that this rank holds now."""
+        """GB: the most that this rank has held of its GPU since the last call, and what all others hold of it now, the
+        engine and the CUDA contexts; on CPU, what this rank holds now."""
         if self.learner.device.type == "cpu":
             return {"trainer": psutil.Process().memory_info().rss / 1e9}
         free, total = torch.cuda.mem_get_info()
@@ -223,20 +207,18 @@ class Trainer:
         return {"trainer": peak / 1e9, "engine": (total - free - torch.cuda.memory_reserved()) / 1e9}
 
 
-def place(args: argparse.Namespace) -> tuple[str, list[dict], list[dict], list[list[int]]]:
-    """Settle and reserve the topology. Returns the device, the Ray options that put every trainer rank and every engine
-    in its place, and the bundles of the engines' workers; rank i is where worker i is, counted over all engines."""
+def place(args: argparse.Namespace) -> tuple[str, list[dict], list[tuple[list[int], dict]]]:
+    """Settle and reserve the topology. Returns the device, the Ray options that put every trainer rank in its place,
+    and for every engine the bundles of its workers, which are those of as many ranks, and its Ray options."""
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
-    if args.tensor_parallel_size is None:
-        args.tensor_parallel_size = max(1, gpus // args.engines) if args.engines else 2 if gpus and gpus % 2 == 0 else 1
-    tp = args.tensor_parallel_size
+    tp = args.tensor_parallel_size = args.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
     args.engines = args.engines or max(1, (gpus or 2) // tp)
     wanted, there = args.engines * tp, gpus or int(resources["CPU"])
     if wanted > there:
         raise RunError(
-            f"rlhf_colocate.py wants {wanted} {'GPUs' if gpus else 'CPU cores'}, one for each worker of {args.engines}"
-            f" TP={tp} engines, and there are {there}: lower --engines or --tensor-parallel-size"
+            f"rlhf_colocate.py wants {wanted} {'GPUs' if gpus else 'CPU cores'} for the TP={tp} workers of"
+            f" {args.engines} engines, and there are {there}: lower --engines or --tensor-parallel-size"
         )
     bundles = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted
     group = placement_group(bundles, strategy="PACK" if gpus else "STRICT_PACK")
@@ -244,42 +226,38 @@ def place(args: argparse.Namespace) -> tuple[str, list[dict], list[dict], list[l
         raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
     nodes = placement_group_table(group)["bundles_to_node_id"]
     order = sorted(range(wanted), key=nodes.get)  # node by node, so that an engine is on as few as can be
-    strategies = {
-        bundle: PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
-        for bundle in order
-    }
-    workers = [order[i : i + tp] for i in range(0, wanted, tp)]
-    share = {"num_gpus": GPU_SHARE, "num_cpus": 0} if gpus else {"num_cpus": 1}
-    return (
-        "cuda" if gpus else "cpu",
-        [{"scheduling_strategy": strategies[bundle], **share} for bundle in order],
-        [{"scheduling_strategy": strategies[bundles[0]], "num_cpus": 0} for bundles in workers],
-        workers,
-    )
+    workers = [order[begin : begin + tp] for begin in range(0, wanted, tp)]
+
+    def at(bundle: int, **resources) -> dict:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
+        return {"scheduling_strategy": strategy, **resources}
+
+    trainers = [at(bundle, **({"num_gpus": GPU_SHARE, "num_cpus": 0} if gpus else {"num_cpus": 1})) for bundle in order]
+    return "cuda" if gpus else "cpu", trainers, [(bundles, at(bundles[0], num_cpus=0)) for bundles in workers]
 
 
 def main(args: argparse.Namespace) -> None:
     prompts, reward = load_prompts(args.prompts), load_reward(args.reward)
     with RunFolder(args, "rlhf_colocate") as run, RaySession(run, args.ray_address) as session:
         # 1. Place
-        device, trainer_options, engine_options, workers = place(args)
+        device, trainer_options, engine_options = place(args)
         initial, model = choose_models(run, args, device)
         if device == "cpu":
-            run.say(f"no GPU: {len(trainer_options)} trainer ranks and {args.engines} engines run on CPU")
-            run.say("vLLM has no sleep mode on CPU: the engines keep their memory while the trainers learn")
+            run.say(
+                f"no GPU: {len(trainer_options)} trainer ranks and {args.engines} engines, which cannot sleep on CPU"
+            )
         run.say(f"model {model}\nrun folder {run.path}")
         config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
         trainers = [ray.remote(Trainer).options(**o).remote(rank) for rank, o in enumerate(trainer_options)]
         engines = [
             ray.remote(Engine).options(**options).remote(model, args, device, bundles)
-            for options, bundles in zip(engine_options, workers, strict=True)
+            for bundles, options in engine_options
         ]
         session.farewells += [engine.shutdown.remote for engine in engines]
-        address, *_ = session.wait(
-            "starting", trainer0=trainers[0].address.remote(), **each("engine", engines, "start")
-        )
-        given = (*address, model, initial, config, device, args)
-        handles = session.wait("loading", **each("trainer", trainers, "load", *given))
+        starting = {"trainer0": trainers[0].address.remote(), **each("engine", engines, "start")}
+        address, *_ = session.wait("starting", **starting)
+        loading = each("trainer", trainers, "load", address, model, initial, config, device, args)
+        handles = session.wait("loading", **loading)
         (first_step,) = session.wait("loading", trainer0=trainers[0].step.remote())
         if first_step >= args.steps:
             raise RunError(f"that run has done its {first_step} steps: ask for more with --steps")
@@ -288,6 +266,7 @@ def main(args: argparse.Namespace) -> None:
         # 2. Connect, and serve what the trainer holds
         handles = connect(session, run, engines, handles)
         report = sync(session, trainers, engines, handles)
+        memory = measure(session, "loading", trainers, engines)
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
 
         # 3. Generate, reward, learn, sync
@@ -296,7 +275,7 @@ def main(args: argparse.Namespace) -> None:
             rows = draw_prompts(prompts, args.prompts_per_step, step, args.seed)
             rollouts, texts = generate(session, engines, rows, reward, args, step)
             generated = time.perf_counter()
-            memory = measure(session, "generating", trainers, engines)
+            memory |= measure(session, "generating", trainers, engines)
             session.wait("sleeping", **each("engine", engines, "sleep"))
             metrics, *_ = session.wait("learning", **each("trainer", trainers, "learn", ray.put(rollouts)))
             learned = time.perf_counter()
@@ -308,7 +287,7 @@ def main(args: argparse.Namespace) -> None:
             run.log_metrics(step, metrics | memory)
             if step in (first_step + 1, args.steps):
                 run.show(rows, rollouts, texts)
-                run.say("  GB  " + "  ".join(f"{name.removeprefix('memory/')} {gb:.2f}" for name, gb in memory.items()))
+                run.say("  GB: " + ", ".join(f"{name.removeprefix('memory/')} {gb:.1f}" for name, gb in memory.items()))
             if step % args.save_every == 0 or step == args.steps:
                 session.wait("saving", **each("trainer", trainers, "save", run.path))
                 run.draw()
@@ -371,20 +350,19 @@ def sync(session: RaySession, trainers: list, engines: list, handles: list[dict]
 
 
 def measure(session: RaySession, phase: str, trainers: list, engines: list) -> dict[str, float]:
-    """The most that a trainer rank held in this phase and that an engine holds at its end, in GB."""
+    """GB of memory in a phase that ends: the most that any trainer rank has held, and that any engine holds now."""
     answers = session.wait(phase, **each("trainer", trainers, "memory"), **each("engine", engines, "memory"))
-    return {
-        f"memory/{phase}/{side}": max(answer[side] for answer in answers if side in answer)
-        for side in ("trainer", "engine")
-    }
+    return {f"memory/{phase}/{side}": max(a.get(side, 0.0) for a in answers) for side in ("trainer", "engine")}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--engines", type=count, help="default: as many as there is room for")
-    add("--tensor-parallel-size", type=count, help="GPUs (CPU: core groups) of an engine (default: 2, or 1 if odd)")
-    add("--gpu-memory-utilization", type=float, default=0.4, help="share of each GPU for the engine, KV cache included")
+    add("--engines", type=count, help="default: as many as there are GPUs for (CPU: 2 workers)")
+    add(
+        "--tensor-parallel-size", type=count, help="workers of an engine (default: 2, or 1 if the GPUs are odd or none)"
+    )
+    add("--gpu-memory-utilization", type=float, default=0.4, help="an engine's share of its GPUs (default %(default)s)")
     add("--sleep-weights", action="store_true", help="engines give back their weights' memory too while trainers learn")
     add("--offload-optimizer", action="store_true", help="its state waits in host memory while the engines generate")
     add("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")

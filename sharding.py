@@ -5,11 +5,28 @@ are what a single rank has, and leaves them as they are.
 """
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+RANKS_SECONDS = 1800  # the ranks wait for each other so long: they load a model one after the other
+
+
+def join_ranks(address: str, port: int, rank: int, ranks: int, device: torch.device) -> None:
+    """Make this process one of the ranks; the first of them opens this port. A single rank needs no group."""
+    if ranks > 1:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{address}:{port}",
+            timeout=timedelta(seconds=RANKS_SECONDS),
+            rank=rank,
+            world_size=ranks,
+            device_id=device if device.type == "cuda" else None,
+        )
 
 
 def shard(model, mesh: DeviceMesh) -> None:
