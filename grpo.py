@@ -144,21 +144,21 @@ class Learner:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = self._load(path)
         self.reference = self._load(initial or path).requires_grad_(False) if config.kl_coef else None
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        self.optimizer = torch.optim.AdamW(  # fused: it makes no temporary copies of the weights
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.offload = Offload(self.optimizer)
         self.step = 0
 
     def _load(self, path: str):
-        """The model, or this rank's shards of it, with fp32 weights."""
+        """The model with fp32 weights, or this rank's shards of it."""
         from transformers import AutoModelForCausalLM
 
         mesh = init_device_mesh(self.device.type, (self.ranks,)) if self.ranks > 1 else None
         for turn in range(self.ranks):  # one rank after the other: a node holds one whole model at a time
             if turn == self.rank:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-                shard(model, mesh) if mesh else model.to(self.device)
+                model = shard(model, mesh) if mesh else model.to(self.device)
             if mesh:
                 dist.barrier()
         return model.eval()  # no dropout: the ratios compare log-probabilities of one and the same function

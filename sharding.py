@@ -29,8 +29,8 @@ def join_ranks(address: str, port: int, rank: int, ranks: int, device: torch.dev
         )
 
 
-def shard(model, mesh: DeviceMesh) -> None:
-    """Shard each block of a transformers model, then what is left of it.
+def shard(model, mesh: DeviceMesh):
+    """Shard each block of a transformers model, then what is left of it, in place. Returns the model.
 
     Each is gathered for its own forward and backward pass only. Weights and optimizer state stay fp32; the compute is
     bf16 on a GPU, and gradients are summed over the ranks in fp32.
@@ -40,6 +40,7 @@ def shard(model, mesh: DeviceMesh) -> None:
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
