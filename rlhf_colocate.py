@@ -9,11 +9,12 @@
     every GPU  trainer actor: a rank of the learner, sharded by FSDP2 (grpo.py), and its WeightSender (rlhf_utils.py)
                a worker of an engine actor: vllm.LLM, rlhf_utils.ColocateWorkerExtension
 
-1. Place: one Ray placement group, a bundle for each GPU. Engines start first, since vLLM measures what memory is free.
-2. Connect each rank and the worker on its GPU, and sync once: the engines serve what the trainer holds.
-3. Each step: generate on all engines, which then give back their KV cache's memory; reward, learn on all ranks, which
-   then give back theirs; sync, and the engines are awake again. The rollouts that follow a sync prove it: the engine's
-   log-probabilities of the tokens it sampled must be the trainer's, or the step raises.
+1. Place: one Ray placement group, a bundle for each GPU. The engines start first, since vLLM measures what memory is
+   free, and give back their KV cache's; then the trainer's ranks load.
+2. Connect each rank and the worker on its GPU, and sync once: the engines wake and serve what the trainer holds.
+3. Each step: generate on all engines, which then sleep; reward, learn on all ranks, which then free what they can; sync,
+   which wakes the engines. The rollouts that follow a sync prove it: the engine's log-probabilities of the tokens it
+   sampled must be the trainer's, or the step raises.
 4. Generate again with the last weights, prove them as well, and print.
 
 The last line is `OK: ...`; on an error it is `error: ...`, and the exit status is not 0.
@@ -161,7 +162,9 @@ class Trainer:
 
         return ray.util.get_node_ip_address(), get_open_port()
 
-    def load(self, address: tuple[str, int], model: str, initial: str, config: GRPOConfig, device: str, args) -> dict:
+    def load(
+        self, address: tuple, model: str, initial: str, config: GRPOConfig, device: str, args: argparse.Namespace
+    ) -> dict[str, str]:
         """Join the other ranks, of which the first is at this address, and load. Returns the handle for the worker."""
         ranks = args.engines * args.tensor_parallel_size
         torch.set_num_threads(max(1, os.cpu_count() // ranks))  # Ray sets one thread
@@ -170,9 +173,9 @@ class Trainer:
         self.learner, self.offload_optimizer = Learner(model, config, here, args.seed, initial), args.offload_optimizer
         if args.resume:
             self.learner.load_state(Path(model))
-        channel = SharedMemoryChannel(
-            here if device == "cuda" else torch.device("cpu", self.rank % args.tensor_parallel_size)
-        )
+            self.learner.release_memory(self.offload_optimizer)
+        worker = 0 if device == "cuda" else self.rank % args.tensor_parallel_size  # on CPU, all share one device
+        channel = SharedMemoryChannel(torch.device(device, worker))
         self.sender = WeightSender(channel)
         return channel.handles
 
@@ -243,9 +246,8 @@ def main(args: argparse.Namespace) -> None:
         device, trainer_options, engine_options = place(args)
         initial, model = choose_models(run, args, device)
         if device == "cpu":
-            run.say(
-                f"no GPU: {len(trainer_options)} trainer ranks and {args.engines} engines, which cannot sleep on CPU"
-            )
+            ranks, tp = len(trainer_options), args.tensor_parallel_size
+            run.say(f"no GPU: {ranks} trainer ranks and {args.engines} TP={tp} engines on CPU, where nothing can sleep")
         run.say(f"model {model}\nrun folder {run.path}")
         config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
         trainers = [ray.remote(Trainer).options(**o).remote(rank) for rank, o in enumerate(trainer_options)]
@@ -256,6 +258,7 @@ def main(args: argparse.Namespace) -> None:
         session.farewells += [engine.shutdown.remote for engine in engines]
         starting = {"trainer0": trainers[0].address.remote(), **each("engine", engines, "start")}
         address, *_ = session.wait("starting", **starting)
+        session.wait("sleeping", **each("engine", engines, "sleep"))
         loading = each("trainer", trainers, "load", address, model, initial, config, device, args)
         handles = session.wait("loading", **loading)
         (first_step,) = session.wait("loading", trainer0=trainers[0].step.remote())

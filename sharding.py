@@ -38,7 +38,7 @@ def shard(model, mesh: DeviceMesh):
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    for module in (*blocks, model):
+    for module in reversed([model, *blocks]):  # what is within others first
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     return model
 
