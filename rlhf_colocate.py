@@ -12,7 +12,7 @@
 1. Place: one Ray placement group, a bundle for each GPU. The engines start first, since vLLM measures what memory is
    free, and give back their KV cache's; then the trainer's ranks load.
 2. Connect each rank and the worker on its GPU, and sync once: the engines wake and serve what the trainer holds.
-3. Each step: generate on all engines, which then sleep; reward, learn on all ranks, which then free what they can; sync,
+3. Each step: generate, after which the engines sleep; reward; learn, after which the ranks free what they can; sync,
    which wakes the engines. The rollouts that follow a sync prove it: the engine's log-probabilities of the tokens it
    sampled must be the trainer's, or the step raises.
 4. Generate again with the last weights, prove them as well, and print.
@@ -35,15 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo import GRPOConfig, Learner, Rollout
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSyncError
-from run_folder import (
-    RunError,
-    RunFolder,
-    choose_models,
-    count,
-    grpo_config,
-    parse_args,
-    write_checkpoint,
-)
+from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, write_checkpoint
 from sharding import join_ranks
 from task import draw_prompts, load_prompts, load_reward, score
 
@@ -246,8 +238,7 @@ def main(args: argparse.Namespace) -> None:
         device, trainer_options, engine_options = place(args)
         initial, model = choose_models(run, args, device)
         if device == "cpu":
-            ranks, tp = len(trainer_options), args.tensor_parallel_size
-            run.say(f"no GPU: {ranks} trainer ranks and {args.engines} TP={tp} engines on CPU, where nothing can sleep")
+            run.say("no GPU: trainer ranks and engines on CPU, where vLLM has no sleep mode: engines stay awake")
         run.say(f"model {model}\nrun folder {run.path}")
         config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
         trainers = [ray.remote(Trainer).options(**o).remote(rank) for rank, o in enumerate(trainer_options)]
@@ -256,11 +247,12 @@ def main(args: argparse.Namespace) -> None:
             for bundles, options in engine_options
         ]
         session.farewells += [engine.shutdown.remote for engine in engines]
-        starting = {"trainer0": trainers[0].address.remote(), **each("engine", engines, "start")}
-        address, *_ = session.wait("starting", **starting)
+        address, *_ = session.wait(
+            "starting", trainer0=trainers[0].address.remote(), **each("engine", engines, "start")
+        )
         session.wait("sleeping", **each("engine", engines, "sleep"))
-        loading = each("trainer", trainers, "load", address, model, initial, config, device, args)
-        handles = session.wait("loading", **loading)
+        given = (address, model, initial, config, device, args)
+        handles = session.wait("loading", **each("trainer", trainers, "load", *given))
         (first_step,) = session.wait("loading", trainer0=trainers[0].step.remote())
         if first_step >= args.steps:
             raise RunError(f"that run has done its {first_step} steps: ask for more with --steps")
