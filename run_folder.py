@@ -92,7 +92,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
             saved = json.loads((resume / "args.json").read_text())
         except (OSError, ValueError) as error:
             parser.error(f"--resume {resume}: not a run folder ({error})")
-        parser.set_defaults(**saved)
+        parser.set_defaults(**{name: value for name, value in saved.items() if value is not None})
     return parser.parse_args()
 
 
