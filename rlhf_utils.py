@@ -1114,14 +1114,14 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _known_api() -> Iterator[None]:
-    """Raise a WeightSyncError where vLLM's weight-transfer API is another than the one this was written for."""
+    """Raise a WeightSyncError where vLLM's weight-transfer API is another than those this was written for."""
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
         import vllm
 
         raise WeightSyncError(
-            f"the weight-transfer API of vLLM {vllm.__version__} is not that of vLLM 0.32 and 0.33, which work: {error}"
+            f"cannot use the weight-transfer API of vLLM {vllm.__version__} (that of 0.32 and 0.33 is known): {error}"
         ) from error
 
 
@@ -1206,29 +1206,27 @@ def register_gloo_worker() -> None:
 
     @dataclass
     class UpdateInfo(base.WeightTransferUpdateInfo):
-        names: list[str]
-        dtype_names: list[str]
-        shapes: list[list[int]]
-        sizes: list[int]  # bytes
+        tensors: list[tuple[str, str, list[int], int]]  # name, dtype, shape and bytes of each, as they are packed
 
     class WorkerTransfer(base.WeightTransferEngine):
         init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
-        def init_transfer_engine(self, info: InitInfo) -> None:
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
             rank = 1 + self.parallel_config.rank  # the trainer is rank 0
             self.group = stateless_init_process_group(
-                info.master_address, info.master_port, rank, info.world_size, self.device
+                init_info.master_address, init_info.master_port, rank, init_info.world_size, self.device
             )
 
         def start_weight_update(self) -> None:
             initialize_layerwise_reload(self.model)
 
-        def receive_weights(self, info: UpdateInfo) -> None:
+        def receive_weights(self, update_info: UpdateInfo) -> None:
             # Memory of its own for each buffer: the reload keeps views of it until their layers are complete.
-            packed = torch.empty(sum(info.sizes), dtype=torch.uint8)
+            names, dtype_names, shapes, sizes = zip(*update_info.tensors, strict=True)
+            packed = torch.empty(sum(sizes), dtype=torch.uint8)
             self.group.broadcast(packed, src=0)
-            dtypes = [getattr(torch, name) for name in info.dtype_names]
-            for name, tensor in unpack_tensor(packed, info.names, info.shapes, dtypes, info.sizes):
+            dtypes = [getattr(torch, name) for name in dtype_names]
+            for name, tensor in unpack_tensor(packed, names, shapes, dtypes, sizes):
                 try:
                     self.model.load_weights([(name, tensor)])
                 except Exception as error:  # of which vLLM passes on the text, and some have none
@@ -1236,7 +1234,7 @@ def register_gloo_worker() -> None:
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
-            _EngineModel._repack_tied_layers(self)
+            _EngineModel._repack_tied_layers(self)  # which the bracket leaves as they were
 
         def shutdown(self) -> None:
             self.group = None
@@ -1262,12 +1260,11 @@ def register_gloo_trainer() -> type:
         init_info_cls = TrainerInitInfo
 
         @classmethod
-        def trainer_init(cls, info: TrainerInitInfo, *, client, source=None) -> "TrainerTransfer":
+        def trainer_init(cls, init_info: TrainerInitInfo, *, client, source=None) -> "TrainerTransfer":
             transfer = cls(client=client, source=source)
-            transfer.buffer_bytes = info.packed_buffer_size_bytes
+            transfer.buffer_bytes = init_info.packed_buffer_size_bytes
             transfer.calls = ThreadPoolExecutor(1)  # the workers' half of a collective runs beside the trainer's
-            address = {"master_address": info.master_address, "master_port": info.master_port}
-            address |= {"world_size": info.world_size}
+            address = {name: getattr(init_info, name) for name in ("master_address", "master_port", "world_size")}
             joining = transfer.calls.submit(client.init_weight_transfer_engine, address)
             transfer.group = stateless_init_process_group(**address, rank=0, device="cpu")
             joining.result()
@@ -1275,12 +1272,12 @@ def register_gloo_trainer() -> type:
 
         def send_weights(self) -> None:
             # vLLM 0.33 gave the pass over a source a name.
-            tensors = self.source.iter_full() if hasattr(self.source, "iter_full") else iter(self.source)
+            weights = self.source.iter_full() if hasattr(self.source, "iter_full") else iter(self.source)
             self.client.start_weight_update()
-            while chunk := pack_tensors(tensors, lambda item: item[1], self.buffer_bytes):
+            while chunk := pack_tensors(weights, lambda item: item[1], self.buffer_bytes):
                 dtype_names = [_dtype_name(dtype) for dtype in chunk.dtypes]
-                info = {"names": chunk.names, "dtype_names": dtype_names, "shapes": chunk.shapes}
-                loading = self.calls.submit(self.client.update_weights, info | {"sizes": chunk.tensor_sizes})
+                tensors = list(zip(chunk.names, dtype_names, chunk.shapes, chunk.tensor_sizes, strict=True))
+                loading = self.calls.submit(self.client.update_weights, {"tensors": tensors})
                 self.group.broadcast(chunk.packed_tensor, src=0)
                 loading.result()
             self.client.finish_weight_update()

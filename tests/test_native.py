@@ -61,6 +61,7 @@ def fault(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("raise", r"the engine failed: .* ValueError\(.this worker cannot load.\)"), ("hang", "the engine died")],
+    ids=["raises", "killed"],
 )
 def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault, kind, message):
     run = script("rlhf_nccl.py", "--steps", 10_000, "--output", "run")
@@ -80,13 +81,23 @@ def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault,
     assert re.search(message, text.splitlines()[-1])
 
 
-@pytest.mark.parametrize("flags", [("--backend", "ipc"), ("--quantization", "fp8")])
 @cpu_only
-def test_what_needs_a_gpu_says_so(script, flags):
-    run = script("rlhf_nccl.py", *flags)
+def test_what_needs_a_gpu_says_so(script):
+    run = script("rlhf_nccl.py", "--quantization", "fp8")
     text = run.finish(60)
     run.assert_failed_cleanly(text, [])
-    assert "want a GPU, and Ray sees none" in text.splitlines()[-1]
+    assert text.splitlines()[-1] == "error: --backend ipc and --quantization fp8 want a GPU, and Ray sees none"
+
+
+@pytest.mark.parametrize(
+    ("backend", "workers", "message"),
+    [("nccl", None, r"wants 3 GPUs.*there\s+are 1.*--backend ipc"), ("ipc", 2, "--tensor-parallel-size must be 1")],
+)
+def test_one_gpu(monkeypatch, backend, workers, message):
+    monkeypatch.setattr(rlhf_nccl.ray, "cluster_resources", lambda: {"GPU": 1.0})
+    args = Namespace(backend=backend, tensor_parallel_size=workers, quantization=None, gpu_memory_utilization=None)
+    with pytest.raises(rlhf_nccl.RunError, match=message):
+        rlhf_nccl.place(args)
 
 
 # --- The transport and the source, in this process --------------------------------------------------------------------
@@ -135,16 +146,20 @@ class Pair:
         WeightTransferTrainerFactory.trainer_init(init_info, client=self, source=source).send_weights()
         assert self.llm.reset_prefix_cache()
 
-    def mismatch(self) -> float:
-        """Raises MismatchError if the engine does not serve the trainer's weights."""
+    def rollouts(self, temperature: float) -> list[Rollout]:
         from vllm import SamplingParams
 
-        params, rollouts = SamplingParams(temperature=1, seed=1, max_tokens=8, logprobs=0), []
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=8, logprobs=0)
+        rollouts = []
         for request in self.llm.generate(["Hello, my name is", "a"], params, use_tqdm=False):
             ids = list(request.outputs[0].token_ids)
             logprobs = [row[token].logprob for row, token in zip(request.outputs[0].logprobs, ids, strict=True)]
             rollouts.append(Rollout(list(request.prompt_token_ids), ids, logprobs, 0.0))
-        return self.learner.mismatch(rollouts)
+        return rollouts
+
+    def mismatch(self) -> float:
+        """Raises MismatchError if the engine does not serve the trainer's weights."""
+        return self.learner.mismatch(self.rollouts(temperature=1))
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +175,27 @@ def source_of(tensors: dict[str, torch.Tensor]):
     return weight_source(model, torch.float32)
 
 
+@pytest.fixture
+def trainer():
+    """The script's trainer actor, but for what needs an engine."""
+    trainer = object.__new__(rlhf_nccl.Trainer)
+    trainer.precision, trainer.thread, trainer.source = "cpu", ThreadPoolExecutor(1), Namespace()
+    trainer.client = Namespace(failed=Future())
+    return trainer
+
+
 @cpu_only
-def test_source_that_disagrees_with_the_engine(pair):
-    model = pair.learner.model
+def test_source_that_disagrees_with_the_engine(pair, trainer):
+    trainer.learner, model = pair.learner, pair.learner.model
     tensors = dict(model.named_parameters())
     with pytest.raises(MismatchError):
         pair.mismatch()  # dummy weights
+    with pytest.raises(MismatchError):
+        trainer.prove_greedy(pair.rollouts(temperature=0))
     pair.sync(weight_source(model, torch.float32), buffer_bytes=1 << 18)  # the size of the largest tensor
     assert pair.buckets > 4
     assert pair.mismatch() < 1e-5
+    assert trainer.prove_greedy(pair.rollouts(temperature=0)).startswith("16 of 16 greedy tokens")
     assert pair.llm.get_weight_version() == "7"
 
     with torch.no_grad():
@@ -191,15 +218,6 @@ def test_source_that_disagrees_with_the_engine(pair):
     ]:
         with pytest.raises(Exception, match=re.escape(f"{name} {list(tensor.shape)}: ") + f".*{message}"):
             pair.sync(source_of({name: tensor}))
-
-
-@pytest.fixture
-def trainer():
-    """The script's trainer actor, but for its learner and its transfer engine."""
-    trainer = object.__new__(rlhf_nccl.Trainer)
-    trainer.thread, trainer.source = ThreadPoolExecutor(1), Namespace()
-    trainer.client = Namespace(failed=Future())
-    return trainer
 
 
 def test_wait_for_vllm_ends(trainer):
@@ -239,5 +257,12 @@ def test_unknown_api_is_an_error_that_says_which_versions_work(monkeypatch):
     ]
 
     monkeypatch.delattr(weight_transfer, "WeightSource")
-    with pytest.raises(WeightSyncError, match=r"not that of vLLM 0\.32 and 0\.33, which work: cannot import"):
+    with pytest.raises(WeightSyncError, match=r"that of 0\.32 and 0\.33 is known\): cannot import name 'WeightSource'"):
         weight_source(model, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc", "gloo"])
+def test_transfer_is_packed_in_buffers_of_the_size_asked_for(backend):
+    init_info = transfer_init_info(backend, "127.0.0.1", 3, 12_345)
+    assert (init_info.backend, init_info.packed_buffer_size_bytes) == (backend, 12_345)
+    assert backend == "gloo" or init_info.packed
