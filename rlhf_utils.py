@@ -33,6 +33,7 @@ is imported by the functions that use it.
 
 import base64
 import copy
+import functools
 import json
 import logging
 import os
@@ -45,6 +46,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -1495,3 +1497,183 @@ def _seconds_allowed(buckets: list[list[Piece]]) -> float:
 def _reason(error: BaseException) -> str:
     """What the other side is told: this package's own words, or the traceback of anything else."""
     return str(error) if isinstance(error, WeightSyncError) else "".join(traceback.format_exception(error))
+
+
+# --- vLLM's native weight-transfer API: the trainer's half ------------------------------------------------------------
+
+
+@contextmanager
+def _known_api() -> Iterator[None]:
+    """Raise a WeightSyncError where vLLM's weight-transfer API is another than those this was written for."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        import vllm
+
+        raise WeightSyncError(
+            f"cannot use the weight-transfer API of vLLM {vllm.__version__} (that of 0.32 and 0.33 is known): {error}"
+        ) from error
+
+
+def weight_source(model: torch.nn.Module, dtype: torch.dtype):
+    """A model's parameters as vLLM's trainer side takes them: named as in the checkpoint, each cast on its way."""
+    with _known_api():
+        from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+
+        class Parameters(WeightSource):
+            taken = 0.0  # when the last tensor was, on time.monotonic's clock
+
+            def metadata(self) -> list[ParamMeta]:
+                return [ParamMeta(name, dtype, tuple(p.shape)) for name, p in model.named_parameters()]
+
+            if hasattr(WeightSource, "iter_full"):  # vLLM 0.33, which also wants this:
+                metadata = functools.cached_property(metadata)
+
+            def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+                for name, parameter in model.named_parameters():
+                    self.taken = time.monotonic()
+                    yield name, parameter.detach().to(dtype)
+
+            __iter__ = iter_full  # vLLM 0.32
+
+        return Parameters()
+
+
+def transfer_init_info(backend: str, address: str, world_size: int, buffer_bytes: int):
+    """What vLLM's trainer side is told of a transport ("nccl", "ipc", "gloo"), and tells the workers.
+
+    Tensors travel packed in buffers; one that is larger than `buffer_bytes` fails with "ipc".
+    """
+    with _known_api():
+        from vllm.utils.network_utils import get_open_port
+
+        if backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes)
+        if backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo as InitInfo
+        else:
+            InitInfo = register_gloo_trainer()
+        return InitInfo(address, get_open_port(), world_size, rank=0, packed_buffer_size_bytes=buffer_bytes)
+
+
+# --- A transport of one's own for that API: gloo ----------------------------------------------------------------------
+#
+# What rlhf_nccl.py runs on where there is no GPU, and how a transport is plugged into vLLM. It has a half for each of
+# the engine's workers and one for the trainer, which vLLM's two factories find by name. The trainer drives both:
+#
+# init_weight_transfer_engine  once: trainer and workers join a group
+# start_weight_update          the workers open vLLM's reload bracket
+# update_weights               once a buffer of packed tensors: what they are by this call, their bytes by a broadcast
+# finish_weight_update         the workers close the bracket and serve what has come
+
+
+class GlooTransferWorker:
+    """A worker extension that makes the transport "gloo" known to vLLM's workers (`worker_extension_cls`).
+
+    Every worker process must know it before it loads its model. An installed package sees to that with an entry point
+    in the group `vllm.general_plugins`, which vLLM runs in all of its processes. A module that was copied has none, but
+    vLLM imports it for its extension class and makes the worker from that class.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        register_gloo_worker()
+        return super().__new__(cls)
+
+
+def register_gloo_worker() -> None:
+    """Register the workers' half, which `weight_transfer_config={"backend": "gloo"}` names."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, base
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class InitInfo(base.WeightTransferInitInfo):
+        master_address: str
+        master_port: int
+        world_size: int  # the trainer and all workers
+
+    @dataclass
+    class UpdateInfo(base.WeightTransferUpdateInfo):
+        tensors: list[tuple[str, str, list[int], int]]  # name, dtype, shape and bytes of each, as they are packed
+
+    class WorkerTransfer(base.WeightTransferEngine):
+        init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            rank = 1 + self.parallel_config.rank  # the trainer is rank 0
+            self.group = stateless_init_process_group(
+                init_info.master_address, init_info.master_port, rank, init_info.world_size, self.device
+            )
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            # Memory of its own for each buffer: the reload keeps views of it until their layers are complete.
+            names, dtype_names, shapes, sizes = zip(*update_info.tensors, strict=True)
+            packed = torch.empty(sum(sizes), dtype=torch.uint8)
+            self.group.broadcast(packed, src=0)
+            dtypes = [getattr(torch, name) for name in dtype_names]
+            for name, tensor in unpack_tensor(packed, names, shapes, dtypes, sizes):
+                try:
+                    self.model.load_weights([(name, tensor)])
+                except Exception as error:  # of which vLLM passes on the text, and some have none
+                    raise WeightSyncError(f"{name} {list(tensor.shape)}: {error!r}") from error
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            _EngineModel._repack_tied_layers(self)  # which the bracket leaves as they were
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    WeightTransferEngineFactory.register_engine("gloo", WorkerTransfer)
+
+
+@functools.cache
+def register_gloo_trainer() -> type:
+    """Register the trainer's half. Returns its init info, by which `WeightTransferTrainerFactory` finds it."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, base
+    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
+
+    @dataclass
+    class TrainerInitInfo(base.TrainerInitInfo):
+        backend = "gloo"
+        master_address: str
+        master_port: int
+        world_size: int
+        packed_buffer_size_bytes: int
+
+    class TrainerTransfer(base.TrainerWeightTransferEngine):
+        init_info_cls = TrainerInitInfo
+
+        @classmethod
+        def trainer_init(cls, init_info: TrainerInitInfo, *, client, source=None) -> "TrainerTransfer":
+            transfer = cls(client=client, source=source)
+            transfer.buffer_bytes = init_info.packed_buffer_size_bytes
+            transfer.calls = ThreadPoolExecutor(1)  # the workers' half of a collective runs beside the trainer's
+            address = {name: getattr(init_info, name) for name in ("master_address", "master_port", "world_size")}
+            joining = transfer.calls.submit(client.init_weight_transfer_engine, address)
+            transfer.group = stateless_init_process_group(**address, rank=0, device="cpu")
+            joining.result()
+            return transfer
+
+        def send_weights(self) -> None:
+            # vLLM 0.33 gave the pass over a source a name.
+            weights = self.source.iter_full() if hasattr(self.source, "iter_full") else iter(self.source)
+            self.client.start_weight_update()
+            while chunk := pack_tensors(weights, lambda item: item[1], self.buffer_bytes):
+                dtype_names = [_dtype_name(dtype) for dtype in chunk.dtypes]
+                tensors = list(zip(chunk.names, dtype_names, chunk.shapes, chunk.tensor_sizes, strict=True))
+                loading = self.calls.submit(self.client.update_weights, {"tensors": tensors})
+                self.group.broadcast(chunk.packed_tensor, src=0)
+                loading.result()
+            self.client.finish_weight_update()
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    WeightTransferTrainerFactory.register_engine("gloo", TrainerTransfer)
+    return TrainerInitInfo
