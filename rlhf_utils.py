@@ -509,6 +509,14 @@ class WeightSender:
             _wait_until(transfer.query, session.links, deadline)
         return [link.recv(max(0.0, deadline - time.monotonic())) for link in session.links]
 
+    @torch.no_grad()
+    def repeat_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the tensors of the last sync again, to `WorkerExtension.compare_weights` on every worker."""
+        tensors = _without_ties(list(named_tensors))
+        for name, dtype, _ in _wire_of(self.session.buckets):
+            tensor = tensors[name].to(getattr(torch, dtype)).contiguous()
+            self.communicator.broadcast(tensor, src=0, stream=_stream_of(tensor))
+
 
 def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors by name, the first name only where two share their memory."""
@@ -526,6 +534,11 @@ def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, to
 def _wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:
     metadata = [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in wire]
     return plan_buckets(metadata, bucket_bytes)
+
+
+def _wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor that travels in these buckets."""
+    return list(dict.fromkeys((p.name, _dtype_name(p.dtype), p.shape) for bucket in buckets for p in bucket))
 
 
 # --- The worker's end -------------------------------------------------------------------------------------------------
@@ -774,6 +787,27 @@ class _EngineModel:
                 identity = torch.eye(module.input_size_per_partition, dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
 
+    @torch.no_grad()
+    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, int, int, int]]:
+        """See `WorkerExtension.compare_weights`; `receive(dtype, shape)` gets the tensors of `wire` one by one."""
+        traced, _ = self._trace(wire)
+        quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
+        last = {write.owner: name for name, writes in traced.items() for write in writes}
+        sent, found = {}, {}
+        for name, dtype, shape in wire:
+            tensor = receive(dtype, shape)
+            for write in traced[name]:
+                if write.owner in quantized:
+                    if write.owner not in sent:
+                        sent[write.owner] = torch.full(quantized[write.owner].shape, math.nan, device=tensor.device)
+                    _strided_as(sent[write.owner], write.destination).copy_(_strided_as(tensor, write.value))
+            for owner in [owner for owner in sent if last[owner] == name]:  # all its parts are here
+                weight, whole = quantized[owner], sent.pop(owner)
+                errors = (weight.dequantize(torch.float32) - whole).abs() / _half_steps(weight)
+                digests = (_digest([tensor]) for tensor in (whole, weight.scale, weight.qdata))
+                found[owner] = (float(errors.max().nan_to_num(math.inf)), *digests)
+        return found
+
     @contextmanager
     def _context(self):
         from vllm.config import set_current_vllm_config
@@ -829,6 +863,25 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _plain_tensors(getattr(tensor, name))
     else:
         yield tensor.as_subclass(torch.Tensor)
+
+
+def _stream_of(tensor: torch.Tensor):
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def _half_steps(weight: torch.Tensor) -> torch.Tensor:
+    """Half the distance of a quantized tensor's values to their neighbours; broadcasts to the tensor's shape."""
+    codes = weight.qdata
+    if codes.shape != weight.shape:
+        raise WeightSyncError(f"{type(weight).__name__} does not keep one code for each weight: it cannot be compared")
+    if not codes.dtype.is_floating_point:
+        return weight.scale / 2
+    format = torch.finfo(codes.dtype)
+    return weight.scale * codes.float().abs().clamp(min=format.smallest_normal) * (format.eps / 2)
+
+
+def _strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(view.size(), view.stride(), tensor.storage_offset() + view.storage_offset())
 
 
 @dataclass
@@ -1040,6 +1093,25 @@ class WorkerExtension:
         self.weight_link = self.model_update_group = self.weight_lanes = None
         if hasattr(self, "weight_model"):
             self.weight_model.moves = None
+
+    def weight_bytes(self) -> int:
+        """Memory of the weights that this worker serves, scales of quantized ones included."""
+        return sum(tensor.nbytes for tensor in self._engine_model()._served_tensors())
+
+    def compare_weights(self) -> dict[str, tuple[float, int, int, int]]:
+        """Compare the quantized weights with what the last sync sent, which `WeightSender.repeat_weights` sends again.
+
+        Returns for each: the largest error of an element, in halves of the format's step there (rounding makes one of
+        at most 1; a NaN counts as infinite), and digests of what was sent, of the scales and of the codes.
+        """
+        group, wire = self._joined_group(), _wire_of(self.weight_buckets)
+
+        def receive(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            group.broadcast(tensor, src=0, stream=_stream_of(tensor))
+            return tensor
+
+        return self._engine_model().compare(wire, receive)
 
     def _joined_group(self):
         if self.model_update_group is None:
