@@ -46,7 +46,7 @@ from run_folder import (
 from task import draw_prompts, load_prompts, load_reward, score
 
 MAX_MISMATCH = {"cpu": 0.05, "cuda": 0.2}  # mean |Δ logprob| that int8 and FP8 weights and activations explain
-MAX_ROUNDING = 1.001  # a quantized weight's distance from what was sent, over the most that rounding explains
+MAX_ERROR = 1.001  # of a quantized weight, over the most that rounding to its format explains
 
 
 class Engine:
@@ -135,18 +135,17 @@ class Engine:
         if not errors:
             raise RunError("none of the engine's weights is quantized")
         worst = max(errors, key=errors.get)
-        if errors[worst] > MAX_ROUNDING:
+        if errors[worst] > MAX_ERROR:
+            wrong = sum(error > MAX_ERROR for error in errors.values())
             raise RunError(
-                f"{worst} is not what was sent: it is {errors[worst]:.3g} times as far off as rounding to the engine's"
-                f" format explains, and so are {sum(error > MAX_ROUNDING for error in errors.values())} weights in all"
+                f"{wrong} of {len(errors)} quantized weights are not what was sent: {worst} is off by"
+                f" {errors[worst]:.3g} times the rounding error of its format"
             )
-        text = f"{len(errors)} quantized weights, {errors[worst]:.3f} of what rounding explains from what was sent"
+        found = f"{len(errors)} quantized weights are what was sent, to {errors[worst]:.3f} of their format's rounding"
         if before:
-            changes = [map(operator.ne, before[name][1:], found[1:]) for name, found in self.compared.items()]
-            text += "; changed since the last comparison: {} as sent, {} in their scales, {} in their codes".format(
-                *map(sum, zip(*changes, strict=True))
-            )
-        return text
+            changed = sum(all(map(operator.ne, now[1:], before[name][1:])) for name, now in self.compared.items())
+            found += f"; {changed} have other scales and other values than at the last comparison"
+        return found
 
     def measure(self, prompts: list[str], args: argparse.Namespace) -> tuple[int, int, int, float]:
         """Bytes of weights on each GPU, KV-cache blocks, tokens in a block, and tokens a second of rollouts."""
@@ -199,22 +198,18 @@ class Trainer:
 
 
 def torchao_config(args: argparse.Namespace) -> tuple[dict, str]:
-    """The configuration that the engine's weights are quantized by, serialised, and what to tell the user of it."""
+    """How torchao quantizes the engine's weights, serialised, and what to say of it."""
+    from torchao import quantization
     from torchao.core.config import config_to_dict
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        Int8DynamicActivationInt8WeightConfig,
-        PerRow,
-    )
     from vllm.platforms import current_platform
 
     if args.quantization_config:
         return args.quantization_config, args.quantization_config["_type"]
     if current_platform.supports_fp8():
-        config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())
+        config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
         return config_to_dict(config), type(config).__name__
-    config = Int8DynamicActivationInt8WeightConfig()
-    return config_to_dict(config), f"{type(config).__name__}, since FP8 takes a GPU of compute capability 8.9"
+    config = quantization.Int8DynamicActivationInt8WeightConfig()
+    return config_to_dict(config), f"{type(config).__name__}: FP8 takes a GPU of compute capability 8.9"
 
 
 def read_torchao_config(path: str) -> dict:
@@ -345,30 +340,26 @@ def compare(session: RaySession, trainer, engine) -> str:
 
 
 def compare_memory(args: argparse.Namespace) -> None:
-    """Start the engine in bf16 and then quantized, in the same memory, and print what a user decides by."""
+    """Run the engine in bf16 and then quantized, in the same memory, and print what a user decides by."""
+    prompts, table = [row["prompt"] for row in load_prompts(args.prompts)[: args.prompts_per_step]], []
     with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         device, _, engine_options = place(args)
         _, model = choose_models(run, args, device)
-        run.say(f"model {model}\nrun folder {run.path}")
-        args.enforce_eager = device == "cpu"  # on a GPU as it is served: compiled
-        rows = draw_prompts(load_prompts(args.prompts), args.prompts_per_step, 1, args.seed)
-        prompts = [row["prompt"] for row in rows]
-        run.say(f"{'engine':10}{'weights, GiB':>15}{'KV-cache blocks':>18}{'tokens they hold':>19}{'tokens/s':>12}")
-        sizes = []
-        for name, more in (("bf16", {"quantization": None, "hf_overrides": None}), ("quantized", {})):
+        args.enforce_eager = device == "cpu"  # on a GPU compiled, as it would serve
+        for more in ({"quantization": None, "hf_overrides": None}, {}):
             engine = ray.remote(Engine).options(**engine_options).remote(model, args, device, **more)
             session.farewells.append(engine.shutdown.remote)
             (quantization,) = session.wait("starting", engine=engine.start.remote())
-            (measured,) = session.wait("generating", engine=engine.measure.remote(prompts, args))
-            nbytes, blocks, block_size, speed = measured
-            run.say(f"{name:10}{nbytes / 2**30:15.4f}{blocks:18,}{blocks * block_size:19,}{speed:12,.0f}")
-            sizes.append(nbytes)
+            table += session.wait("generating", engine=engine.measure.remote(prompts, args))
             session.wait("stopping", engine=engine.shutdown.remote())
             ray.kill(engine)
-        run.say(f"quantized by torchao's {quantization}; weights on each of {args.tensor_parallel_size} workers")
-        if device == "cpu":
-            run.say("on CPU the KV cache has a size of its own: the memory that the weights leave stays free")
-    print(f"OK: quantized weights take {sizes[1] / sizes[0]:.2f} of the memory of bf16 ones")
+    print(f"model {model}\nquantized by torchao's {quantization}")
+    print(f"{'':10}{'weights of a worker':>22}{'KV-cache blocks':>18}{'of tokens':>12}{'rollout':>18}")
+    for name, (weights, blocks, block_size, speed) in zip(("bf16", "quantized"), table, strict=True):
+        print(f"{name:10}{weights / 2**30:18.4f} GiB{blocks:18,}{block_size:12}{speed:9,.0f} tokens/s")
+    if device == "cpu":
+        print("on CPU the KV cache has a size of its own: what the weights leave is not given to it")
+    print(f"OK: quantized, the weights take {table[1][0] / table[0][0]:.2f} of their memory in bf16")
 
 
 if __name__ == "__main__":

@@ -788,7 +788,7 @@ class _EngineModel:
                 yield module.cpu_linear(identity, module.weight, None)
 
     @torch.no_grad()
-    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, int, int, int]]:
+    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, int, int]]:
         """See `WorkerExtension.compare_weights`; `receive(dtype, shape)` gets the tensors of `wire` one by one."""
         traced, _ = self._trace(wire)
         quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
@@ -804,8 +804,8 @@ class _EngineModel:
             for owner in [owner for owner in sent if last[owner] == name]:  # all its parts are here
                 weight, whole = quantized[owner], sent.pop(owner)
                 errors = (weight.dequantize(torch.float32) - whole).abs() / _half_steps(weight)
-                digests = (_digest([tensor]) for tensor in (whole, weight.scale, weight.qdata))
-                found[owner] = (float(errors.max().nan_to_num(math.inf)), *digests)
+                error = float(errors.max().nan_to_num(math.inf))
+                found[owner] = error, _digest([weight.scale]), _digest([weight.qdata])
         return found
 
     @contextmanager
@@ -870,10 +870,10 @@ def _stream_of(tensor: torch.Tensor):
 
 
 def _half_steps(weight: torch.Tensor) -> torch.Tensor:
-    """Half the distance of a quantized tensor's values to their neighbours; broadcasts to the tensor's shape."""
+    """Half the distance from each element of a quantized tensor to the next value of its format; broadcasts to it."""
     codes = weight.qdata
     if codes.shape != weight.shape:
-        raise WeightSyncError(f"{type(weight).__name__} does not keep one code for each weight: it cannot be compared")
+        raise WeightSyncError(f"{type(weight).__name__} packs its weights in a way that cannot be compared")
     if not codes.dtype.is_floating_point:
         return weight.scale / 2
     format = torch.finfo(codes.dtype)
@@ -1098,11 +1098,11 @@ class WorkerExtension:
         """Memory of the weights that this worker serves, scales of quantized ones included."""
         return sum(tensor.nbytes for tensor in self._engine_model()._served_tensors())
 
-    def compare_weights(self) -> dict[str, tuple[float, int, int, int]]:
+    def compare_weights(self) -> dict[str, tuple[float, int, int]]:
         """Compare the quantized weights with what the last sync sent, which `WeightSender.repeat_weights` sends again.
 
-        Returns for each: the largest error of an element, in halves of the format's step there (rounding makes one of
-        at most 1; a NaN counts as infinite), and digests of what was sent, of the scales and of the codes.
+        Returns for each: the largest error of an element, over the most that rounding to the format explains there (a
+        NaN counts as infinite); digests of the scales and of the values that they scale.
         """
         group, wire = self._joined_group(), _wire_of(self.weight_buckets)
 

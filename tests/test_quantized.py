@@ -1,19 +1,25 @@
-"""Syncs of full-precision weights into an engine that torchao quantizes as it loads.
+"""Syncs of full-precision weights into an engine that torchao quantizes as it loads; rlhf_online_quant.py as a user
+runs it.
 
 pytest tests/test_quantized.py
 """
 
+import argparse
 import json
+import re
 
 import pytest
 from conftest import cpu_only
+from test_rlhf import rows
 from test_sync import Pair
 
 from grpo import MismatchError
+from rlhf_online_quant import MAX_MISMATCH, Engine, read_torchao_config
+from run_folder import RunError
 from tiny_model import build_tiny_model
 
 pytestmark = cpu_only
-MAX_MISMATCH = 0.05  # int8 activations and weights, bf16 the rest
+MAX_MISMATCH = MAX_MISMATCH["cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +35,16 @@ def pair(tmp_path_factory):
         quantization="torchao",
         hf_overrides={"quantization_config_dict_json": config},
     )
+    pair.engine = object.__new__(Engine)  # rlhf_online_quant.py's, around this engine
+    pair.engine.llm, pair.engine.compared = pair.llm, {}
     yield pair
     pair.llm.llm_engine.engine_core.shutdown()
+
+
+def compare(pair) -> str:
+    comparing = pair.thread.submit(pair.engine.compare_weights)
+    pair.sender.repeat_weights(pair.learner.model.named_parameters())
+    return comparing.result()
 
 
 def test_weights_are_quantized_again_at_every_sync(pair):
@@ -55,3 +69,96 @@ def test_weights_are_quantized_again_at_every_sync(pair):
     assert last
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.rpc("digest") == whole
+
+
+def test_comparison_sees_every_quantized_weight_change(pair):
+    pair.set(pair.original)
+    pair.sync()
+    pair.engine.compared = {}
+    assert compare(pair) == "16 quantized weights are what was sent, to 1.000 of their format's rounding"
+    assert compare(pair).endswith("; 0 have other scales and other values than at the last comparison")
+    pair.set(pair.perturbed(5))
+    pair.sync()
+    assert compare(pair).endswith("; 16 have other scales and other values than at the last comparison")
+
+
+@pytest.mark.parametrize("growth", [1.005, 1.03, 0.97])
+def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
+    pair.set(pair.original)
+    pair.sync()
+    pair.rpc("keep_scales", True)
+    pair.set({name: growth * tensor for name, tensor in pair.original.items()})
+    pair.sync()
+    assert pair.rpc("check_weights_changed") == [True, True]
+    assert pair.mismatch() < MAX_MISMATCH  # scales that are wrong by so little hardly move a log-probability
+    with pytest.raises(RunError, match=r"16 of 16 quantized weights are not what was sent: model\.decoder\.layers\."):
+        compare(pair)
+    pair.rpc("keep_scales", False)
+    pair.sync()
+    compare(pair)
+
+
+def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
+    text = script("rlhf_online_quant.py", "--output", "run").finish(180)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
+    assert len(re.findall("16 quantized weights are what was sent, to 1.000 of their format's rounding", text)) == 4
+    assert len(re.findall("; 16 have other scales and other values than at the last comparison", text)) == 3
+    metrics = rows(tmp_path / "run")
+    assert metrics[0]["reward/mean"] < 0.25
+    assert metrics[-1]["reward/mean"] > 0.75
+    mismatch = [row["logprobs/mismatch"] for row in metrics]
+    assert min(mismatch) > 1e-4  # not by chance an engine that is not quantized
+    assert max(mismatch) < MAX_MISMATCH
+
+
+def test_memory_table_of_a_config_file(script, tmp_path):
+    from torchao.core.config import config_to_dict
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
+    text = script(
+        "rlhf_online_quant.py", "--compare-memory", "--quantization-config", "int8.json", "--output", "run"
+    ).finish(240)
+    assert text.splitlines()[-1].startswith("OK: "), text
+    assert "quantized by torchao's Int8WeightOnlyConfig" in text
+    cells = {
+        name: re.search(rf"^{name} +([\d.]+) GiB +([\d,]+) +(\d+) +([\d,]+) tokens/s$", text, re.M).groups()
+        for name in ("bf16", "quantized")
+    }
+    assert cells["bf16"][0] == f"{505_600 / 2**30:.4f}"  # of the built-in model in two parts
+    assert (
+        cells["quantized"][0] == f"{(505_600 - 2 * 196_608 + 196_608 + 1_408 * 5) / 2**30:.4f}"
+    )  # a scale for each row
+    assert "OK: quantized, the weights take 0.63 of their memory in bf16" in text
+    assert cells["bf16"][1:3] == cells["quantized"][1:3]
+    assert "on CPU the KV cache has a size of its own" in text
+    assert all(float(speed.replace(",", "")) > 100 for *_, speed in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ("[]", "Expected dictionary"),
+        ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),
+        ('{"_type": "Int8WeightOnlyConfig", "_data": {"bits": 3}}', "unexpected keyword argument 'bits'"),
+        ('{"_type": "PerRow", "_data": {}}', "PerRow is not a quantization"),
+    ],
+)
+def test_config_file_that_is_none_is_an_error_that_names_it(tmp_path, text, fault):
+    path = tmp_path / "config.json"
+    if text:
+        path.write_text(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{path}: .*{fault}"):
+        read_torchao_config(str(path))
+
+
+def test_broken_config_file_ends_the_run_before_anything_starts(script, tmp_path):
+    (tmp_path / "config.json").write_text('{"_type": "Float5WeightConfig", "_data": {}}')
+    run = script("rlhf_online_quant.py", "--quantization-config", "config.json")
+    text = run.finish(60)
+    run.assert_failed_cleanly(text, [])
+    assert "config.json: Failed to find class Float5WeightConfig" in text.splitlines()[-1]
+    assert not (tmp_path / "runs").exists()
