@@ -31,6 +31,7 @@ import functools
 import json
 import logging
 import math
+import operator
 import os
 import socket
 import time
@@ -45,6 +46,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "Comparison",
     "SyncReport",
     "WeightSender",
     "WeightSyncError",
@@ -60,6 +62,7 @@ ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models tak
 SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
 LARGE_COPY_BYTES = 4 << 20  # from here on, a copy of its own is faster than a share of a kernel for many
 MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd numbers below 2**62, for the digest
+ROUNDING_SLACK = 1.001  # how much more than the error of rounding passes: comparing rounds as well
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -367,6 +370,14 @@ class SyncReport:
         return self.nbytes / self.seconds / 1e9
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Quantized weights that are what was sent, but for rounding."""
+
+    weights: int  # of all workers
+    changed: int  # of them, those whose scales and values are other ones than at the last comparison
+
+
 @dataclass
 class _Session:
     """What the two ends of the trainer's links have agreed on."""
@@ -510,12 +521,32 @@ class WeightSender:
         return [link.recv(max(0.0, deadline - time.monotonic())) for link in session.links]
 
     @torch.no_grad()
-    def repeat_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send the tensors of the last sync again, to `WorkerExtension.compare_weights` on every worker."""
-        tensors = _without_ties(list(named_tensors))
-        for name, dtype, _ in _wire_of(self.session.buckets):
-            tensor = tensors[name].to(getattr(torch, dtype)).contiguous()
-            self.communicator.broadcast(tensor, src=0, stream=_stream_of(tensor))
+    def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
+        """Send the tensors of the last sync again, while every worker compares its quantized weights with them.
+
+        Runs while `compare_weights` runs on every worker. Raises WeightSyncError if a weight is further from what was
+        sent than rounding to its format explains: a scale that is 1 % off is.
+        """
+        tensors, found = _without_ties(list(named_tensors)), {}
+        try:
+            for name, dtype, _ in _wire_of(self.session.buckets):
+                tensor = tensors[name].to(getattr(torch, dtype)).contiguous()
+                self.communicator.broadcast(tensor, src=0, stream=_stream_of(tensor))
+            for link in self.session.links:
+                found |= {f"{name} of {link.peer}": row for name, row in link.recv(ANSWER_SECONDS)["compared"].items()}
+        except BaseException as error:
+            self.close(_reason(error))
+            raise
+        wrong = {name: error for name, (error, _) in found.items() if error > ROUNDING_SLACK}
+        if wrong:
+            worst = max(wrong, key=wrong.get)
+            raise WeightSyncError(
+                f"{len(wrong)} of {len(found)} quantized weights are not what was sent: {worst} is off by"
+                f" {wrong[worst]:.3g} times what rounding explains"
+            )
+        if not found:
+            raise WeightSyncError("none of the engine's weights is quantized")
+        return Comparison(len(found), sum(changed for _, changed in found.values()))
 
 
 def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -602,6 +633,7 @@ class _EngineModel:
         self.digest: int | None = None  # of what a completed sync left, None where there was none
         self.version = 0
         self.moves: list[_Moves] | None = None  # what a replay copies out of each bucket
+        self.compared: dict[str, tuple] = {}  # digests of quantized weights at the last comparison
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Returns per tensor the dtype in which the engine keeps it (None: not on this worker), and the problems."""
@@ -788,12 +820,16 @@ class _EngineModel:
                 yield module.cpu_linear(identity, module.weight, None)
 
     @torch.no_grad()
-    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, int, int]]:
-        """See `WorkerExtension.compare_weights`; `receive(dtype, shape)` gets the tensors of `wire` one by one."""
+    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, bool]]:
+        """Compare each quantized weight with what `receive(dtype, shape)` brings, the tensors of `wire` one by one.
+
+        Returns its largest error, over the largest that rounding to the format makes there (a NaN counts as infinite),
+        and whether both its scales and its values changed since the last comparison.
+        """
         traced, _ = self._trace(wire)
         quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
         last = {write.owner: name for name, writes in traced.items() for write in writes}
-        sent, found = {}, {}
+        sent, found = {}, dict.fromkeys(quantized, (math.inf, False))
         for name, dtype, shape in wire:
             tensor = receive(dtype, shape)
             for write in traced[name]:
@@ -802,10 +838,12 @@ class _EngineModel:
                         sent[write.owner] = torch.full(quantized[write.owner].shape, math.nan, device=tensor.device)
                     _strided_as(sent[write.owner], write.destination).copy_(_strided_as(tensor, write.value))
             for owner in [owner for owner in sent if last[owner] == name]:  # all its parts are here
-                weight, whole = quantized[owner], sent.pop(owner)
-                errors = (weight.dequantize(torch.float32) - whole).abs() / _half_steps(weight)
-                error = float(errors.max().nan_to_num(math.inf))
-                found[owner] = error, _digest([weight.scale]), _digest([weight.qdata])
+                weight = quantized[owner]
+                errors = (weight.dequantize(torch.float32) - sent.pop(owner)).abs() / _half_steps(weight)
+                digests = _digest([weight.scale]), _digest([weight.qdata])
+                before = self.compared.get(owner, digests)
+                found[owner] = float(errors.max().nan_to_num(math.inf)), all(map(operator.ne, digests, before))
+                self.compared[owner] = digests
         return found
 
     @contextmanager
@@ -1098,20 +1136,19 @@ class WorkerExtension:
         """Memory of the weights that this worker serves, scales of quantized ones included."""
         return sum(tensor.nbytes for tensor in self._engine_model()._served_tensors())
 
-    def compare_weights(self) -> dict[str, tuple[float, int, int]]:
-        """Compare the quantized weights with what the last sync sent, which `WeightSender.repeat_weights` sends again.
+    def compare_weights(self) -> None:
+        """Take part in one `WeightSender.compare_weights`, which raises what fails here."""
+        try:
+            group, wire = self._joined_group(), _wire_of(self.weight_buckets)
 
-        Returns for each: the largest error of an element, over the most that rounding to the format explains there (a
-        NaN counts as infinite); digests of the scales and of the values that they scale.
-        """
-        group, wire = self._joined_group(), _wire_of(self.weight_buckets)
+            def receive(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                group.broadcast(tensor, src=0, stream=_stream_of(tensor))
+                return tensor
 
-        def receive(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            group.broadcast(tensor, src=0, stream=_stream_of(tensor))
-            return tensor
-
-        return self._engine_model().compare(wire, receive)
+            self.weight_link.send(compared=self._engine_model().compare(wire, receive))
+        except Exception as error:
+            self.close_weight_update_group(_reason(error))
 
     def _joined_group(self):
         if self.model_update_group is None:

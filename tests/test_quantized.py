@@ -5,6 +5,7 @@ pytest tests/test_quantized.py
 """
 
 import argparse
+import dataclasses
 import json
 import re
 
@@ -14,20 +15,21 @@ from test_rlhf import rows
 from test_sync import Pair
 
 from grpo import MismatchError
-from rlhf_online_quant import MAX_MISMATCH, Engine, read_torchao_config
-from run_folder import RunError
+from rlhf_online_quant import MAX_MISMATCH, read_torchao_config
+from rlhf_utils import WeightSyncError
 from tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 MAX_MISMATCH = MAX_MISMATCH["cpu"]
+FC1 = "model.decoder.layers.0.fc1.weight"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="module", params=["Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"])
+def pair(request, tmp_path_factory):
+    from torchao import quantization
     from torchao.core.config import config_to_dict
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
-    config = json.dumps(config_to_dict(Int8DynamicActivationInt8WeightConfig()))
+    config = json.dumps(config_to_dict(getattr(quantization, request.param)()))
     pair = Pair(
         build_tiny_model(tmp_path_factory.mktemp("model")),
         dtype="bfloat16",
@@ -35,16 +37,16 @@ def pair(tmp_path_factory):
         quantization="torchao",
         hf_overrides={"quantization_config_dict_json": config},
     )
-    pair.engine = object.__new__(Engine)  # rlhf_online_quant.py's, around this engine
-    pair.engine.llm, pair.engine.compared = pair.llm, {}
     yield pair
     pair.llm.llm_engine.engine_core.shutdown()
 
 
-def compare(pair) -> str:
-    comparing = pair.thread.submit(pair.engine.compare_weights)
-    pair.sender.repeat_weights(pair.learner.model.named_parameters())
-    return comparing.result()
+def compare(pair) -> tuple[int, int]:
+    comparing = pair.start("compare_weights")
+    try:
+        return dataclasses.astuple(pair.sender.compare_weights(pair.learner.model.named_parameters()))
+    finally:
+        comparing.result()
 
 
 def test_weights_are_quantized_again_at_every_sync(pair):
@@ -71,18 +73,17 @@ def test_weights_are_quantized_again_at_every_sync(pair):
     assert pair.rpc("digest") == whole
 
 
-def test_comparison_sees_every_quantized_weight_change(pair):
+def test_comparison_sees_what_changes(pair):
     pair.set(pair.original)
     pair.sync()
-    pair.engine.compared = {}
-    assert compare(pair) == "16 quantized weights are what was sent, to 1.000 of their format's rounding"
-    assert compare(pair).endswith("; 0 have other scales and other values than at the last comparison")
+    compare(pair)
+    assert compare(pair) == (16, 0)  # fused and split linear layers of two workers
     pair.set(pair.perturbed(5))
     pair.sync()
-    assert compare(pair).endswith("; 16 have other scales and other values than at the last comparison")
+    assert compare(pair) == (16, 16)
 
 
-@pytest.mark.parametrize("growth", [1.005, 1.03, 0.97])
+@pytest.mark.parametrize("growth", [1.01, 1.03, 0.97])
 def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
     pair.set(pair.original)
     pair.sync()
@@ -91,19 +92,30 @@ def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
     pair.sync()
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.mismatch() < MAX_MISMATCH  # scales that are wrong by so little hardly move a log-probability
-    with pytest.raises(RunError, match=r"16 of 16 quantized weights are not what was sent: model\.decoder\.layers\."):
+    with pytest.raises(WeightSyncError, match="16 of 16 quantized weights are not what was sent"):
         compare(pair)
     pair.rpc("keep_scales", False)
     pair.sync()
-    compare(pair)
+    assert compare(pair)[0] == 16
+
+
+def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
+    pair.set(pair.original)
+    pair.sync()
+    changed = pair.original | {FC1: pair.perturbed(4)[FC1]}
+    pair.set(changed)
+    with pytest.raises(WeightSyncError, match=f"2 of 16 quantized weights are not what was sent: {FC1} of engine"):
+        compare(pair)
+    pair.sync()
+    assert compare(pair)[0] == 16
 
 
 def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
     text = script("rlhf_online_quant.py", "--output", "run").finish(180)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
-    assert len(re.findall("16 quantized weights are what was sent, to 1.000 of their format's rounding", text)) == 4
-    assert len(re.findall("; 16 have other scales and other values than at the last comparison", text)) == 3
+    pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
+    assert re.findall(pattern, text) == ["0", "16", "16", "16"]
     metrics = rows(tmp_path / "run")
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
@@ -126,10 +138,13 @@ def test_memory_table_of_a_config_file(script, tmp_path):
         name: re.search(rf"^{name} +([\d.]+) GiB +([\d,]+) +(\d+) +([\d,]+) tokens/s$", text, re.M).groups()
         for name in ("bf16", "quantized")
     }
-    assert cells["bf16"][0] == f"{505_600 / 2**30:.4f}"  # of the built-in model in two parts
-    assert (
-        cells["quantized"][0] == f"{(505_600 - 2 * 196_608 + 196_608 + 1_408 * 5) / 2**30:.4f}"
-    )  # a scale for each row
+    bf16, elements, rows = (
+        505_600,
+        196_608,
+        1_408,
+    )  # of the built-in model in two parts: bytes, and of them in linear layers
+    assert cells["bf16"][0] == f"{bf16 / 2**30:.4f}"
+    assert cells["quantized"][0] == f"{(bf16 - elements + 5 * rows) / 2**30:.4f}"
     assert "OK: quantized, the weights take 0.63 of their memory in bf16" in text
     assert cells["bf16"][1:3] == cells["quantized"][1:3]
     assert "on CPU the KV cache has a size of its own" in text
