@@ -144,7 +144,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
         1_408,
     )  # of the built-in model in two parts: bytes, and of them in linear layers
     assert cells["bf16"][0] == f"{bf16 / 2**30:.4f}"
-    assert cells["quantized"][0] == f"{(bf16 - elements + 5 * rows) / 2**30:.4f}"
+    assert cells["quantized"][0] == f"{(bf16 - elements + 5 * channels) / 2**30:.4f}"
     assert "OK: quantized, the weights take 0.63 of their memory in bf16" in text
     assert cells["bf16"][1:3] == cells["quantized"][1:3]
     assert "on CPU the KV cache has a size of its own" in text
