@@ -44,7 +44,7 @@ from run_folder import (
 )
 from task import draw_prompts, load_prompts, load_reward, score
 
-MAX_MISMATCH = {"cpu": 0.05, "cuda": 0.2}  # mean |Δ logprob| that int8 and FP8 weights and activations explain
+MAX_MISMATCH = {"cpu": 0.1, "cuda": 0.4}  # mean |Δ logprob| that int8 and FP8 explain: 4 and 10 times what bf16 does
 
 
 class Engine:
@@ -65,8 +65,8 @@ class Engine:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
             options |= {"dtype": "bfloat16", "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 256 << 20}
-        config, self.format = torchao_config(args)
-        options |= {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": json.dumps(config)}}
+        quantized, self.quantization = quantize_by_torchao(args.quantization_config)
+        options |= quantized
         from vllm import LLM
 
         self.llm = LLM(
@@ -80,7 +80,7 @@ class Engine:
 
     def start(self) -> str:
         """Returns once the engine has started, as any call does, by what its weights are quantized."""
-        return self.format
+        return self.quantization
 
     def rollout(self, prompts: list[str], args: argparse.Namespace, seed: int) -> list[tuple]:
         """`group_size` completions of each prompt: (prompt ids, completion ids, log-probabilities, text), in order."""
@@ -175,19 +175,21 @@ class Trainer:
         return write_checkpoint(run_folder, self.learner.step, self.learner.save)
 
 
-def torchao_config(args: argparse.Namespace) -> tuple[dict, str]:
-    """How torchao quantizes the engine's weights, serialised, and what to say of it."""
+def quantize_by_torchao(config: dict | None) -> tuple[dict, str]:
+    """vLLM's options for weights quantized by this configuration or the best one for this hardware, and its name."""
     from torchao import quantization
     from torchao.core.config import config_to_dict
     from vllm.platforms import current_platform
 
-    if args.quantization_config:
-        return args.quantization_config, args.quantization_config["_type"]
-    if current_platform.supports_fp8():
+    why = ""
+    if config is None and current_platform.supports_fp8():
         config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-        return config_to_dict(config), type(config).__name__
-    config = quantization.Int8DynamicActivationInt8WeightConfig()
-    return config_to_dict(config), f"{type(config).__name__}: FP8 takes a GPU of compute capability 8.9"
+        config = config_to_dict(config)
+    elif config is None:
+        config = config_to_dict(quantization.Int8DynamicActivationInt8WeightConfig())
+        why = ": FP8 takes a GPU of compute capability 8.9"
+    options = {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": json.dumps(config)}}
+    return options, config["_type"] + why
 
 
 def read_torchao_config(path: str) -> dict:

@@ -138,11 +138,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
         name: re.search(rf"^{name} +([\d.]+) GiB +([\d,]+) +(\d+) +([\d,]+) tokens/s$", text, re.M).groups()
         for name in ("bf16", "quantized")
     }
-    bf16, elements, rows = (
-        505_600,
-        196_608,
-        1_408,
-    )  # of the built-in model in two parts: bytes, and of them in linear layers
+    bf16, elements, channels = 505_600, 196_608, 1_408  # half of the built-in model: bytes; in linear layers
     assert cells["bf16"][0] == f"{bf16 / 2**30:.4f}"
     assert cells["quantized"][0] == f"{(bf16 - elements + 5 * channels) / 2**30:.4f}"
     assert "OK: quantized, the weights take 0.63 of their memory in bf16" in text
