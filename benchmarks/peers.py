@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlhf_utils import WorkerExtension
+from rlhf_utils import WorkerExtension, _plain_tensors
 
 
 class PeerExtension(WorkerExtension):
@@ -29,7 +29,8 @@ class PeerExtension(WorkerExtension):
     def poison(self) -> None:
         """Overwrite every parameter that can be written."""
         for parameter in self.model_runner.get_model().parameters():
-            parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
+            for tensor in _plain_tensors(parameter.data):
+                tensor.fill_(math.nan if tensor.is_floating_point() else -1)
 
     def digest(self) -> int:
         return self._engine_model().take_digest()

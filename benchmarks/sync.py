@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py --shape qwen2.5-7b                             # 3 GPUs: 1 trainer -> TP=2, NCCL
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
+    python benchmarks/sync.py --shape qwen2.5-7b --quantized                 # into an engine that torchao quantizes
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
 
 Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
@@ -26,6 +27,7 @@ import torch  # noqa: E402
 
 from ray_session import RaySession, run_main  # noqa: E402
 from rlhf import Engine, place  # noqa: E402
+from rlhf_online_quant import quantize_by_torchao  # noqa: E402
 from rlhf_utils import STAGING_BYTES, WeightSender, stateless_init_process_group  # noqa: E402
 from run_folder import RunError, RunFolder  # noqa: E402
 
@@ -99,8 +101,8 @@ class BenchTrainer:
         self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
 
     def nbytes(self) -> int:
-        """What travels: fp32 to an engine on CPU, bf16 to one on GPUs."""
-        return sum(p.numel() for p in self.parameters.values()) * (2 if self.device.type == "cuda" else 4)
+        """What travelled in the last sync of ours."""
+        return self.report.nbytes
 
     def ceiling(self, engine, nbytes: int) -> float:
         """Broadcast a buffer of 256 MiB as often as makes `nbytes`."""
@@ -154,10 +156,10 @@ class BenchTrainer:
         """WeightSender; the engine waits already, with an empty prefix cache, as it does during a learning step."""
         ref = engine.receive_weights.remote()
         time.sleep(0.05)
-        report = self.sender.send_weights(self.parameters.items())
+        self.report = self.sender.send_weights(self.parameters.items())
         assert ray.get(ref), "the engine does not serve what was sent"
-        assert report.loader.startswith(expected_loader), report.loader
-        return report.seconds
+        assert self.report.loader.startswith(expected_loader), self.report.loader
+        return self.report.seconds
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -173,8 +175,8 @@ def main(args: argparse.Namespace) -> None:
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
         more = {"skip_tokenizer_init": True, "load_format": "dummy"}
         more |= {"worker_extension_cls": "peers.PeerExtension"}
-        if device == "cuda":
-            more |= {"weight_transfer_config": {"backend": "nccl"}}
+        more |= {"weight_transfer_config": {"backend": "nccl"}} if device == "cuda" else {}
+        more |= {"dtype": "bfloat16"} | quantize_by_torchao(None)[0] if args.quantized else {}
         trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args.trainer_dtype, device)
         engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
         session.farewells.append(engine.shutdown.remote)
@@ -208,7 +210,8 @@ def main(args: argparse.Namespace) -> None:
         (nbytes,) = session.wait("reload", trainer=trainer.nbytes.remote())
         run.say(f"{args.shape}, {nbytes / 1e9:.3f} GB from {args.trainer_dtype}, 1 -> TP={args.tensor_parallel_size}")
         measure(CEILING, trainer.ceiling, nbytes)
-        measure("one RPC a parameter", trainer.one_rpc_a_parameter)
+        if not args.quantized:  # vLLM wants all weights of a model that torchao quantizes in one call
+            measure("one RPC a parameter", trainer.one_rpc_a_parameter)
         for packed in (False, True) if device == "cuda" else ():
             (address,) = session.wait("connecting", trainer=trainer.address.remote())
             session.wait("connecting", trainer=trainer.connect_native.remote(engine, packed, *address, world_size))
@@ -216,7 +219,8 @@ def main(args: argparse.Namespace) -> None:
         measure("ours, reload", trainer.ours, "reload")
         connect()
         session.wait("connecting", trainer=trainer.open_sender.remote(True))
-        measure("ours, replay" if device == "cuda" else "ours", trainer.ours, "replay" if device == "cuda" else "")
+        loader = "replay" if device == "cuda" and not args.quantized else ""
+        measure(f"ours, {loader}" if loader else "ours", trainer.ours, loader)
         finish(run, args, rows, nbytes)
 
 
@@ -224,7 +228,7 @@ def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: i
     """Write the results, and fail if a way left other weights than a reload does."""
     run.say(f"staging memory of ours: {min(STAGING_BYTES, nbytes) / 2**20:.0f} MiB at most on each side")
     results = {"shape": args.shape, "device": device_name(), "nbytes": nbytes, "ways": rows}
-    results |= {"trainer_dtype": args.trainer_dtype, "tensor_parallel_size": args.tensor_parallel_size}
+    results |= {name: getattr(args, name) for name in ("quantized", "trainer_dtype", "tensor_parallel_size")}
     (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, run.path / "sync.png")
     if wrong := [row["way"] for row in rows if row["exact"] is False]:
@@ -276,6 +280,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--quantized", action="store_true", help="an engine of FP8 weights (CPU: int8)")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
     parser.add_argument("--rounds", type=int, default=6)

@@ -5,17 +5,19 @@ pytest tests/test_benchmark.py
 
 import json
 
+import pytest
 from conftest import cpu_only
 
 
 @cpu_only
-def test_every_way_is_timed_and_exact(script, tmp_path):
-    text = script("benchmarks/sync.py", "--rounds", 3, "--output", "run").finish(180)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_way_is_timed_and_exact(script, tmp_path, quantized):
+    arguments = ["--rounds", 3, "--output", "run"] + ["--quantized"] * quantized
+    text = script("benchmarks/sync.py", *arguments).finish(180)
     assert text.splitlines()[-1].startswith("OK: "), text
     results = json.loads((tmp_path / "run" / "sync.json").read_text())
-    assert [row["way"] for row in results["ways"]] == [
-        "raw broadcast", "one RPC a parameter", "ours, reload", "ours",
-    ]  # fmt: skip
-    assert [row["exact"] for row in results["ways"]] == [None, True, True, True]
+    ways = ["raw broadcast", *["one RPC a parameter"] * (not quantized), "ours, reload", "ours"]
+    assert [row["way"] for row in results["ways"]] == ways
+    assert [row["exact"] for row in results["ways"]] == [None] + [True] * (len(ways) - 1)
     assert all(len(row["rounds"]) == 3 and min(row["rounds"]) > 0 for row in results["ways"])
     assert (tmp_path / "run" / "sync.png").read_bytes().startswith(b"\x89PNG")
