@@ -326,17 +326,16 @@ def compare(run: RunFolder, session: RaySession, trainer, engine) -> None:
 def compare_memory(args: argparse.Namespace) -> None:
     """Run the engine in bf16 and then quantized, in the same memory, and print what a user decides by."""
     prompts, table = [row["prompt"] for row in load_prompts(args.prompts)[: args.prompts_per_step]], []
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
-        device, _, engine_options = place(args)
-        _, model = choose_models(run, args, device)
-        args.enforce_eager = device == "cpu"  # on a GPU compiled, as it would serve
+    with RunFolder(args, Path(__file__).stem) as run:
         for more in ({"quantization": None, "hf_overrides": None}, {}):
-            engine = ray.remote(Engine).options(**engine_options).remote(model, args, device, **more)
-            session.farewells.append(engine.shutdown.remote)
-            (quantization,) = session.wait("starting", engine=engine.start.remote())
-            table += session.wait("generating", engine=engine.measure.remote(prompts, args))
-            session.wait("stopping", engine=engine.shutdown.remote())
-            ray.kill(engine)
+            with RaySession(run, args.ray_address) as session:
+                device, _, engine_options = place(args)
+                model, _ = choose_models(run, args, device)
+                args.enforce_eager = device == "cpu"  # on a GPU compiled, as it would serve
+                engine = ray.remote(Engine).options(**engine_options).remote(model, args, device, **more)
+                session.farewells.append(engine.shutdown.remote)
+                (quantization,) = session.wait("starting", engine=engine.start.remote())
+                table += session.wait("generating", engine=engine.measure.remote(prompts, args))
     print(f"model {model}\nquantized by torchao's {quantization}")
     print(f"{'':10}{'weights of a worker':>22}{'KV-cache blocks':>18}{'of tokens':>12}{'rollout':>18}")
     for name, (weights, blocks, block_size, speed) in zip(("bf16", "quantized"), table, strict=True):

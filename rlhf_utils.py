@@ -839,7 +839,7 @@ class _EngineModel:
                     _strided_as(sent[write.owner], write.destination).copy_(_strided_as(tensor, write.value))
             for owner in [owner for owner in sent if last[owner] == name]:  # all its parts are here
                 weight = quantized[owner]
-                errors = (weight.dequantize(torch.float32) - sent.pop(owner)).abs() / _half_steps(weight)
+                errors = weight.dequantize(torch.float32).sub_(sent.pop(owner)).abs_().div_(_half_steps(weight))
                 digests = _digest([weight.scale]), _digest([weight.qdata])
                 before = self.compared.get(owner, digests)
                 found[owner] = float(errors.max().nan_to_num(math.inf)), all(map(operator.ne, digests, before))
@@ -915,7 +915,7 @@ def _half_steps(weight: torch.Tensor) -> torch.Tensor:
     if not codes.dtype.is_floating_point:
         return weight.scale / 2
     format = torch.finfo(codes.dtype)
-    return weight.scale * codes.float().abs().clamp(min=format.smallest_normal) * (format.eps / 2)
+    return codes.float().abs_().clamp_(min=format.smallest_normal).mul_(weight.scale * format.eps / 2)
 
 
 def _strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
