@@ -36,6 +36,8 @@ import copy
 import functools
 import json
 import logging
+import math
+import operator
 import os
 import pickle
 import shutil
@@ -60,6 +62,7 @@ from copies import Copies, digest, digest_together
 
 __all__ = [
     "ColocateWorkerExtension",
+    "Comparison",
     "SharedMemoryChannel",
     "SyncReport",
     "WeightSender",
@@ -77,6 +80,7 @@ CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within 
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
 PROCESSED = "_already_called_process_weights_after_loading"  # a flag that vLLM's quantization methods leave on a layer
+ROUNDING_SLACK = 1.001  # how much more than the error of rounding passes: comparing rounds as well
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -586,6 +590,14 @@ class SyncReport:
         return self.nbytes / self.seconds / 1e9
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Quantized weights that are what was sent, but for rounding."""
+
+    weights: int  # of all workers
+    changed: int  # of them, those whose scales and values are other ones than at the last comparison
+
+
 class WeightSender:
     """The trainer's end of the sync.
 
@@ -739,6 +751,34 @@ class WeightSender:
                 view.copy_(_part(self.gathered, piece).reshape(view.shape))
         self.gathered = self.gathered if self.buckets[i][-1].begin else None
 
+    @torch.no_grad()
+    def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
+        """Send the tensors of the last sync again, while every worker compares its quantized weights with them.
+
+        Runs while `compare_weights` runs on every worker. Raises WeightSyncError if a weight is further from what was
+        sent than rounding to its format explains: a scale that is 1 % off is.
+        """
+        tensors, found = _without_ties(list(named_tensors)), {}
+        try:
+            for name, dtype, _ in _wire_of(self.buckets):
+                tensor = tensors[name].to(getattr(torch, dtype)).contiguous()
+                self.channel.communicator.broadcast(tensor, src=0, stream=_stream_of(tensor))
+            for link in self.links:
+                found |= {f"{name} of {link.peer}": row for name, row in link.recv(ANSWER_SECONDS)["compared"].items()}
+        except BaseException as error:
+            self.close(_reason(error))
+            raise
+        wrong = {name: error for name, (error, _) in found.items() if error > ROUNDING_SLACK}
+        if wrong:
+            worst = max(wrong, key=wrong.get)
+            raise WeightSyncError(
+                f"{len(wrong)} of {len(found)} quantized weights are not what was sent: {worst} is off by"
+                f" {wrong[worst]:.3g} times what rounding explains"
+            )
+        if not found:
+            raise WeightSyncError("none of the engine's weights is quantized")
+        return Comparison(len(found), sum(changed for _, changed in found.values()))
+
 
 def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors by name, the first name only where two share their memory."""
@@ -762,6 +802,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:
     metadata = [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in wire]
     return plan_buckets(metadata, bucket_bytes)
+
+
+def _wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor that travels in these buckets."""
+    return list(dict.fromkeys((p.name, _dtype_name(p.dtype), p.shape) for bucket in buckets for p in bucket))
 
 
 # --- The worker's end -------------------------------------------------------------------------------------------------
@@ -825,6 +870,7 @@ class _EngineModel:
         self.version = 0
         self.moves: list[list] | None = None  # the steps of a replay, by bucket
         self.fused = False  # do they take the digest as well?
+        self.compared: dict[str, tuple] = {}  # digests of quantized weights at the last comparison
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Returns per tensor the dtype in which the engine keeps it (None: not on this worker), and the problems."""
@@ -1020,6 +1066,33 @@ class _EngineModel:
                 identity = torch.eye(getattr(module, "input_size_per_partition", whole), dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
 
+    @torch.no_grad()
+    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, bool]]:
+        """Compare each quantized weight with what `receive(dtype, shape)` brings, the tensors of `wire` one by one.
+
+        Returns its largest error, over the largest that rounding to the format makes there (a NaN counts as infinite),
+        and whether both its scales and its values changed since the last comparison.
+        """
+        traced, _ = self._trace(wire)
+        quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
+        last = {write.owner: name for name, writes in traced.items() for write in writes}
+        sent, found = {}, dict.fromkeys(quantized, (math.inf, False))
+        for name, dtype, shape in wire:
+            tensor = receive(dtype, shape)
+            for write in traced[name]:
+                if write.owner in quantized:
+                    if write.owner not in sent:
+                        sent[write.owner] = torch.full(quantized[write.owner].shape, math.nan, device=tensor.device)
+                    _strided_as(sent[write.owner], write.destination).copy_(_strided_as(tensor, write.value))
+            for owner in [owner for owner in sent if last[owner] == name]:  # all its parts are here
+                weight = quantized[owner]
+                errors = weight.dequantize(torch.float32).sub_(sent.pop(owner)).abs_().div_(_half_steps(weight))
+                digests = digest([weight.scale]), digest([weight.qdata])
+                before = self.compared.get(owner, digests)
+                found[owner] = float(errors.max().nan_to_num(math.inf)), all(map(operator.ne, digests, before))
+                self.compared[owner] = digests
+        return found
+
     @contextmanager
     def _context(self):
         from vllm.config import set_current_vllm_config
@@ -1213,6 +1286,25 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.as_subclass(torch.Tensor)
 
 
+def _stream_of(tensor: torch.Tensor):
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def _half_steps(weight: torch.Tensor) -> torch.Tensor:
+    """Half the distance from each element of a quantized tensor to the next value of its format; broadcasts to it."""
+    codes = weight.qdata
+    if codes.shape != weight.shape:
+        raise WeightSyncError(f"{type(weight).__name__} packs its weights in a way that cannot be compared")
+    if not codes.dtype.is_floating_point:
+        return weight.scale / 2
+    format = torch.finfo(codes.dtype)
+    return codes.float().abs_().clamp_(min=format.smallest_normal).mul_(weight.scale * format.eps / 2)
+
+
+def _strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(view.size(), view.stride(), tensor.storage_offset() + view.storage_offset())
+
+
 def _pairs(
     destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -1369,6 +1461,25 @@ class WorkerExtension(_WeightReceiver):
         if hasattr(self.model_update_group, "destroy"):
             self.model_update_group.destroy()  # a broadcast that will never end must not hold the GPU
         self.model_update_group = None
+
+    def weight_bytes(self) -> int:
+        """Memory of the weights that this worker serves, scales of quantized ones included."""
+        return sum(tensor.nbytes for tensor in self._engine_model()._served_tensors())
+
+    def compare_weights(self) -> None:
+        """Take part in one `WeightSender.compare_weights`, which raises what fails here."""
+        try:
+            group, wire = self._joined_group(), _wire_of(self.weight_buckets)
+
+            def receive(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                group.broadcast(tensor, src=0, stream=_stream_of(tensor))
+                return tensor
+
+            self.weight_link.send(compared=self._engine_model().compare(wire, receive))
+        except Exception as error:
+            self._close_link(_reason(error))
+            self.close_weight_update_group()
 
     def _joined_group(self):
         if self.model_update_group is None:

@@ -15,6 +15,21 @@ class Probe(WorkerExtension):
         parameter = self.model_runner.get_model().get_parameter(name)
         parameter.data.view(torch.int32).view(-1)[parameter.numel() // 2] ^= 1
 
+    def keep_scales(self, keep: bool) -> None:
+        """Have every sync leave the scales of quantized weights as they are now, unseen by its digest; or no more."""
+        model = self._engine_model()
+        vars(model).pop("take_digest", None)
+        scales = [(p.scale, p.scale.clone()) for p in model.model.parameters() if hasattr(p, "scale")]
+        take_digest = model.take_digest
+
+        def stale() -> int:
+            for scale, old in scales:
+                scale.copy_(old)
+            return take_digest()
+
+        if keep:
+            model.take_digest = stale
+
     def tamper_with_loads(self, how: str, part: str = "") -> None:
         """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" fails at the
         first such tensor, "swap" exchanges two layers; "heal" undoes it."""
