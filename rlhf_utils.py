@@ -176,6 +176,7 @@ class _Link:
         try:
             self.connection.send_bytes(json.dumps(message).encode())
         except OSError as error:
+            self.watch()  # the peer may have said why it left
             raise self._gone() from error
 
     def recv(self, timeout: float) -> dict:
@@ -749,7 +750,8 @@ class WeightSender:
                     self.gathered = self.sharded[piece.name].to(piece.dtype).full_tensor()
                 view = self.lanes.view(i, piece)
                 view.copy_(_part(self.gathered, piece).reshape(view.shape))
-        self.gathered = self.gathered if self.buckets[i][-1].begin else None
+                if piece.begin + piece.count == self.gathered.numel():
+                    self.gathered = None  # one whole tensor at a time
 
     @torch.no_grad()
     def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
@@ -959,7 +961,7 @@ class _EngineModel:
         """Load other weights, so that nothing that a replay leaves out can pass for right."""
         for bucket in buckets:
             first = [piece for piece in bucket if piece.begin == 0]
-            self.load([(p.name, torch.full(p.shape, 0.5, device=device).to(p.dtype)) for p in first])
+            self.load([(p.name, torch.full(p.shape, 0.5, dtype=p.dtype, device=device)) for p in first])
         self.finish()
 
     def state_digest(self) -> int | None:

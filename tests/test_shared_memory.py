@@ -122,6 +122,42 @@ def test_trainer_that_dies_ends_the_workers_wait():
     process.join()
 
 
+def _sharded_rank(rank, port, failures):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    rlhf_utils.STAGING_BYTES = rlhf_utils.LANES * 1024  # `w` has 8,400 bytes: it is cut
+    channel = SharedMemoryChannel(CPU)
+    receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
+    whole = {"a": torch.randn(3), "w": torch.randn(101, 20), "b": torch.randn(7)}
+    for tensor in whole.values():
+        dist.broadcast(tensor, src=0)
+    mesh, sender = init_device_mesh("cpu", (2,)), WeightSender(channel)
+    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    for _ in range(2):
+        sender.send_weights(shards.items())
+        received = receiving.worker.weight_model.weights
+        if not all(same_bits(received[n], t.bfloat16() if n == "w" else t) for n, t in whole.items()):
+            failures.put(rank)
+    dist.destroy_process_group()
+
+
+def test_shards_of_two_ranks_are_gathered_bucket_by_bucket():
+    from vllm.utils.network_utils import get_open_port
+
+    context = mp.get_context("spawn")
+    failures, port = context.Queue(), get_open_port()
+    ranks = [context.Process(target=_sharded_rank, args=(rank, port, failures)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert failures.empty()
+
+
 class PlainSender(threading.Thread):
     """A trainer that knows vLLM's example protocol and nothing else."""
 
