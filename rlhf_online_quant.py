@@ -11,8 +11,8 @@
 2. Connect trainer and workers, and sync once: the engine serves what the trainer holds.
 3. Each step: generate, reward, learn, sync. The rollouts that follow a sync prove it: the engine's log-probabilities
    of the tokens it sampled must be the trainer's, or the step raises. Quantized weights are never exactly that:
-   `mismatch` says how far off, truncated importance weights (grpo.py) correct for it. It hardly shows scales that are
-   slightly wrong: so, at first and with every checkpoint, each quantized weight is compared with what was sent.
+   `mismatch` says how far off, truncated importance weights (grpo.py) correct for it. It hardly shows scales that a
+   sync left behind: so each quantized weight is compared with what was sent, at first and with every checkpoint.
 4. Generate again with the last weights, prove them as well, and print.
 
 The last line is `OK: ...`; on an error it is `error: ...`, and the exit status is not 0.
@@ -270,8 +270,9 @@ def main(args: argparse.Namespace) -> None:
             run.log_metrics(step, metrics)
             if step in (first_step + 1, args.steps):
                 run.show(rows, rollouts, texts)
-            if step % args.save_every == 0 or step == args.steps:
+            if step % args.save_every == 0 or step in (first_step + 1, args.steps):
                 compare(run, session, trainer, engine)
+            if step % args.save_every == 0 or step == args.steps:
                 session.wait("saving", trainer=trainer.save.remote(run.path))
                 run.draw()
 

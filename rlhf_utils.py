@@ -573,6 +573,17 @@ def _connect_path(path: str, rank: int, timeout: float) -> _Link:
     return link
 
 
+def _broadcast(communicator, tensor: torch.Tensor, links: list[_Link]) -> None:
+    """Broadcast one tensor from the trainer and wait for it, watching the other side."""
+    if tensor.is_cuda:
+        stream = torch.cuda.current_stream(tensor.device)
+        communicator.broadcast(tensor, src=0, stream=stream)
+        done = stream.record_event().query
+    else:
+        done = communicator.start_broadcast(tensor, src=0).is_completed
+    _wait_until(done, links, time.monotonic() + CONNECT_SECONDS + tensor.nbytes / SLOWEST_BYTES_PER_SECOND)
+
+
 # --- The trainer's end ------------------------------------------------------------------------------------------------
 
 
@@ -596,7 +607,7 @@ class Comparison:
     """Quantized weights that are what was sent, but for rounding."""
 
     weights: int  # of all workers
-    changed: int  # of them, those whose scales and values are other ones than at the last comparison
+    changed: int  # those whose scales and values both changed since the last comparison
 
 
 class WeightSender:
@@ -760,11 +771,12 @@ class WeightSender:
         Runs while `compare_weights` runs on every worker. Raises WeightSyncError if a weight is further from what was
         sent than rounding to its format explains: a scale that is 1 % off is.
         """
-        tensors, found = _without_ties(list(named_tensors)), {}
+        found = {}
         try:
+            tensors = _without_ties(list(named_tensors))
             for name, dtype, _ in _wire_of(self.buckets):
                 tensor = tensors[name].to(getattr(torch, dtype)).contiguous()
-                self.channel.communicator.broadcast(tensor, src=0, stream=_stream_of(tensor))
+                _broadcast(self.channel.communicator, tensor, self.links)
             for link in self.links:
                 found |= {f"{name} of {link.peer}": row for name, row in link.recv(ANSWER_SECONDS)["compared"].items()}
         except BaseException as error:
@@ -1075,8 +1087,10 @@ class _EngineModel:
         Returns its largest error, over the largest that rounding to the format makes there (a NaN counts as infinite),
         and whether both its scales and its values changed since the last comparison.
         """
-        traced, _ = self._trace(wire)
         quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
+        if unknown := {type(p).__name__ for p in quantized.values()} - {"Int8Tensor", "Float8Tensor"}:
+            raise WeightSyncError(f"weights that torchao keeps as {', '.join(unknown)} cannot be compared yet")
+        traced, _ = self._trace(wire)
         last = {write.owner: name for name, writes in traced.items() for write in writes}
         sent, found = {}, dict.fromkeys(quantized, (math.inf, False))
         for name, dtype, shape in wire:
@@ -1288,19 +1302,12 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.as_subclass(torch.Tensor)
 
 
-def _stream_of(tensor: torch.Tensor):
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-
-
 def _half_steps(weight: torch.Tensor) -> torch.Tensor:
     """Half the distance from each element of a quantized tensor to the next value of its format; broadcasts to it."""
-    codes = weight.qdata
-    if codes.shape != weight.shape:
-        raise WeightSyncError(f"{type(weight).__name__} packs its weights in a way that cannot be compared")
-    if not codes.dtype.is_floating_point:
+    if not weight.qdata.is_floating_point():
         return weight.scale / 2
-    format = torch.finfo(codes.dtype)
-    return codes.float().abs_().clamp_(min=format.smallest_normal).mul_(weight.scale * format.eps / 2)
+    format = torch.finfo(weight.qdata.dtype)
+    return weight.qdata.float().abs_().clamp_(min=format.smallest_normal).mul_(weight.scale * format.eps / 2)
 
 
 def _strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
@@ -1475,7 +1482,7 @@ class WorkerExtension(_WeightReceiver):
 
             def receive(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-                group.broadcast(tensor, src=0, stream=_stream_of(tensor))
+                _broadcast(group, tensor, [self.weight_link])
                 return tensor
 
             self.weight_link.send(compared=self._engine_model().compare(wire, receive))

@@ -115,7 +115,7 @@ def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, 
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
     pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
-    assert re.findall(pattern, text) == ["0", "16", "16", "16"]
+    assert re.findall(pattern, text) == ["0", "16", "16", "16", "16"]
     metrics = rows(tmp_path / "run")
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
