@@ -821,10 +821,20 @@ class _EngineModel:
             if not isinstance(write.value, int | float):
                 layer = _layer_of(write.owner)
                 self.expected[layer] = self.expected.get(layer, 0) + write.destination.numel()
+        for name, _, shape in metadata:
+            if self._cuts(traced.get(name, []), torch.Size(shape).numel()):
+                problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
         missing = self.required.keys() - self._complete({write.region for write in writes})
         if missing and not problems:
             problems = [f"nothing is sent for the engine's {name}" for name in sorted(missing)]
         return dtypes, problems
+
+    def _cuts(self, writes: list[_Write], numel: int) -> bool:
+        """Whether the workers together load less than the tensor: some loaders cut off what is too large."""
+        if any(not isinstance(w.value, torch.Tensor) or _loadable(w.parameter) < w.parameter.numel() for w in writes):
+            return False  # computed, or of a share that is padded on some workers
+        loaded = sum(write.destination.numel() for write in writes)
+        return 0 < loaded < numel / self.worker.parallel_config.tensor_parallel_size
 
     def _wire_dtype(self, write: _Write) -> str:
         """A loader that copies gets the parameter's own dtype; one that computes on its way, the model's."""
@@ -1000,7 +1010,8 @@ class _EngineModel:
         for module in self.model.modules():
             # On CPU, vLLM keeps linear weights packed in a form that cannot be read: read them by what they compute.
             if hasattr(module, "cpu_linear") and not module.weight.numel():
-                identity = torch.eye(module.input_size_per_partition, dtype=module.weight.dtype)
+                inputs = getattr(module, "input_size_per_partition", 0) or module.input_size  # whole where replicated
+                identity = torch.eye(inputs, dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
 
     @contextmanager

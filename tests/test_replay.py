@@ -79,8 +79,13 @@ class Engine(_EngineModel):
     """The real preflight, record, replay and digest, over such a model instead of vLLM's."""
 
     def __init__(self, model):
-        config = SimpleNamespace(dtype=torch.float32)
-        super().__init__(SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), model_config=config))
+        super().__init__(
+            SimpleNamespace(
+                model_runner=SimpleNamespace(get_model=lambda: model),
+                model_config=SimpleNamespace(dtype=torch.float32),
+                parallel_config=SimpleNamespace(tensor_parallel_size=RANKS),
+            )
+        )
         self.loads = 0
         self.required = {name: parameter.numel() for name, parameter in model.named_parameters()}
 
