@@ -12,10 +12,20 @@ import pytest
 import torch
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="drives vLLM's CPU build")
+REQUIRE_GPU = os.environ.get("REQUIRE_GPU") == "1"  # a GPU test that cannot run is a failure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ray_session import shared_memory_of  # noqa: E402 - found by the line above
+
+
+def pytest_runtest_setup(item):
+    """Skip a test whose GPUs are not there: `gpu(count)` says how many it needs, `or_cpu` that it also runs on none."""
+    for marker in item.iter_markers("gpu"):
+        (wanted,), there = marker.args, torch.cuda.device_count()
+        if there < wanted and not (there == 0 and marker.kwargs.get("or_cpu") and not REQUIRE_GPU):
+            stop = pytest.fail if REQUIRE_GPU else pytest.skip
+            stop(f"needs {wanted} GPUs, there are {there}")
 
 
 class Script:

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from conftest import cpu_only
-from test_sync import Pair
+from pair import Pair
 
 from grpo import MismatchError
 from tiny_model import build_tiny_model
