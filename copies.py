@@ -31,7 +31,7 @@ class Copies:
         self.device, self.fills = device, fills
         self.sources = [source for _, source in pairs]
         self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.tables: list[tuple[bool, torch.Tensor]] = []  # does it cast; int64 [5, runs]
+        self.tables: list[tuple[bool, torch.Tensor]] = []  # does it cast; the table, int64 [5, runs]
         runs = {False: [], True: []}
         for destination, source in pairs:
             found = _runs(destination, source) if _has_kernel(device) else None
@@ -179,7 +179,7 @@ def _launch(table: torch.Tensor, cast: bool, digest: torch.Tensor | None) -> Non
     if digest is None:
         digest = torch.empty(1, dtype=torch.int64, device=table.device)
     if table.size(1):
-        _kernel()[(table.size(1),)](table, digest, table.size(1), cast, 2048)
+        _kernel()[(table.size(1),)](table, digest, table.size(1), cast, 2048, num_warps=8)
 
 
 @functools.cache

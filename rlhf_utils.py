@@ -1238,13 +1238,19 @@ class WorkerExtension(_WeightReceiver):
 class ColocateWorkerExtension(_WeightReceiver):
     """Methods for workers that share their device with a trainer rank; no broadcast, the weights are there already."""
 
+    weight_path = ""
+
     def report_device_id(self) -> str:
         """The UUID of this worker's GPU; on CPU "cpu:" and its rank in the engine."""
         return _device_id(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
 
     def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
         """As `WorkerExtension.receive_weights`; `handles` are those of the trainer ranks' `SharedMemoryChannel`s."""
-        return self._receive(timeout, lambda: _connect_path(handles[self.report_device_id()], self.rank, timeout))
+        path = handles[self.report_device_id()]
+        if path != self.weight_path:
+            self._close_link()
+            self.weight_path = path
+        return self._receive(timeout, lambda: _connect_path(path, self.rank, timeout))
 
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
         """Load weights from a buffer of the trainer on this device, as vLLM's colocation example sends them.
@@ -1322,7 +1328,7 @@ def _arrivals(buckets: list[list[Piece]], lanes: _Lanes, link: _Link) -> Iterato
 
 def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, arrivals: Iterator[int]) -> None:
     """Hand the tensors to vLLM's loader, bucket after bucket, in memory of their own: it keeps them for a while."""
-    partial = {}
+    partial, weights, held = {}, [], 0
     for i in arrivals:
         for piece in buckets[i]:
             view = lanes.view(i, piece)
@@ -1330,8 +1336,12 @@ def _reload(model: _EngineModel, buckets: list[list[Piece]], lanes: _Lanes, arri
                 partial[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
             whole = partial[piece.name]
             whole.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
+            held += piece.nbytes
             if piece.begin + piece.count == whole.numel():
-                model.load([(piece.name, partial.pop(piece.name))])
+                weights.append((piece.name, partial.pop(piece.name)))
+            if weights and (piece is buckets[i][-1] or held > STAGING_BYTES // LANES):
+                model.load(weights)
+                weights, held = [], 0
     model.finish(complete=True)
 
 

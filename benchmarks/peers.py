@@ -4,10 +4,36 @@ import math
 
 import torch
 
-from rlhf_utils import WorkerExtension
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
 
 
-class PeerExtension(WorkerExtension):
+def staging(device: torch.device) -> int:
+    """Bytes that torch allocated on this GPU at most since the last call, beyond what it had then; 0 on CPU."""
+    if device.type == "cpu":
+        return 0
+    peak = torch.cuda.max_memory_allocated(device) - staging.before
+    staging.before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+staging.before = 0
+
+
+class _Peer:
+    def staging(self) -> int:
+        return staging(self.device)
+
+    def poison(self) -> None:
+        """Overwrite every parameter that can be written."""
+        for parameter in self.model_runner.get_model().parameters():
+            parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
+
+    def digest(self) -> int:
+        return self._engine_model().take_digest()
+
+
+class PeerExtension(_Peer, WorkerExtension):
     def raw_broadcast(self, nbytes: int) -> None:
         """Receive `nbytes` into one buffer over and over."""
         buffer = torch.empty(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
@@ -26,10 +52,28 @@ class PeerExtension(WorkerExtension):
         self.model_runner.model.load_weights(weights=[(name, weight)])
         del weight
 
-    def poison(self) -> None:
-        """Overwrite every parameter that can be written."""
-        for parameter in self.model_runner.get_model().parameters():
-            parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
 
-    def digest(self) -> int:
-        return self._engine_model().take_digest()
+class ColocatePeerExtension(_Peer, ColocateWorkerExtension):
+    def upstream_update_weights_from_ipc(self, zmq_handles: dict[str, str]) -> None:
+        """As in vLLM's example: load each filling of the buffer at once. On CPU that needs a reload bracket."""
+        import zmq
+
+        if self.device.type == "cpu":
+            self.update_weights_from_ipc(zmq_handles)
+            return
+        with zmq.Context() as context, context.socket(zmq.REP) as socket:
+            socket.connect(zmq_handles[self.report_device_id()])
+            buffer = None
+            while (message := socket.recv_pyobj()) is not None:
+                if isinstance(message, tuple):
+                    buffer = rebuild_ipc(message, self.device.index)
+                else:
+                    weights = []
+                    for item in message:
+                        nbytes = item["dtype"].itemsize * item["shape"].numel()
+                        flat = buffer[item["offset"] : item["offset"] + nbytes]
+                        weights.append((item["name"], flat.view(item["dtype"]).view(item["shape"])))
+                    self.model_runner.model.load_weights(weights=weights)
+                torch.cuda.synchronize()
+                socket.send(b"")
+            socket.send(b"")

@@ -1,13 +1,15 @@
 """How long a weight sync takes, by every way there is, on one model shape, in one run.
 
     python benchmarks/sync.py --shape qwen2.5-7b                             # 3 GPUs: 1 trainer -> TP=2, NCCL
+    python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU: trainer and engine share it
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
 
 Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
 are overwritten; after it they must be, bit for bit, what a reload brings. A time is the median of the rounds after the
 first two, as the trainer sees it: from "the weights are ready" to "the engine may generate", prefix-cache reset
-included. Writes a table, sync.json and sync.png.
+included. Staging is what a way allocates on the GPU beyond the weights, trainer + worker. Writes a table, sync.json and
+sync.png.
 """
 
 import argparse
@@ -23,10 +25,18 @@ sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
+from peers import staging  # noqa: E402
 
 from ray_session import RaySession, run_main  # noqa: E402
 from rlhf import Engine, place  # noqa: E402
-from rlhf_utils import STAGING_BYTES, WeightSender, stateless_init_process_group  # noqa: E402
+from rlhf_utils import (  # noqa: E402
+    SharedMemoryChannel,
+    WeightSender,
+    WeightSyncError,
+    share_tensor,
+    shared_buffer,
+    stateless_init_process_group,
+)
 from run_folder import RunError, RunFolder  # noqa: E402
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
@@ -46,7 +56,8 @@ SHAPES = {
     | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
 }
-CEILING = "raw broadcast"
+CEILINGS = ("raw broadcast", "device copy")
+CASES = {"nccl": "1 trainer -> TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
 
 
 class BenchEngine(Engine):
@@ -54,6 +65,13 @@ class BenchEngine(Engine):
 
     def rpc(self, method: str, *args) -> list:
         return self.llm.collective_rpc(method, args=args)
+
+    def receive_weights(self, *handles) -> bool:
+        self.reset_prefix_cache()
+        for result in self.rpc("receive_weights", *handles):
+            if "error" in result:
+                raise WeightSyncError(result["error"])
+        return all(self.rpc("check_weights_changed"))
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -77,16 +95,17 @@ class BenchEngine(Engine):
 
 
 class BenchTrainer:
-    """The parameters of one model, and every way to bring them to the engine."""
+    """The parameters of one model, and every way to bring them to the engine. A way's method returns seconds."""
 
-    def __init__(self, model: str, dtype: str, device: str):
+    def __init__(self, model: str, args: argparse.Namespace, device: str):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(os.cpu_count())
         torch.manual_seed(0)
-        self.device = torch.device(device, 0)
+        self.device, self.topology, self.group, self.handles = torch.device(device, 0), args.topology, None, []
+        dtype = getattr(torch, args.trainer_dtype)
         with self.device:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=getattr(torch, dtype))
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
         self.model = model.requires_grad_(False)
         self.parameters = dict(self.model.named_parameters())
 
@@ -102,18 +121,25 @@ class BenchTrainer:
         """What travels: fp32 to an engine on CPU, bf16 to one on GPUs."""
         return sum(p.numel() for p in self.parameters.values()) * (2 if self.device.type == "cuda" else 4)
 
+    def staging(self) -> int:
+        return staging(self.device)
+
     def ceiling(self, engine, nbytes: int) -> float:
-        """Broadcast a buffer of 256 MiB as often as makes `nbytes`."""
+        """Broadcast, or copy on this device, one buffer as often as makes `nbytes`."""
         buffer = torch.zeros(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
-        ref = engine.rpc.remote("raw_broadcast", nbytes)
-        self.group.broadcast(buffer, src=0)  # both sides are there now
+        if self.topology == "nccl":
+            ref = engine.rpc.remote("raw_broadcast", nbytes)
+            self.group.broadcast(buffer, src=0)  # both sides are there now
+        else:
+            target = torch.empty_like(buffer)
         self._synchronize()
         started = time.perf_counter()
         for _ in range(nbytes // buffer.numel()):
-            self.group.broadcast(buffer, src=0)
+            self.group.broadcast(buffer, src=0) if self.topology == "nccl" else target.copy_(buffer)
         self._synchronize()
         seconds = time.perf_counter() - started
-        ray.get(ref)
+        if self.topology == "nccl":
+            ray.get(ref)
         return seconds * nbytes / (nbytes // buffer.numel() * buffer.numel())
 
     def one_rpc_a_parameter(self, engine) -> float:
@@ -127,16 +153,53 @@ class BenchTrainer:
         ray.get(engine.reset_prefix_cache.remote())
         return time.perf_counter() - started
 
+    def zmq_buckets(self, engine, device_id: str) -> float:
+        """The protocol of vLLM's colocation example: a buffer of twice the largest tensor, filled again and again."""
+        import zmq
+
+        started = time.perf_counter()
+        buffer = shared_buffer(2 * max(p.nbytes for p in self.parameters.values()), self.device)
+        address = f"ipc:///tmp/sync-{os.getpid()}"
+        ref = engine.rpc.remote("upstream_update_weights_from_ipc", {device_id: address})
+        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+            socket.bind(address)
+
+            def ask(message) -> None:
+                self._synchronize()
+                socket.send_pyobj(message)
+                socket.recv()
+
+            ask(share_tensor(buffer))
+            items, offset = [], 0
+            for name, parameter in self.parameters.items():
+                if offset + parameter.nbytes > buffer.numel():
+                    ask(items)
+                    items, offset = [], 0
+                part = buffer[offset : offset + parameter.nbytes]
+                part.view(parameter.dtype).view(parameter.shape).copy_(parameter, non_blocking=True)
+                items.append({"name": name, "shape": parameter.shape, "dtype": parameter.dtype, "offset": offset})
+                offset += -(-parameter.nbytes // 256) * 256
+            ask(items)
+            ask(None)
+        ray.get(ref)
+        ray.get(engine.reset_prefix_cache.remote())
+        return time.perf_counter() - started
+
     def connect_native(self, engine, packed: bool, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+        largest = max(p.nbytes for p in self.parameters.values())
+        options = {"rank": 0, "packed": packed, "packed_buffer_size_bytes": max(1 << 30, largest)}
+        if self.topology == "nccl":
+            info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, **options)
+        else:
+            info = IPCTrainerInitInfo(**options)
         self.native = WeightTransferTrainerFactory.trainer_init(
-            NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, rank=0, packed=packed),
-            client=RayVLLMWeightSyncClient(engine),
-            source=ModuleSource(self.model),
+            info, client=RayVLLMWeightSyncClient(engine), source=ModuleSource(self.model)
         )
 
     def native_engine(self, engine) -> float:
@@ -148,11 +211,14 @@ class BenchTrainer:
         return time.perf_counter() - started
 
     def open_sender(self, replay: bool) -> None:
-        self.sender = WeightSender(self.group, replay=replay)
+        if self.topology == "ipc":
+            channel = SharedMemoryChannel(self.device)
+            self.handles = [channel.handles]
+        self.sender = WeightSender(channel if self.topology == "ipc" else self.group, replay=replay)
 
     def ours(self, engine, expected_loader: str) -> float:
         """WeightSender; the engine waits already, with an empty prefix cache, as it does during a learning step."""
-        ref = engine.receive_weights.remote()
+        ref = engine.receive_weights.remote(*self.handles)
         time.sleep(0.05)
         report = self.sender.send_weights(self.parameters.items())
         assert ray.get(ref), "the engine does not serve what was sent"
@@ -164,67 +230,102 @@ class BenchTrainer:
             torch.cuda.synchronize()
 
 
-def main(args: argparse.Namespace) -> None:
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    with RunFolder(args, "sync") as run, RaySession(run, None) as session:
-        device, trainer_options, engine_options = place(args)
+def place_together(args: argparse.Namespace) -> tuple[str, dict, dict]:
+    """Trainer and engine on one GPU, half of it each."""
+    gpus = ray.cluster_resources().get("GPU", 0)
+    return "cuda" if gpus else "cpu", {"num_gpus": 0.5 if gpus else 0}, {"num_gpus": 0.5 if gpus else 0}
+
+
+class Bench:
+    """One trainer, one engine, and the rows of the table so far."""
+
+    def __init__(self, run: RunFolder, session: RaySession, args: argparse.Namespace):
+        self.run, self.session, self.args, self.rows = run, session, args, []
+        self.ipc = args.topology == "ipc"
+        device, trainer_options, engine_options = (place_together if self.ipc else place)(args)
+        self.gpu = device == "cuda"
         model = run.path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
         more = {"skip_tokenizer_init": True, "load_format": "dummy"}
-        more |= {"worker_extension_cls": "peers.PeerExtension"}
-        if device == "cuda":
-            more |= {"weight_transfer_config": {"backend": "nccl"}}
-        trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args.trainer_dtype, device)
-        engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
-        session.farewells.append(engine.shutdown.remote)
-        (address,) = session.wait("starting", trainer=trainer.address.remote())
-        session.wait("starting", engine=engine.start.remote())
-        world_size = 1 + args.tensor_parallel_size
+        more |= {"worker_extension_cls": "peers.ColocatePeerExtension" if self.ipc else "peers.PeerExtension"}
+        more |= {"weight_transfer_config": {"backend": args.topology}} if self.gpu else {}
+        more |= {"distributed_executor_backend": "uni"} if self.ipc else {}
+        # The engine first: vLLM's memory profiling wants no company.
+        self.engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
+        session.farewells.append(self.engine.shutdown.remote)
+        session.wait("starting", engine=self.engine.start.remote())
+        self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device)
+        self.nbytes = self.ask_trainer("nbytes")
 
-        def connect() -> None:
-            (address,) = session.wait("connecting", trainer=trainer.address.remote())
-            joined = engine.init_weight_update_group.remote(*address, world_size)
-            session.wait("connecting", trainer=trainer.join.remote(*address, world_size), engine=joined)
+    def ask_trainer(self, method: str, *args):
+        return self.session.wait(method, trainer=getattr(self.trainer, method).remote(*args))[0]
 
-        def measure(name: str, method, *arguments) -> None:
-            seconds = []
-            for _ in range(args.rounds):
-                if name != CEILING:
-                    session.wait(name, engine=engine.rpc.remote("poison"))
-                seconds += session.wait(name, trainer=method.remote(engine, *arguments))
-            (digests,) = session.wait(name, engine=engine.rpc.remote("digest"))
-            median = statistics.median(seconds[min(2, args.rounds - 1) :])
-            exact = None if name == CEILING else digests == reference
-            rows.append({"way": name, "seconds": median, "GBps": nbytes / median / 1e9, "exact": exact})
-            rows[-1] |= {"share_of_ceiling": rows[0]["seconds"] / median, "rounds": seconds}
-            run.say(line(rows[-1]))
+    def ask_workers(self, method: str, *args) -> list:
+        return self.session.wait(method, engine=self.engine.rpc.remote(method, *args))[0]
 
-        rows: list[dict] = []
-        connect()
-        session.wait("connecting", trainer=trainer.open_sender.remote(False))
-        session.wait("reload", trainer=trainer.ours.remote(engine, "reload"))
-        (reference,) = session.wait("reload", engine=engine.rpc.remote("digest"))
-        (nbytes,) = session.wait("reload", trainer=trainer.nbytes.remote())
-        run.say(f"{args.shape}, {nbytes / 1e9:.3f} GB from {args.trainer_dtype}, 1 -> TP={args.tensor_parallel_size}")
-        measure(CEILING, trainer.ceiling, nbytes)
-        measure("one RPC a parameter", trainer.one_rpc_a_parameter)
-        for packed in (False, True) if device == "cuda" else ():
-            (address,) = session.wait("connecting", trainer=trainer.address.remote())
-            session.wait("connecting", trainer=trainer.connect_native.remote(engine, packed, *address, world_size))
-            measure(f"vLLM native, {'packed' if packed else 'unpacked'}", trainer.native_engine)
-        measure("ours, reload", trainer.ours, "reload")
-        connect()
-        session.wait("connecting", trainer=trainer.open_sender.remote(True))
-        measure("ours, replay" if device == "cuda" else "ours", trainer.ours, "replay" if device == "cuda" else "")
-        finish(run, args, rows, nbytes)
+    def address(self) -> tuple[str, int, int]:
+        return *self.ask_trainer("address"), 1 + self.args.tensor_parallel_size
+
+    def open_sender(self, replay: bool) -> None:
+        if not self.ipc:
+            address = self.address()
+            joined = self.engine.init_weight_update_group.remote(*address)
+            self.session.wait("connecting", trainer=self.trainer.join.remote(*address), engine=joined)
+        self.ask_trainer("open_sender", replay)
+
+    def staging(self) -> tuple[int, int]:
+        return self.ask_trainer("staging"), max(self.ask_workers("staging"))
+
+    def measure(self, name: str, method: str, *args) -> None:
+        """Time the trainer's method; add a row."""
+        seconds = []
+        for _ in range(self.args.rounds):
+            if name not in CEILINGS:
+                self.ask_workers("poison")
+            seconds.append(self.ask_trainer(method, self.engine, *args))
+        exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
+        median = statistics.median(seconds[min(2, len(seconds) - 1) :])
+        row = {"way": name, "seconds": median, "GBps": self.nbytes / median / 1e9, "exact": exact, "rounds": seconds}
+        self.rows.append(row)
+        row |= {"share_of_ceiling": self.rows[0]["seconds"] / median, "staging": self.staging()}
+        self.run.say(line(row))
+
+
+def main(args: argparse.Namespace) -> None:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+    if args.topology == "ipc":
+        args.tensor_parallel_size = 1
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
+    with RunFolder(args, "sync") as run, RaySession(run, None) as session:
+        bench = Bench(run, session, args)
+        case = CASES[args.topology].format(tp=args.tensor_parallel_size)
+        run.say(f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}")
+        bench.open_sender(replay=False)
+        bench.ask_trainer("ours", bench.engine, "reload")
+        bench.reference = bench.ask_workers("digest")
+        bench.staging()
+        bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
+        if bench.ipc:
+            bench.measure("ZMQ + IPC buckets", "zmq_buckets", *bench.ask_workers("report_device_id"))
+        else:
+            bench.measure("one RPC a parameter", "one_rpc_a_parameter")
+        for packed in (False, True) if bench.gpu else ():
+            bench.ask_trainer("connect_native", bench.engine, packed, *bench.address())
+            bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")
+        bench.open_sender(replay=False)
+        bench.measure("ours, reload", "ours", "reload")
+        bench.open_sender(replay=True)
+        loader = "replay" if bench.gpu else ""
+        bench.measure(f"ours, {loader or 'default'}", "ours", loader)
+        finish(run, args, bench.rows, bench.nbytes)
 
 
 def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: int) -> None:
     """Write the results, and fail if a way left other weights than a reload does."""
-    run.say(f"staging memory of ours: {min(STAGING_BYTES, nbytes) / 2**20:.0f} MiB at most on each side")
     results = {"shape": args.shape, "device": device_name(), "nbytes": nbytes, "ways": rows}
-    results |= {"trainer_dtype": args.trainer_dtype, "tensor_parallel_size": args.tensor_parallel_size}
+    results |= {"topology": args.topology, "trainer_dtype": args.trainer_dtype}
+    results |= {"tensor_parallel_size": args.tensor_parallel_size}
     (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, run.path / "sync.png")
     if wrong := [row["way"] for row in rows if row["exact"] is False]:
@@ -235,7 +336,11 @@ def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: i
 def line(row: dict) -> str:
     exact = {None: "", True: "exact", False: "WRONG"}[row["exact"]]
     share = f"{100 * row['share_of_ceiling']:6.1f} %"
-    return f"{row['way']:24} {1e3 * row['seconds']:10.2f} ms {row['GBps']:8.2f} GB/s {share} of the ceiling  {exact}"
+    staging = " + ".join(f"{nbytes / 2**20:.0f}" for nbytes in row["staging"])
+    return (
+        f"{row['way']:24} {1e3 * row['seconds']:10.2f} ms {row['GBps']:8.2f} GB/s {share} of the ceiling"
+        f"  staging {staging} MiB  {exact}"
+    )
 
 
 def device_name() -> str:
@@ -264,8 +369,9 @@ def draw(results: dict, path: Path) -> None:
     axes.axvline(1e3 * ceiling["seconds"], color="tab:red", linestyle="--", linewidth=1)
     axes.set_xscale("log")
     axes.set_xlim(1e3 * ceiling["seconds"] / 2, 3e3 * max(row["seconds"] for row in rows))
-    axes.set_xlabel(f"weight sync, ms (dashed: raw broadcast, {1e3 * ceiling['seconds']:,.1f} ms)")
-    axes.set_title(f"{results['shape']}, {results['nbytes'] / 1e9:.2f} GB, {results['device']}")
+    axes.set_xlabel(f"weight sync, ms (dashed: {ceiling['way']}, {1e3 * ceiling['seconds']:,.1f} ms)")
+    title = f"{results['shape']}, {results['nbytes'] / 1e9:.2f} GB from {results['trainer_dtype']}, {results['device']}"
+    axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -275,9 +381,10 @@ def draw(results: dict, path: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--topology", choices=CASES, default="nccl", help="on CPU: gloo, or shared memory")
     parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.5)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path, help="folder (default: a new one under runs/)")
     parser.add_argument("--verbose", action="store_true", help="show what Ray and vLLM print")
