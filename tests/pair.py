@@ -1,22 +1,26 @@
 """A trainer and a vLLM engine with a group between them, on whatever hardware there is."""
 
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 import rlhf
 from grpo import GRPOConfig, Learner, Rollout
+from ray_session import shared_memory_of
 from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"
 MAX_MISMATCH = rlhf.MAX_MISMATCH[DEVICE.type]
+MAX_HOST_GROWTH = 8 << 20  # bytes; 200 of the smallest weights of the built-in model are more
 
 
 class Pair:
@@ -106,6 +110,36 @@ class Pair:
         generator = torch.Generator().manual_seed(seed)
         noise = {name: torch.randn(t.shape, generator=generator).to(t.device) for name, t in self.original.items()}
         return {name: t + 0.02 * noise[name] for name, t in self.original.items()}
+
+    def footprint(self) -> dict[str, int]:
+        """What both sides hold: bytes of host, shared and GPU memory, and open file descriptors."""
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        on_gpus = torch.cuda.memory_allocated(DEVICE) if DEVICE.type == "cuda" else 0
+        return {
+            "host": sum(process.memory_info().rss for process in family),
+            "shared": sum(os.path.getsize(file) for file in shared_memory_of(family)),
+            "gpu": on_gpus + sum(self.rpc("gpu_memory")),
+            "descriptors": sum(process.num_fds() for process in family),
+        }
+
+
+def assert_memory_is_flat(pair: Pair, syncs: int) -> None:
+    """Sync other values each time. The first tenth of the syncs may take what is kept for the others."""
+    for i in range(syncs):
+        pair.set(pair.perturbed(i))
+        pair.sync()
+        if i == syncs // 10:
+            before = pair.footprint()
+    after = pair.footprint()
+    pair.mismatch()
+    print(before, after)
+    assert {**after, "host": 0} == {**before, "host": 0}
+    assert after["host"] - before["host"] < MAX_HOST_GROWTH
+
+
+def swap_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of layer 0 under the names of layer 1, and the other way round."""
+    return {name: tensors[re.sub(r"\.([01])\.", lambda n: f".{1 - int(n[1])}.", name, count=1)] for name in tensors}
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 pytest tests/test_architectures.py
 """
 
-import re
-
 import pytest
 import torch
 import transformers
-from pair import DEVICE, Pair
+from pair import DEVICE, Pair, swap_layers
+from safetensors.torch import load_file
 
-from grpo import MismatchError
+from grpo import GRPOConfig, Learner, MismatchError
 from rlhf_utils import WeightSyncError
 from tiny_model import byte_tokenizer
 
@@ -52,9 +51,15 @@ def engine_core_in_this_process(monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in a third of the time
 
 
-def swap_layers(tensors):
-    """The tensors of layer 0 under the names of layer 1, and the other way round."""
-    return {name: tensors[re.sub(r"\.([01])\.", lambda n: f".{1 - int(n[1])}.", name, count=1)] for name in tensors}
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, architecture):
+    build(architecture, tmp_path)
+    learner = Learner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
+    memory = {parameter.untyped_storage().data_ptr() for parameter in learner.model.parameters()}
+    sent, saved = learner.named_tensors(), load_file(tmp_path / "model.safetensors")
+    assert sent.keys() == saved.keys()
+    assert all(sent[name].equal(saved[name]) for name in saved)
+    assert all(tensor.untyped_storage().data_ptr() in memory for tensor in sent.values())
 
 
 @pytest.mark.parametrize(

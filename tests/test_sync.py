@@ -6,7 +6,7 @@ pytest tests/test_sync.py
 import pytest
 import torch
 from conftest import cpu_only
-from pair import Pair
+from pair import Pair, assert_memory_is_flat, swap_layers
 
 import rlhf_utils
 from grpo import MismatchError
@@ -64,18 +64,6 @@ def test_perturbed_weights_arrive_and_originals_come_back_bit_for_bit(pair):
     pair.set(pair.original)
     pair.sync()
     assert (pair.generate(), pair.rpc("digest")) == before  # tokens, and log-probabilities to the last bit
-
-
-def swap_layers(tensors):
-    """The tensors of layer 0 under the names of layer 1, and the other way round."""
-
-    def other(name):
-        if not name.startswith(LAYERS):
-            return name
-        number, dot, rest = name.removeprefix(LAYERS).partition(".")
-        return LAYERS + str(1 - int(number)) + dot + rest
-
-    return {name: tensors[other(name)] for name in tensors}
 
 
 def test_swapped_layers_are_seen(pair):
@@ -207,6 +195,10 @@ def test_prefix_cache_keeps_old_weights_until_it_is_reset(pair):
         pair.learner.mismatch(pair.generate(prompts=prompts))
     assert pair.llm.reset_prefix_cache()
     assert pair.learner.mismatch(pair.generate(prompts=prompts)) < 1e-5
+
+
+def test_memory_is_flat_over_200_syncs(pair):
+    assert_memory_is_flat(pair, syncs=200)
 
 
 def test_communicator_that_would_do_nothing_is_an_error():
