@@ -31,7 +31,7 @@ class Copies:
         self.device, self.fills = device, fills
         self.sources = [source for _, source in pairs]
         self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.tables: list[tuple[bool, torch.Tensor]] = []  # does it cast; the table, int64 [5, runs]
+        self.tables: list[_Table] = []
         runs = {False: [], True: []}
         for destination, source in pairs:
             found = _runs(destination, source) if _has_kernel(device) else None
@@ -41,7 +41,7 @@ class Copies:
                 runs[destination.dtype != source.dtype].append(found)
         for cast, found in runs.items():
             if found:
-                self.tables.append((cast, _cut(torch.cat(found, 1), cast).to(device)))
+                self.tables.append(_Table(_cut(torch.cat(found, 1), cast), cast, device))
 
     def run(self, digest: torch.Tensor | None = None) -> None:
         """Run in the current stream. `digest`, int64 [1], grows by that of what `digest_together` has keyed."""
@@ -49,8 +49,8 @@ class Copies:
             destination.fill_(number)
         if self.plain:
             torch._foreach_copy_(*map(list, zip(*self.plain, strict=True)))
-        for cast, table in self.tables:
-            _launch(table, cast, digest)
+        for table in self.tables:
+            table.launch(digest)
 
 
 def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
@@ -58,10 +58,10 @@ def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
 
     Returns False, and changes nothing, where that cannot be: something is written otherwise than in whole words.
     """
-    tables = [(cast, table.cpu()) for each in copies for cast, table in each.tables]
+    tables = [table for each in copies for table in each.tables]
     if not tables or any(each.plain for each in copies) or not all(map(_in_words, served)):
         return False
-    written = torch.cat([table for _, table in tables], 1)
+    written = torch.cat([table.runs.cpu() for table in tables], 1)
     starts = torch.tensor([tensor.data_ptr() for tensor in served])
     ends = starts + torch.tensor([tensor.nbytes for tensor in served])
     # What lies between the runs, with an empty run at both ends of every tensor.
@@ -72,12 +72,13 @@ def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
     between = torch.isin(reached, ends) & ~torch.isin(reached, starts)
     rest = ((begins > reached) & ~between).nonzero()[:, 0]
     unwritten = torch.stack([reached[rest], torch.zeros_like(rest), (begins - reached)[rest] // 4])
-    keyed = [_keyed(table, served) for _, table in [*tables, (False, _cut(unwritten))]]
-    if (begins < reached).any() or any(table is None for table in keyed):
+    copies[-1].tables.append(_Table(_cut(unwritten), False, copies[-1].device))
+    keyed = [_keyed(table.runs.cpu(), served) for table in [*tables, copies[-1].tables[-1]]]
+    if (begins < reached).any() or any(runs is None for runs in keyed):
+        copies[-1].tables.pop()
         return False
-    for each in copies:
-        each.tables = [(cast, keyed.pop(0).to(each.device)) for cast, _ in each.tables]
-    copies[-1].tables.append((False, keyed.pop(0).to(copies[-1].device)))
+    for table, runs in zip([*tables, copies[-1].tables[-1]], keyed, strict=True):
+        table.runs.copy_(runs)
     return True
 
 
@@ -90,7 +91,7 @@ def digest(tensors: list[torch.Tensor]) -> int | None:
     flat = [t if t.nbytes % 4 == 0 else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % 4)) for t in flat]
     if _has_kernel(flat[0].device):
         total = torch.zeros(1, dtype=torch.int64, device=flat[0].device)
-        _launch(_reading_table(tuple((t.data_ptr(), t.nbytes) for t in flat), total.device), False, total)
+        _reading_table(tuple((t.data_ptr(), t.nbytes) for t in flat), total.device).launch(total)
         return int(total) % 2**64
     total = 0
     for k, tensor in enumerate(flat):
@@ -164,7 +165,7 @@ def _key(k: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=4)
-def _reading_table(places: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+def _reading_table(places: tuple[tuple[int, int], ...], device: torch.device) -> "_Table":
     """Table that reads tensors, given as (address, bytes), in their order."""
     runs = torch.tensor([(address, 0, nbytes // 4, *_key(k)) for k, (address, nbytes) in enumerate(places)]).T
     table = _cut(runs[:3])
@@ -172,14 +173,22 @@ def _reading_table(places: tuple[tuple[int, int], ...], device: torch.device) ->
     first = (table[SOURCE] - runs[SOURCE].repeat_interleave(parts)) // 4
     table[MULTIPLIER] = runs[MULTIPLIER].repeat_interleave(parts)
     table[OFFSET] = (runs[OFFSET].repeat_interleave(parts) + table[MULTIPLIER] * first) & MASK
-    return table.to(device)
+    return _Table(table, False, device)
 
 
-def _launch(table: torch.Tensor, cast: bool, digest: torch.Tensor | None) -> None:
-    if digest is None:
-        digest = torch.empty(1, dtype=torch.int64, device=table.device)
-    if table.size(1):
-        _kernel()[(table.size(1),)](table, digest, table.size(1), cast, 2048, num_warps=8)
+class _Table:
+    """Runs, int64 [5, n], on their device; with `cast`, from fp32 to bf16."""
+
+    def __init__(self, runs: torch.Tensor, cast: bool, device: torch.device):
+        self.cast, self.runs = cast, runs.to(device)
+        self.aligned = not ((runs[:2] % 16).any() or (runs[WORDS] % 4).any())
+
+    def launch(self, digest: torch.Tensor | None) -> None:
+        if digest is None:
+            digest = torch.empty(1, dtype=torch.int64, device=self.runs.device)
+        n = self.runs.size(1)
+        if n:
+            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, BLOCK=4096, num_warps=8)
 
 
 @functools.cache
@@ -188,19 +197,23 @@ def _kernel():
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["runs"])
-    def kernel(table, digest, runs, CAST: tl.constexpr, BLOCK: tl.constexpr):
+    def kernel(table, digest, runs, CAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
         column = table + tl.program_id(0)
         source, destination = tl.load(column), tl.load(column + runs)
-        words = tl.load(column + 2 * runs)
+        words = tl.load(column + 2 * runs).to(tl.int32)
+        if ALIGNED:  # then the compiler moves four words at once
+            source, destination = tl.multiple_of(source, 16), tl.multiple_of(destination, 16)
+            words = tl.multiple_of(words, 4)
         multiplier, offset = tl.load(column + 3 * runs).to(tl.uint32), tl.load(column + 4 * runs).to(tl.uint32)
         total = tl.zeros([BLOCK], tl.int64)
         for begin in range(0, words, BLOCK):
             i = begin + tl.arange(0, BLOCK)
             inside = i < words
             if CAST:
-                floats = source.to(tl.pointer_type(tl.float32)) + 2 * i
-                low = tl.load(floats, inside, 0.0).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-                high = tl.load(floats + 1, inside, 0.0).to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+                j = 2 * begin + tl.arange(0, 2 * BLOCK)
+                floats = tl.load(source.to(tl.pointer_type(tl.float32)) + j, j < 2 * words, 0.0)
+                halves = floats.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+                low, high = tl.split(tl.reshape(halves, (BLOCK, 2)))
                 word = low | (high << 16)
             else:
                 word = tl.load(source.to(tl.pointer_type(tl.uint32)) + i, inside, 0)

@@ -586,7 +586,7 @@ class WeightSender:
         self.buckets: list[list[Piece]] = []
         self.packing: list[Copies] = []
         self.sharded: dict[str, torch.Tensor] = {}
-        self.loader = ""
+        self.nbytes, self.loader = 0, ""
 
     @torch.no_grad()
     def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
@@ -609,8 +609,7 @@ class WeightSender:
         except BaseException as error:  # an interrupt too leaves half a session, which must not be used again
             self.close(_reason(error))
             raise
-        nbytes = sum(piece.nbytes for bucket in self.buckets for piece in bucket)
-        return SyncReport(self.version, len(self.metadata), nbytes, time.perf_counter() - started, self.loader)
+        return SyncReport(self.version, len(self.metadata), self.nbytes, time.perf_counter() - started, self.loader)
 
     def close(self, error: str | None = None) -> None:
         """End the session; with `error`, workers that are waiting raise it."""
@@ -676,6 +675,7 @@ class WeightSender:
             self.lanes, offer = self.channel.open_lanes(self.links, self.buckets, device)
         for link in self.links:
             link.send(wire=wire, bucket_bytes=bucket_bytes, **{k: list(map(_packed, v)) for k, v in offer.items()})
+        self.nbytes = sum(piece.nbytes for bucket in self.buckets for piece in bucket)
         self.metadata, self.loader = metadata, "" if self.replay else "reload: replay is switched off"
         self.version = max(answer["version"] for answer in answers)  # which a failed sync leaves uneven
 
