@@ -28,6 +28,7 @@ functions that use it.
 """
 
 import base64
+import errno
 import json
 import logging
 import math
@@ -68,7 +69,8 @@ LANES = 4  # buckets in flight, which share it
 ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is vectorized
 CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within this time
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
-SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
+SILENT_SECONDS = 15  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # which the system says of such a link
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -114,9 +116,12 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
     """
     from vllm.distributed.utils import StatelessProcessGroup
 
-    group = StatelessProcessGroup.create(
-        host=master_address, port=master_port, rank=rank, world_size=world_size, store_timeout=int(CONNECT_SECONDS)
-    )
+    try:
+        group = StatelessProcessGroup.create(
+            host=master_address, port=master_port, rank=rank, world_size=world_size, store_timeout=int(CONNECT_SECONDS)
+        )
+    except OSError as error:  # of rank 0, which listens there
+        raise WeightSyncError(f"no group at {master_address}:{master_port}: {error}") from error
     if torch.device(device).type == "cpu":
         return GlooCommunicator(group)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -164,7 +169,7 @@ class _Link:
         try:
             self.connection.send_bytes(json.dumps(message).encode())
         except OSError as error:
-            raise self._gone() from error
+            raise self._gone(error) from error
 
     def recv(self, timeout: float) -> dict:
         """The next message, within `timeout` seconds. Raises the peer's own error if it reports one."""
@@ -175,7 +180,7 @@ class _Link:
                 raise WeightSyncError(f"{self.peer} did not answer within {timeout:.0f} s")
             return self._read()
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            raise self._gone(error) from error
 
     def watch(self) -> None:
         """Raise if the peer has failed; keep what else it said for `recv`."""
@@ -183,7 +188,7 @@ class _Link:
             while self.connection.poll(0):
                 self.early.append(self._read())
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            raise self._gone(error) from error
 
     def said(self, **message) -> bool:
         """Whether `watch` has seen this message, which is then forgotten."""
@@ -201,7 +206,9 @@ class _Link:
             raise WeightSyncError(f"{self.peer} failed: {message['error']}")
         return message
 
-    def _gone(self) -> WeightSyncError:
+    def _gone(self, error: Exception) -> WeightSyncError:
+        if getattr(error, "errno", None) in UNREACHABLE:
+            return WeightSyncError(f"{self.peer} cannot be reached over the network: {error.strerror}")
         return WeightSyncError(f"{self.peer} died: its connection to the weight sync closed")
 
 

@@ -29,18 +29,18 @@ def pytest_runtest_setup(item):
 
 
 class Script:
-    """A script of this project in a process of its own, with all that it started."""
+    """A command that runs a script of this project, with all that it started."""
 
-    def __init__(self, folder: Path, *command: str):
-        self.folder, self.output = folder, folder / "output.txt"
+    def __init__(self, folder: Path, *command: str, **environment: str):
         # A short path: sockets lie below it. What the script leaves there, or in shared memory, is what it left.
         self.temporary = Path(tempfile.mkdtemp(prefix="t-"))
+        self.output = self.temporary / "output.txt"
         self.shared_memory = set(os.listdir("/dev/shm"))
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
+                command,
                 cwd=folder,
-                env=os.environ | {"TMPDIR": str(self.temporary)},
+                env=os.environ | {"TMPDIR": str(self.temporary)} | environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -60,17 +60,13 @@ class Script:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
-        metrics, deadline = run / "metrics.jsonl", time.monotonic() + timeout
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+    def wait_for(self, text: str, timeout: float = 120) -> None:
+        """Wait until this has been printed."""
+        deadline = time.monotonic() + timeout
+        while text not in self.text():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
-
-    def descendant(self, name: str) -> psutil.Process:
-        """The one process whose title begins so."""
-        (process,) = (p for p in psutil.Process(self.process.pid).children(recursive=True) if name in _title(p))
-        return process
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -82,22 +78,17 @@ class Script:
         assert "error: " in text.splitlines()[-1], text
         assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
         assert list(self.temporary.glob("rlhf-ray-*")) == []
-        in_use = {os.path.basename(file) for file in shared_memory_of(list(psutil.process_iter()))}
-        assert set(os.listdir("/dev/shm")) - self.shared_memory - in_use == set()
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+        left = set(os.listdir("/dev/shm")) - self.shared_memory
+        in_use = {os.path.basename(file) for file in shared_memory_of(list(psutil.process_iter()))}  # by other programs
+        assert {file for file in left - in_use if os.path.exists(f"/dev/shm/{file}")} == set()
 
 
 @pytest.fixture
 def script(tmp_path):
-    """Start a script: script("rlhf.py", "--steps", "3") in an empty folder."""
+    """Start a script, in an empty folder: script("rlhf.py", "--steps", 3, VARIABLE="of its environment")."""
 
-    def start(name: str, *arguments: str) -> Script:
-        return Script(tmp_path, str(ROOT / name), *map(str, arguments))
+    def start(name: str, *arguments, **environment) -> Script:
+        strings = {variable: str(value) for variable, value in environment.items()}
+        return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments), **strings)
 
     return start

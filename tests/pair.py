@@ -51,7 +51,10 @@ class Pair:
         return self
 
     def __exit__(self, *_) -> None:
+        shared_memory = shared_memory_of(psutil.Process().children(recursive=True))
         self.llm.llm_engine.engine_core.shutdown()
+        for file in shared_memory:
+            Path(file).unlink(missing_ok=True)  # vLLM leaves some
 
     def start(self, method: str, *args):
         """Run a method on every worker, while this process goes on; `.result()` is a list with one result a worker."""
