@@ -11,13 +11,20 @@ One step, on P prompts with G completions each (B = P * G rollouts of up to T to
 
 The engine's log-probabilities come with the rollouts. Their distance to the trainer's, on the same tokens and before
 any update, is `logprobs/mismatch`: rollouts that follow a sync prove it, every token of them.
+
+In a torch.distributed group, the ranks are one learner: FSDP2 shards weights, gradients and optimizer state over them,
+and each computes on its share of the rollouts. All are given the same ones, and the result is that of a single rank.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import TorchFunctionMode
+
+from sharding import Offload, gather_states, load_optimizer_state, shard, whole
 
 STATE_FILE = "trainer_state.pt"
 
@@ -123,28 +130,39 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> tor
 
 
 class Learner:
-    """A causal language model and its optimizer.
+    """A causal language model and its optimizer, or one rank of it: every method runs on all ranks together.
 
     `path` is a Hugging Face model, or a checkpoint that `save` wrote; `initial` is the model that a run began with,
     if `path` is not: the one that the KL is measured to.
     """
 
     def __init__(self, path: str, config: GRPOConfig, device: torch.device, seed: int = 0, initial: str | None = None):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         torch.manual_seed(seed)
         self.config, self.device = config, device
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
-        self.model.eval()  # no dropout: the ratios compare log-probabilities of one and the same function
-        self.reference = None
-        if config.kl_coef:
-            self.reference = AutoModelForCausalLM.from_pretrained(initial or path, dtype=torch.float32).to(device)
-            self.reference.eval().requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        self.model = self._load(path)
+        self.reference = self._load(initial or path).requires_grad_(False) if config.kl_coef else None
+        self.optimizer = torch.optim.AdamW(  # fused: it makes no temporary copies of the weights
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
+        self.offload = Offload(self.optimizer)
         self.step = 0
+
+    def _load(self, path: str):
+        """The model with fp32 weights, or this rank's shards of it."""
+        from transformers import AutoModelForCausalLM
+
+        mesh = init_device_mesh(self.device.type, (self.ranks,)) if self.ranks > 1 else None
+        for turn in range(self.ranks):  # one rank after the other: a node holds one whole model at a time
+            if turn == self.rank:
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+                model = shard(model, mesh) if mesh else model.to(self.device)
+            if mesh:
+                dist.barrier()
+        return model.eval()  # no dropout: the ratios compare log-probabilities of one and the same function
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics.
@@ -158,18 +176,21 @@ class Learner:
         mask, engine_logprobs = (tensor.to(self.device) for tensor in _completion_tensors(rollouts))
         weights = token_weights(mask, config)
         tokens = mask.sum()
+        mine, advantage, mask, engine_logprobs, weights = self._share(
+            rollouts, advantage, mask, engine_logprobs, weights
+        )
         old_logprobs = torch.zeros_like(engine_logprobs)
         totals = dict.fromkeys(("loss", "entropy", "kl"), 0.0)
         for update in range(config.updates):
             self.optimizer.zero_grad(set_to_none=True)
             totals["loss"] = 0.0
-            for begin in range(0, len(rollouts), config.micro_batch_size):
+            for begin in range(0, len(mine), config.micro_batch_size):
                 part = slice(begin, begin + config.micro_batch_size)
-                logprobs, entropy = self.token_logprobs(rollouts[part], mask.shape[1])
+                logprobs, entropy = self.token_logprobs(mine[part], mask.shape[1])
                 reference_logprobs = None
                 if self.reference is not None:
                     with torch.no_grad():
-                        reference_logprobs, _ = self.token_logprobs(rollouts[part], mask.shape[1], self.reference)
+                        reference_logprobs, _ = self.token_logprobs(mine[part], mask.shape[1], self.reference)
                 if update == 0:
                     old_logprobs[part] = logprobs.detach()
                     totals["entropy"] += float((entropy * mask[part]).sum() / tokens)
@@ -180,13 +201,14 @@ class Learner:
                     logprobs, old_logprobs[part], engine_logprobs[part], advantage[part], config, reference_logprobs
                 )
                 loss = (losses * weights[part]).sum()
-                loss.backward()
+                (loss * self.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
                 totals["loss"] += loss.item()
             if update == 0:
-                totals["logprobs/mismatch"] = self._proven(old_logprobs, engine_logprobs, mask)
-            grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)
+                mismatch = self._proven(old_logprobs, engine_logprobs, mask)
+            grad_norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm))
             if not grad_norm.isfinite():
                 raise DivergenceError(f"step {self.step + 1}: the gradient is not finite; lower --learning-rate")
+            self.offload.to_device()
             self.optimizer.step()
         self.step += 1
         return {
@@ -194,26 +216,47 @@ class Learner:
             "reward/std": float(rewards.std()),
             "completions/mean_length": float(tokens) / len(rollouts),
             "grad_norm": float(grad_norm),
-            **totals,
+            "logprobs/mismatch": mismatch,
+            **dict(zip(totals, self._sum(*totals.values()), strict=True)),
         }
 
     @torch.no_grad()
     def mismatch(self, rollouts: list[Rollout]) -> float:
         """Mean distance of the engine's log-probabilities from the trainer's. Raises MismatchError as `learn` does."""
         mask, engine_logprobs = (tensor.to(self.device) for tensor in _completion_tensors(rollouts))
+        mine, mask, engine_logprobs = self._share(rollouts, mask, engine_logprobs)
         size = self.config.micro_batch_size
-        parts = [rollouts[begin : begin + size] for begin in range(0, len(rollouts), size)]
+        parts = [mine[begin : begin + size] for begin in range(0, len(mine), size)]
         logprobs = torch.cat([self.token_logprobs(part, mask.shape[1])[0] for part in parts])
         return self._proven(logprobs, engine_logprobs, mask)
 
     def _proven(self, logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> float:
-        mismatch = float(((logprobs - engine_logprobs).abs() * mask).sum() / mask.sum())
+        distance, tokens = self._sum(((logprobs - engine_logprobs).abs() * mask).sum(), mask.sum())
+        mismatch = distance / tokens
         if not mismatch <= self.config.max_mismatch:  # a NaN does not pass
             raise MismatchError(
                 f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
                 f" {self.config.max_mismatch:g}: the engine does not serve the trainer's weights"
             )
         return mismatch
+
+    def _share(self, rollouts: list[Rollout], *tensors: torch.Tensor) -> tuple:
+        """This rank's rollouts, and its rows of tensors [B, ...].
+
+        All ranks get as many, so that their passes through the sharded model match: if B is not a multiple of the
+        ranks, the last are rollouts of others again, with rows of zeros.
+        """
+        rows = range(self.rank, -(-len(rollouts) // self.ranks) * self.ranks, self.ranks)
+        own = torch.tensor([[row < len(rollouts)] for row in rows], device=self.device)
+        rows = [row % len(rollouts) for row in rows]
+        return [rollouts[row] for row in rows], *(t[rows] * own.view(-1, *[1] * (t.dim() - 1)) for t in tensors)
+
+    def _sum(self, *values: float | torch.Tensor) -> list[float]:
+        """The sums of these values over the ranks."""
+        sums = torch.tensor([float(value) for value in values], dtype=torch.float64, device=self.device)
+        if self.ranks > 1:
+            dist.all_reduce(sums)
+        return sums.tolist()
 
     def token_logprobs(self, rollouts: list[Rollout], width: int, model=None) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies [B, width] of the completions' tokens, right-padded with zeros."""
@@ -248,20 +291,35 @@ class Learner:
         with _WithoutCopies():
             return revert_weight_conversion(self.model, tensors)
 
-    def save(self, folder: Path) -> None:
-        """Write the model and tokenizer in Hugging Face format, and beside them what `load_state` needs."""
-        self.model.save_pretrained(folder)
+    def release_memory(self, offload_optimizer: bool) -> None:
+        """Free what the next `learn` makes anew, and move the optimizer's state to host memory until then."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if offload_optimizer:
+            self.offload.to_host()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def save(self, folder: Path | None) -> None:
+        """Write the model and tokenizer in Hugging Face format, and beside them what `load_state` needs.
+
+        The first rank writes; the others, whose folder is None, help to gather. Any number of ranks can go on from it.
+        """
+        weights, optimizer = gather_states(self.model, self.optimizer, self.rank)
+        if folder is None:
+            return
+        self.model.save_pretrained(folder, state_dict=weights)
         self.tokenizer.save_pretrained(folder)
-        state = {"step": self.step, "optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
+        state = {"step": self.step, "optimizer": optimizer, "random": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["random_cuda"] = torch.cuda.get_rng_state(self.device)
         torch.save(state, folder / STATE_FILE)
 
     def load_state(self, folder: Path) -> None:
         """Go on from a checkpoint whose model this learner was made from: optimizer, step and random states."""
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        state = torch.load(folder / STATE_FILE, map_location="cpu", mmap=True, weights_only=True)
         self.step = state["step"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate
         torch.set_rng_state(state["random"])

@@ -161,8 +161,8 @@ def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
     wanted = 1 + args.tensor_parallel_size
     if 0 < gpus < wanted:
         raise RunError(
-            f"rlhf.py wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for the engine, and there"
-            f" are {gpus}: lower --tensor-parallel-size, or use rlhf_colocate.py, which shares GPUs"
+            f"this topology wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for the engine, and"
+            f" there are {gpus}: lower --tensor-parallel-size, or use rlhf_colocate.py, which shares GPUs"
         )
     bundles = [{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2
     group = placement_group(bundles, strategy="PACK" if gpus else "SPREAD")
@@ -181,7 +181,7 @@ def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
 
 def main(args: argparse.Namespace) -> None:
     prompts, reward = load_prompts(args.prompts), load_reward(args.reward)
-    with RunFolder(args, "rlhf") as run, RaySession(run, args.ray_address) as session:
+    with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
         initial, model = choose_models(run, args, device)

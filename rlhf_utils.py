@@ -1,11 +1,14 @@
 """Both ends of a weight sync: a trainer's parameters into every worker of a running vLLM engine.
 
     trainer process                            each engine worker
-    WeightSender.send_weights(params)   --->   WorkerExtension.receive_weights()
+    WeightSender.send_weights(params)   --->   WorkerExtension.receive_weights()             on other GPUs, or
+                                               ColocateWorkerExtension.receive_weights(...)  on the trainer's own
 
-The bytes travel by broadcast (NCCL between GPUs, gloo between CPUs), packed into a few buckets, several in flight.
-Beside them runs one small TCP connection per worker, the link. It carries what the two ends must agree on, it ends the
-wait of either side when the other fails, and it breaks at once when a process dies. One sync, in order:
+Between GPUs the bytes travel by broadcast (NCCL; gloo between CPUs), packed into a few buckets, several in flight. On
+one GPU both processes have mapped the same memory (CUDA IPC): the trainer's parameters themselves or, if the trainer is
+sharded, buckets into which its ranks gather them. Beside the bytes runs one small socket per worker, the link. It
+carries what the two ends must agree on, it ends the wait of either side when the other fails, and it breaks at once
+when a process dies. One sync, in order:
 
 1. Preflight, unless the tensors are those of the last sync. Each worker runs vLLM's own weight loaders over tensors
    without storage and notes what would be copied where. A parameter that the engine does not know, lacks or shapes
@@ -14,24 +17,28 @@ wait of either side when the other fails, and it breaks at once when a process d
 2. The buckets. *Reload* hands the tensors to vLLM's loader inside one of its reload brackets
    (`initialize_layerwise_reload` ... `finalize_layerwise_reload`), which is right for every model, quantization and
    device: layers are loaded, repacked or quantized as they complete. *Replay* repeats just the copies that such a load
-   comes down to, straight from the bucket. It is taken from the second sync on if in the first one, into overwritten
-   parameters, it gave what reload had given, bit for bit, on every worker.
-3. Every worker takes a digest of what it now serves, notes the weight version and answers.
+   comes down to, straight from the bucket (copies.py). It is taken from the second sync on if in the first one, into
+   overwritten parameters, it gave what reload had given, bit for bit, on every worker.
+3. Every worker notes the digest of what it wrote and the weight version, and answers.
 
 The engine must not be generating, and its prefix cache holds keys and values of the old weights: the caller runs
 `reset_prefix_cache` before the next prompt. If either side fails, both learn why, the session is closed, and the
 engine's weights are undefined until a later session has completed a sync.
 
-The one-parameter protocol of vLLM's example (`init_weight_update_group`, `update_weight`, `check_weights_changed`)
-works too, with `stateless_init_process_group` on the trainer's side. Imports need torch alone; vLLM is imported by the
-functions that use it.
+The protocols of vLLM's examples work too, code written for them runs unchanged: one parameter at a time
+(`init_weight_update_group`, `update_weight`), buckets over ZMQ and CUDA IPC (`update_weights_from_ipc`), handles by
+name (`update_weights_from_ipc_handles`), and after each of them `check_weights_changed`. Imports need torch alone; vLLM
+is imported by the functions that use it.
 """
 
 import base64
+import copy
 import errno
+import functools
 import json
 import logging
 import math
+import operator
 import os
 import pickle
 import shutil
@@ -40,7 +47,9 @@ import tempfile
 import time
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,6 +63,7 @@ from copies import Copies, digest, digest_together
 
 __all__ = [
     "ColocateWorkerExtension",
+    "Comparison",
     "SharedMemoryChannel",
     "SyncReport",
     "WeightSender",
@@ -71,6 +81,8 @@ CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within 
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 SILENT_SECONDS = 15  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # which the system says of such a link
+PROCESSED = "_already_called_process_weights_after_loading"  # a flag that vLLM's quantization methods leave on a layer
+ROUNDING_SLACK = 1.001  # how much more than the error of rounding passes: comparing rounds as well
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
 
 
@@ -416,13 +428,20 @@ def _synchronize(device: torch.device) -> None:
 def share_tensor(tensor: torch.Tensor) -> tuple:
     """A handle by which another process on this device maps a tensor's memory, with `rebuild_ipc`.
 
-    On a GPU any tensor has one, `reduce_tensor`'s (CUDA IPC). On CPU only `shared_buffer`'s tensors do.
+    On a GPU any tensor has one, `reduce_tensor`'s (CUDA IPC). On CPU only `shared_buffer`'s tensors, and what views
+    the whole of one, do; raises WeightSyncError for others.
     """
     if tensor.is_cuda:
         from torch.multiprocessing.reductions import reduce_tensor
 
         return reduce_tensor(tensor.detach())
-    return _map_memory, (tensor.shared_at, tensor.numel())
+    path = _shared.get(tensor.data_ptr())
+    if path is None:
+        raise WeightSyncError("on CPU, another process can map shared_buffer's tensors alone")
+    return _map_memory, (path, tensor.dtype, tensor.shape)
+
+
+_shared: dict[int, str] = {}  # paths of shared_buffer's files on CPU, by address
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -432,14 +451,16 @@ def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     # A file without a name: it is gone with the last process that has it open or mapped, however that one ends.
     file = os.memfd_create("weight sync")
     os.ftruncate(file, nbytes)
-    tensor = _map_memory(f"/proc/{os.getpid()}/fd/{file}", nbytes)
-    tensor.shared_at = f"/proc/{os.getpid()}/fd/{file}"
-    weakref.finalize(tensor, os.close, file)
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    tensor = _map_memory(path, torch.uint8, (nbytes,))
+    address = tensor.data_ptr()
+    _shared[address] = path
+    weakref.finalize(tensor.untyped_storage(), lambda: (_shared.pop(address), os.close(file)))
     return tensor
 
 
-def _map_memory(path: str, nbytes: int) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+def _map_memory(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
 
 
 def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:
@@ -574,6 +595,14 @@ class SyncReport:
     @property
     def gigabytes_per_second(self) -> float:
         return self.nbytes / self.seconds / 1e9
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Quantized weights that are what was sent, but for rounding."""
+
+    weights: int  # of all workers
+    changed: int  # of them, those whose scales and values are other ones than at the last comparison
 
 
 class WeightSender:
@@ -729,6 +758,34 @@ class WeightSender:
                 view.copy_(_part(self.gathered, piece).reshape(view.shape))
         self.gathered = self.gathered if self.buckets[i][-1].begin else None
 
+    @torch.no_grad()
+    def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
+        """Send the tensors of the last sync again, while every worker compares its quantized weights with them.
+
+        Runs while `compare_weights` runs on every worker. Raises WeightSyncError if a weight is further from what was
+        sent than rounding to its format explains: a scale that is 1 % off is.
+        """
+        tensors, found = _without_ties(list(named_tensors)), {}
+        try:
+            for name, dtype, _ in _wire_of(self.buckets):
+                tensor = tensors[name].to(getattr(torch, dtype)).contiguous()
+                self.channel.communicator.broadcast(tensor, src=0, stream=_stream_of(tensor))
+            for link in self.links:
+                found |= {f"{name} of {link.peer}": row for name, row in link.recv(ANSWER_SECONDS)["compared"].items()}
+        except BaseException as error:
+            self.close(_reason(error))
+            raise
+        wrong = {name: error for name, (error, _) in found.items() if error > ROUNDING_SLACK}
+        if wrong:
+            worst = max(wrong, key=wrong.get)
+            raise WeightSyncError(
+                f"{len(wrong)} of {len(found)} quantized weights are not what was sent: {worst} is off by"
+                f" {wrong[worst]:.3g} times what rounding explains"
+            )
+        if not found:
+            raise WeightSyncError("none of the engine's weights is quantized")
+        return Comparison(len(found), sum(changed for _, changed in found.values()))
+
 
 def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors by name, the first name only where two share their memory."""
@@ -752,6 +809,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:
     metadata = [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in wire]
     return plan_buckets(metadata, bucket_bytes)
+
+
+def _wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor that travels in these buckets."""
+    return list(dict.fromkeys((p.name, _dtype_name(p.dtype), p.shape) for bucket in buckets for p in bucket))
 
 
 # --- The worker's end -------------------------------------------------------------------------------------------------
@@ -810,19 +872,18 @@ class _EngineModel:
         self.loading = False
         self.required: dict[str, int] = {}  # elements by parameter that a sync must write, known after a trace
         self.expected: dict[str, int] = {}  # elements by layer that a load of the agreed tensors copies
-        self.written: set[str] = set()  # the parameters that they are copied to
         self.covered: set[tuple] = set()  # regions written one parameter at a time since the last completed sync
         self.digest: int | None = None  # of what a completed sync left, None where there was none
         self.version = 0
-        self.moves: list[Copies] | None = None  # what a replay copies out of each bucket
+        self.moves: list[list] | None = None  # the steps of a replay, by bucket
         self.fused = False  # do they take the digest as well?
+        self.compared: dict[str, tuple] = {}  # digests of quantized weights at the last comparison
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Returns per tensor the dtype in which the engine keeps it (None: not on this worker), and the problems."""
         traced, problems = self._trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
         writes = [write for writes in traced.values() for write in writes]
-        self.written = {write.owner for write in writes}
         self.expected = {}
         for write in writes:
             if not isinstance(write.value, int | float):
@@ -886,49 +947,50 @@ class _EngineModel:
         self.digest, self.version = written, version
 
     def record(self, buckets: list[list[Piece]], lanes: _Lanes) -> str | None:
-        """Find the copies that a load of these buckets comes down to. Returns the reason if it is more than copies."""
-        self.moves, pairs, fills = None, [[] for _ in buckets], [[] for _ in buckets]
-        places: dict[str, list[tuple[int, Piece]]] = {}
-        for i, bucket in enumerate(buckets):
-            for piece in bucket:
-                places.setdefault(piece.name, []).append((i, piece))
-        pieces = [parts[0][1] for parts in places.values()]
-        traced, _ = self._trace([(piece.name, _dtype_name(piece.dtype), piece.shape) for piece in pieces])
-        served = dict(self.model.named_parameters())
-        for name, parts in places.items():
-            for write in traced[name]:
-                parameter = served.get(write.owner)
-                if write.value is None:
-                    return f"{name}: its loader computes"
-                if parameter is None or _form(parameter) != _form(write.parameter):
-                    return f"{name}: the engine keeps {write.owner} in another form"
-                view = write.destination
-                destination = parameter.data.as_strided(view.size(), view.stride(), view.storage_offset())
-                if not isinstance(write.value, torch.Tensor):
-                    fills[parts[0][0]].append((destination, write.value))
-                    continue
-                for i, piece in parts:
-                    pair = _pair(destination, write.value, piece, lanes.view(i, piece))
-                    if pair is None:
-                        return f"{name}: it is larger than a bucket, and not copied by rows"
-                    pairs[i] += [pair] if pair[0].numel() else []
-        self.moves = [Copies(lanes.view(0, buckets[0][0]).device, *each) for each in zip(pairs, fills, strict=True)]
-        self.fused = digest_together(self.moves, list(self._served_tensors()))
+        """Find what a load of these buckets comes down to, for `replay`. Returns the reason if that cannot be."""
+        self.moves, self.fused = None, False
+        tensors = {piece.name: (piece.name, _dtype_name(piece.dtype), piece.shape) for b in buckets for piece in b}
+        traced, _ = self._trace(list(tensors.values()))
+        try:
+            recording = _Recording(self, traced, buckets, lanes)
+            moves = [recording.steps(i) for i in range(len(buckets))]
+        except NotImplementedError as reason:
+            return str(reason)
+        if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
+            return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
+        if not recording.layers:
+            self.fused = digest_together([copies for (copies,) in moves], list(self._served_tensors()))
+        self.moves = _captured(moves) if recording.layers and recording.device.type == "cuda" else moves
         return None
 
-    def replay(self, arrivals: Iterator[int]) -> int | None:
+    @torch.no_grad()
+    def replay(self, arrivals: Iterator[int], device: torch.device) -> int | None:
         """Copy each bucket, as it arrives, straight to where a reload brought it. Returns the digest of all."""
-        self.digest, total = None, torch.zeros(1, dtype=torch.int64, device=self.moves[0].device)
+        self.digest, total = None, torch.zeros(1, dtype=torch.int64, device=device)
         for i in arrivals:
-            self.moves[i].run(total)
+            for step in self.moves[i]:
+                step.run(total)
         return int(total) % 2**64 if self.fused else self.take_digest()
 
-    def poison(self) -> None:
-        """Overwrite every parameter that a load writes, so that what a replay leaves out cannot pass for right."""
-        self.digest = None
-        for name, parameter in self.model.named_parameters():
-            if name in self.written:
-                parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
+    def scramble(self, buckets: list[list[Piece]], device: torch.device) -> None:
+        """Load other weights, so that nothing that a replay leaves out can pass for right."""
+        for bucket in buckets:
+            first = [piece for piece in bucket if piece.begin == 0]
+            self.load([(p.name, torch.full(p.shape, 0.5, device=device).to(p.dtype)) for p in first])
+        self.finish()
+
+    def state_digest(self) -> int | None:
+        """The digest of what is served and of all other tensors that the model's layers keep, but for the KV cache.
+
+        Some are computed from the weights when those are loaded, and would be stale after a replay.
+        """
+        others = [
+            value
+            for module in self.model.modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.device == self.worker.device and name != "kv_cache"
+        ]
+        return digest([tensor for tensor in (*self._served_tensors(), *others) if tensor.numel()])
 
     def load_some(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load tensors that are not all there are, and serve them as soon as no layer is half written."""
@@ -1016,10 +1078,37 @@ class _EngineModel:
                 yield from _plain_tensors(parameter.detach())
         for module in self.model.modules():
             # On CPU, vLLM keeps linear weights packed in a form that cannot be read: read them by what they compute.
-            if hasattr(module, "cpu_linear") and not module.weight.numel():
-                inputs = getattr(module, "input_size_per_partition", 0) or module.input_size  # whole where replicated
-                identity = torch.eye(inputs, dtype=module.weight.dtype)
+            if hasattr(module, "cpu_linear"):
+                whole = module.weight.size(-1) if module.weight.numel() else module.input_size  # where it is replicated
+                identity = torch.eye(getattr(module, "input_size_per_partition", whole), dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
+
+    @torch.no_grad()
+    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, bool]]:
+        """Compare each quantized weight with what `receive(dtype, shape)` brings, the tensors of `wire` one by one.
+
+        Returns its largest error, over the largest that rounding to the format makes there (a NaN counts as infinite),
+        and whether both its scales and its values changed since the last comparison.
+        """
+        traced, _ = self._trace(wire)
+        quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
+        last = {write.owner: name for name, writes in traced.items() for write in writes}
+        sent, found = {}, dict.fromkeys(quantized, (math.inf, False))
+        for name, dtype, shape in wire:
+            tensor = receive(dtype, shape)
+            for write in traced[name]:
+                if write.owner in quantized:
+                    if write.owner not in sent:
+                        sent[write.owner] = torch.full(quantized[write.owner].shape, math.nan, device=tensor.device)
+                    _strided_as(sent[write.owner], write.destination).copy_(_strided_as(tensor, write.value))
+            for owner in [owner for owner in sent if last[owner] == name]:  # all its parts are here
+                weight = quantized[owner]
+                errors = weight.dequantize(torch.float32).sub_(sent.pop(owner)).abs_().div_(_half_steps(weight))
+                digests = digest([weight.scale]), digest([weight.qdata])
+                before = self.compared.get(owner, digests)
+                found[owner] = float(errors.max().nan_to_num(math.inf)), all(map(operator.ne, digests, before))
+                self.compared[owner] = digests
+        return found
 
     @contextmanager
     def _context(self):
@@ -1036,8 +1125,144 @@ class _EngineModel:
             logger.setLevel(level)
 
 
-def _form(parameter: torch.Tensor) -> tuple:
+class _Recording:
+    """The steps that a load of some buckets comes down to: copies, and the processing of layers that they complete.
+
+    Raises NotImplementedError, with the reason, if it comes down to anything else.
+    """
+
+    def __init__(self, engine: _EngineModel, traced: dict[str, list[_Write]], buckets: list[list[Piece]], lanes):
+        self.traced, self.buckets, self.lanes = traced, buckets, lanes
+        self.device = lanes.view(0, buckets[0][0]).device
+        self.served = dict(engine.model.named_parameters())
+        self.layers: dict[str, _ProcessedLayer] = {}
+        self.free: dict[tuple, list[torch.Tensor]] = {}  # scratch memory by shape and dtype
+        parts = Counter(piece.name for bucket in buckets for piece in bucket)
+        for name, writes in traced.items():
+            for write in writes:
+                if write.value is None:
+                    raise NotImplementedError(f"{name}: its loader computes")
+                if _form(self.served.get(write.owner)) != _form(write.parameter):
+                    layer, _, parameter = write.owner.rpartition(".")
+                    self.layers.setdefault(layer, _ProcessedLayer(engine.model.get_submodule(layer), engine._context))
+                    self.layers[layer].loadable[parameter] = write.parameter
+                    self.layers[layer].awaited += parts[name]
+        for write in (write for writes in traced.values() for write in writes):
+            layer, _, parameter = write.owner.rpartition(".")
+            if layer in self.layers and parameter not in self.layers[layer].loadable:
+                self.layers[layer].copied.add(parameter)
+
+    def steps(self, i: int) -> list:
+        """The steps that bucket `i` allows."""
+        steps, pairs, fills = [], [], []
+        for piece in self.buckets[i]:
+            for write in self.traced[piece.name]:
+                layer, parameter = self._place(piece, write)
+                view = write.destination
+                destination = parameter.as_strided(view.size(), view.stride(), view.storage_offset())
+                if isinstance(write.value, torch.Tensor):
+                    pairs += _pairs(destination, write.value, piece, self.lanes.view(i, piece))
+                elif piece.begin == 0:
+                    fills.append((destination, write.value))
+                if layer and layer.is_complete(self.free):
+                    steps += [Copies(self.device, pairs, fills), layer]
+                    pairs, fills = [], []
+        return [*steps, Copies(self.device, pairs, fills)]
+
+    def _place(self, piece: Piece, write: _Write) -> tuple["_ProcessedLayer | None", torch.Tensor]:
+        """Where a write goes: to what is served, or to the scratch memory of a layer that is processed first."""
+        layer, parameter = self.layers.get(_layer_of(write.owner)), write.owner.rpartition(".")[2]
+        if layer is None or parameter not in layer.loadable:
+            return None, self.served[write.owner].data
+        if not layer.scratch and not layer.begin(self.free, self.device):
+            raise NotImplementedError(f"{piece.name}: the engine keeps {write.owner} in another form")
+        return layer, layer.scratch[parameter]
+
+
+class _ProcessedLayer:
+    """A layer that vLLM processes once it is loaded, quantizes for instance.
+
+    It is loaded into scratch memory, processed there by vLLM's own method, and the result is copied to what is served.
+    """
+
+    def __init__(self, module: torch.nn.Module, context: Callable):
+        self.module, self.context = module, context
+        self.loadable: dict[str, torch.Tensor] = {}  # its parameters' form when they are loaded
+        self.scratch: dict[str, torch.Tensor] = {}
+        self.awaited = 0  # writes that a load makes to them
+        self.copied: set[str] = set()  # its parameters that are served as they are loaded
+
+    def begin(self, free: dict[tuple, list], device: torch.device) -> bool:
+        """Take scratch memory that no other layer uses now. Returns whether processing gives the form of the served."""
+        for name, loadable in self.loadable.items():
+            unused = free.setdefault((loadable.shape, loadable.dtype), [])
+            new = unused.pop() if unused else torch.zeros(loadable.shape, dtype=loadable.dtype, device=device)
+            self.scratch[name] = new
+        try:
+            served, results = self._process()
+        except Exception:  # whatever vLLM's method makes of a layer that it has seen before
+            return False
+        return [_form(t) for t in served] == [_form(t) for t in results] and all(t.numel() for t in served)
+
+    def is_complete(self, free: dict[tuple, list]) -> bool:
+        """Note a write. Was it the last? Then the scratch memory is free for the layers behind this one."""
+        self.awaited -= 1
+        for scratch in self.scratch.values() if not self.awaited else ():
+            free[scratch.shape, scratch.dtype].append(scratch)
+        return not self.awaited
+
+    def run(self, _) -> None:
+        for served, result in zip(*self._process(), strict=True):
+            served.copy_(result)
+
+    def _process(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is served, and what vLLM makes of the scratch memory, tensor by tensor."""
+        stub, served = copy.copy(self.module), self.module._parameters
+        # Of its own: what is loaded, in scratch memory, and what processing makes of it, such as scales.
+        own = [name for name, parameter in served.items() if parameter is not None and name not in self.copied]
+        stub._parameters = dict(served)
+        for name in own:
+            tensor = self.scratch[name] if name in self.scratch else served[name].detach().clone()
+            stub._parameters[name] = torch.nn.Parameter(tensor, requires_grad=False)
+        vars(stub).pop(PROCESSED, None)
+        before = dict(vars(stub))
+        with self.context():
+            stub.quant_method.process_weights_after_loading(stub)
+        vars(stub).pop(PROCESSED, None)
+        if vars(stub).keys() != before.keys() or any(vars(stub)[name] is not value for name, value in before.items()):
+            raise NotImplementedError("more than the layer's parameters would have to be copied")
+        return tuple(
+            [tensor for name in own for tensor in _plain_tensors(module._parameters[name].detach())]
+            for module in (self.module, stub)
+        )
+
+
+class _Graph:
+    """Steps as one CUDA graph, which is launched without the time that Python takes for each."""
+
+    def __init__(self, steps: list, pool):
+        self.steps, self.graph = steps, torch.cuda.CUDAGraph()  # keeps what the graph's addresses belong to
+        # Not torch.cuda.graph, which collects garbage for each of a hundred graphs.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            for step in steps:
+                step.run(None)
+            self.graph.capture_end()
+
+    def run(self, _) -> None:
+        self.graph.replay()
+
+
+def _captured(moves: list[list]) -> list[list]:
+    torch.cuda.synchronize()
+    pool = torch.cuda.graph_pool_handle()  # one for all: they run one after the other
+    return [[_Graph(steps, pool)] for steps in moves]
+
+
+def _form(parameter: torch.Tensor | None) -> tuple | None:
     """What must agree for a copy into one to be one into the other. A quantized tensor only looks like a plain one."""
+    if parameter is None:
+        return None
     quantized = hasattr(parameter, "__tensor_flatten__")
     return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset(), quantized
 
@@ -1078,19 +1303,38 @@ def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.as_subclass(torch.Tensor)
 
 
-def _pair(
+def _stream_of(tensor: torch.Tensor):
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def _half_steps(weight: torch.Tensor) -> torch.Tensor:
+    """Half the distance from each element of a quantized tensor to the next value of its format; broadcasts to it."""
+    codes = weight.qdata
+    if codes.shape != weight.shape:
+        raise WeightSyncError(f"{type(weight).__name__} packs its weights in a way that cannot be compared")
+    if not codes.dtype.is_floating_point:
+        return weight.scale / 2
+    format = torch.finfo(codes.dtype)
+    return codes.float().abs_().clamp_(min=format.smallest_normal).mul_(weight.scale * format.eps / 2)
+
+
+def _strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(view.size(), view.stride(), tensor.storage_offset() + view.storage_offset())
+
+
+def _pairs(
     destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(destination, source) of the part of a copy that reads `piece`, whose elements are `source`, in any dtype.
 
-    `copied` is a view of the tensor without storage that stands for the whole. Returns None if the piece is a part of
-    the whole, and what is copied of it is not simply some rows of the view.
+    `copied` is a view of the tensor without storage that stands for the whole. Raises NotImplementedError if the piece
+    is a part of the whole, and what is copied of it is not simply some rows of the view.
     """
     offset = copied.storage_offset()
     if piece.count < torch.Size(piece.shape).numel():
         row = torch.Size(piece.shape[1:]).numel()
         if copied.stride(0) != row or piece.begin % row or piece.count % row:
-            return None
+            raise NotImplementedError(f"{piece.name}: it is larger than a bucket, and not copied by rows")
         first, view_first = piece.begin // row, offset // row
         begin = max(first, view_first)
         end = max(begin, min(first + piece.count // row, view_first + copied.size(0)))
@@ -1098,8 +1342,8 @@ def _pair(
         copied = copied[begin - view_first : end - view_first]
         offset = copied.storage_offset() - piece.begin
     if not copied.numel():
-        return destination, copied
-    return destination, source.as_strided(copied.size(), copied.stride(), source.storage_offset() + offset)
+        return []
+    return [(destination, source.as_strided(copied.size(), copied.stride(), source.storage_offset() + offset))]
 
 
 class _WeightReceiver:
@@ -1146,19 +1390,21 @@ class _WeightReceiver:
         if mode != "first":
             link.send(done=True)
             return model.version
-        link.send(refused=model.record(self.weight_buckets, self.weight_lanes))
+        refused = model.record(self.weight_buckets, self.weight_lanes)
+        reloaded = None if refused else model.state_digest()
+        link.send(refused=refused)
         while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
             if mode == "trial":
-                model.poison()
+                model.scramble(self.weight_buckets, self.device)
             model.digest = self._load(mode)
-            link.send(same=model.digest == written == model.take_digest())
+            link.send(same=model.digest == written == model.take_digest() and model.state_digest() == reloaded)
         return model.version
 
     def _load(self, mode: str) -> int | None:
         """Load all buckets as they arrive; returns the digest of what was written."""
         arrivals = _arrivals(self.weight_buckets, self.weight_lanes, self.weight_link)
         if mode in ("replay", "trial"):
-            return self._engine_model().replay(arrivals)
+            return self._engine_model().replay(arrivals, self.device)
         _reload(self._engine_model(), self.weight_buckets, self.weight_lanes, arrivals)
         return self._engine_model().take_digest()
 
@@ -1233,6 +1479,25 @@ class WorkerExtension(_WeightReceiver):
             self.model_update_group.destroy()  # a broadcast that will never end must not hold the GPU
         self.model_update_group = None
 
+    def weight_bytes(self) -> int:
+        """Memory of the weights that this worker serves, scales of quantized ones included."""
+        return sum(tensor.nbytes for tensor in self._engine_model()._served_tensors())
+
+    def compare_weights(self) -> None:
+        """Take part in one `WeightSender.compare_weights`, which raises what fails here."""
+        try:
+            group, wire = self._joined_group(), _wire_of(self.weight_buckets)
+
+            def receive(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                group.broadcast(tensor, src=0, stream=_stream_of(tensor))
+                return tensor
+
+            self.weight_link.send(compared=self._engine_model().compare(wire, receive))
+        except Exception as error:
+            self._close_link(_reason(error))
+            self.close_weight_update_group()
+
     def _joined_group(self):
         if self.model_update_group is None:
             raise WeightSyncError("no weight update group: init_weight_update_group was not called, or a sync failed")
@@ -1295,7 +1560,8 @@ class ColocateWorkerExtension(_WeightReceiver):
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, dict[str, tuple]]) -> None:
         """Load weights straight from the memory of the trainer on this device.
 
-        `ipc_handles` has, by device id, a handle (`reduce_tensor`'s, or `share_tensor`'s) by parameter name.
+        `ipc_handles` has, by device id, a handle (`reduce_tensor`'s, or `share_tensor`'s) by parameter name. vLLM lets
+        them pass with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
         handles = ipc_handles[self.report_device_id()]
         weights = [(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()]
@@ -1359,3 +1625,183 @@ def _seconds_allowed(buckets: list[list[Piece]]) -> float:
 def _reason(error: BaseException) -> str:
     """What the other side is told: this package's own words, or the traceback of anything else."""
     return str(error) if isinstance(error, WeightSyncError) else "".join(traceback.format_exception(error))
+
+
+# --- vLLM's native weight-transfer API: the trainer's half ------------------------------------------------------------
+
+
+@contextmanager
+def _known_api() -> Iterator[None]:
+    """Raise a WeightSyncError where vLLM's weight-transfer API is another than those this was written for."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        import vllm
+
+        raise WeightSyncError(
+            f"cannot use the weight-transfer API of vLLM {vllm.__version__} (that of 0.32 and 0.33 is known): {error}"
+        ) from error
+
+
+def weight_source(model: torch.nn.Module, dtype: torch.dtype):
+    """A model's parameters as vLLM's trainer side takes them: named as in the checkpoint, each cast on its way."""
+    with _known_api():
+        from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+
+        class Parameters(WeightSource):
+            taken = 0.0  # when the last tensor was, on time.monotonic's clock
+
+            def metadata(self) -> list[ParamMeta]:
+                return [ParamMeta(name, dtype, tuple(p.shape)) for name, p in model.named_parameters()]
+
+            if hasattr(WeightSource, "iter_full"):  # vLLM 0.33, which also wants this:
+                metadata = functools.cached_property(metadata)
+
+            def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+                for name, parameter in model.named_parameters():
+                    self.taken = time.monotonic()
+                    yield name, parameter.detach().to(dtype)
+
+            __iter__ = iter_full  # vLLM 0.32
+
+        return Parameters()
+
+
+def transfer_init_info(backend: str, address: str, world_size: int, buffer_bytes: int):
+    """What vLLM's trainer side is told of a transport ("nccl", "ipc", "gloo"), and tells the workers.
+
+    Tensors travel packed in buffers; one that is larger than `buffer_bytes` fails with "ipc".
+    """
+    with _known_api():
+        from vllm.utils.network_utils import get_open_port
+
+        if backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=buffer_bytes)
+        if backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo as InitInfo
+        else:
+            InitInfo = register_gloo_trainer()
+        return InitInfo(address, get_open_port(), world_size, rank=0, packed_buffer_size_bytes=buffer_bytes)
+
+
+# --- A transport of one's own for that API: gloo ----------------------------------------------------------------------
+#
+# What rlhf_nccl.py runs on where there is no GPU, and how a transport is plugged into vLLM. It has a half for each of
+# the engine's workers and one for the trainer, which vLLM's two factories find by name. The trainer drives both:
+#
+# init_weight_transfer_engine  once: trainer and workers join a group
+# start_weight_update          the workers open vLLM's reload bracket
+# update_weights               once a buffer of packed tensors: what they are by this call, their bytes by a broadcast
+# finish_weight_update         the workers close the bracket and serve what has come
+
+
+class GlooTransferWorker:
+    """A worker extension that makes the transport "gloo" known to vLLM's workers (`worker_extension_cls`).
+
+    Every worker process must know it before it loads its model. An installed package sees to that with an entry point
+    in the group `vllm.general_plugins`, which vLLM runs in all of its processes. A module that was copied has none, but
+    vLLM imports it for its extension class and makes the worker from that class.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        register_gloo_worker()
+        return super().__new__(cls)
+
+
+def register_gloo_worker() -> None:
+    """Register the workers' half, which `weight_transfer_config={"backend": "gloo"}` names."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, base
+    from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class InitInfo(base.WeightTransferInitInfo):
+        master_address: str
+        master_port: int
+        world_size: int  # the trainer and all workers
+
+    @dataclass
+    class UpdateInfo(base.WeightTransferUpdateInfo):
+        tensors: list[tuple[str, str, list[int], int]]  # name, dtype, shape and bytes of each, as they are packed
+
+    class WorkerTransfer(base.WeightTransferEngine):
+        init_info_cls, update_info_cls = InitInfo, UpdateInfo
+
+        def init_transfer_engine(self, init_info: InitInfo) -> None:
+            rank = 1 + self.parallel_config.rank  # the trainer is rank 0
+            self.group = stateless_init_process_group(
+                init_info.master_address, init_info.master_port, rank, init_info.world_size, self.device
+            )
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def receive_weights(self, update_info: UpdateInfo) -> None:
+            # Memory of its own for each buffer: the reload keeps views of it until their layers are complete.
+            names, dtype_names, shapes, sizes = zip(*update_info.tensors, strict=True)
+            packed = torch.empty(sum(sizes), dtype=torch.uint8)
+            self.group.broadcast(packed, src=0)
+            dtypes = [getattr(torch, name) for name in dtype_names]
+            for name, tensor in unpack_tensor(packed, names, shapes, dtypes, sizes):
+                try:
+                    self.model.load_weights([(name, tensor)])
+                except Exception as error:  # of which vLLM passes on the text, and some have none
+                    raise WeightSyncError(f"{name} {list(tensor.shape)}: {error!r}") from error
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            _EngineModel._repack_tied_layers(self)  # which the bracket leaves as they were
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    WeightTransferEngineFactory.register_engine("gloo", WorkerTransfer)
+
+
+@functools.cache
+def register_gloo_trainer() -> type:
+    """Register the trainer's half. Returns its init info, by which `WeightTransferTrainerFactory` finds it."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, base
+    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors
+
+    @dataclass
+    class TrainerInitInfo(base.TrainerInitInfo):
+        backend = "gloo"
+        master_address: str
+        master_port: int
+        world_size: int
+        packed_buffer_size_bytes: int
+
+    class TrainerTransfer(base.TrainerWeightTransferEngine):
+        init_info_cls = TrainerInitInfo
+
+        @classmethod
+        def trainer_init(cls, init_info: TrainerInitInfo, *, client, source=None) -> "TrainerTransfer":
+            transfer = cls(client=client, source=source)
+            transfer.buffer_bytes = init_info.packed_buffer_size_bytes
+            transfer.calls = ThreadPoolExecutor(1)  # the workers' half of a collective runs beside the trainer's
+            address = {name: getattr(init_info, name) for name in ("master_address", "master_port", "world_size")}
+            joining = transfer.calls.submit(client.init_weight_transfer_engine, address)
+            transfer.group = stateless_init_process_group(**address, rank=0, device="cpu")
+            joining.result()
+            return transfer
+
+        def send_weights(self) -> None:
+            # vLLM 0.33 gave the pass over a source a name.
+            weights = self.source.iter_full() if hasattr(self.source, "iter_full") else iter(self.source)
+            self.client.start_weight_update()
+            while chunk := pack_tensors(weights, lambda item: item[1], self.buffer_bytes):
+                dtype_names = [_dtype_name(dtype) for dtype in chunk.dtypes]
+                tensors = list(zip(chunk.names, dtype_names, chunk.shapes, chunk.tensor_sizes, strict=True))
+                loading = self.calls.submit(self.client.update_weights, {"tensors": tensors})
+                self.group.broadcast(chunk.packed_tensor, src=0)
+                loading.result()
+            self.client.finish_weight_update()
+
+        def shutdown(self) -> None:
+            self.group = None
+
+    WeightTransferTrainerFactory.register_engine("gloo", TrainerTransfer)
+    return TrainerInitInfo

@@ -76,6 +76,11 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     learning.add_argument(
         "--micro-batch-size", type=count, default=16, help="completions in one forward pass (default %(default)s)"
     )
+    learning.add_argument(
+        "--max-mismatch",
+        type=positive,
+        help="of engine and trainer, mean |Δ logprob| (default: 1e-4 in fp32, 0.02 in bf16, more if quantized)",
+    )
     learning.add_argument("--seed", type=int, default=0, help="default %(default)s")
     add("--ray-address", help='of a Ray cluster to join, or "auto" (default: start Ray here, for this run)')
     add("--output", type=Path, help="run folder (default: a new one under runs/)")
@@ -94,13 +99,14 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
             saved = json.loads((resume / "args.json").read_text())
         except (OSError, ValueError) as error:
             parser.error(f"--resume {resume}: not a run folder ({error})")
-        parser.set_defaults(**saved)
+        parser.set_defaults(**{name: value for name, value in saved.items() if value is not None})
     return parser.parse_args()
 
 
-def grpo_config(args: argparse.Namespace, **more) -> GRPOConfig:
-    """The arguments that the learning step takes."""
-    return GRPOConfig(**{k: v for k, v in vars(args).items() if k in GRPOConfig.__dataclass_fields__}, **more)
+def grpo_config(args: argparse.Namespace, max_mismatch: float) -> GRPOConfig:
+    """The arguments that the learning step takes; `max_mismatch` holds unless one is given."""
+    given = {k: v for k, v in vars(args).items() if k in GRPOConfig.__dataclass_fields__}
+    return GRPOConfig(**given | {"max_mismatch": args.max_mismatch or max_mismatch})
 
 
 def _number(text: str, kind: Callable, least: float, what: str):

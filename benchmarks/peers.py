@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension, _plain_tensors, rebuild_ipc
 
 
 def staging(device: torch.device) -> int:
@@ -27,7 +27,8 @@ class _Peer:
     def poison(self) -> None:
         """Overwrite every parameter that can be written."""
         for parameter in self.model_runner.get_model().parameters():
-            parameter.data.fill_(math.nan if parameter.is_floating_point() else -1)
+            for tensor in _plain_tensors(parameter.data):
+                tensor.fill_(math.nan if tensor.is_floating_point() else -1)
 
     def digest(self) -> int:
         return self._engine_model().take_digest()

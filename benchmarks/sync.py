@@ -3,6 +3,7 @@
     python benchmarks/sync.py --shape qwen2.5-7b                             # 3 GPUs: 1 trainer -> TP=2, NCCL
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU: trainer and engine share it
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
+    python benchmarks/sync.py --shape qwen2.5-7b --quantized                 # into an engine that torchao quantizes
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
 
 Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
@@ -29,6 +30,7 @@ from peers import staging  # noqa: E402
 
 from ray_session import RaySession, run_main  # noqa: E402
 from rlhf import Engine, place  # noqa: E402
+from rlhf_online_quant import quantize_by_torchao  # noqa: E402
 from rlhf_utils import (  # noqa: E402
     SharedMemoryChannel,
     WeightSender,
@@ -118,8 +120,8 @@ class BenchTrainer:
         self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
 
     def nbytes(self) -> int:
-        """What travels: fp32 to an engine on CPU, bf16 to one on GPUs."""
-        return sum(p.numel() for p in self.parameters.values()) * (2 if self.device.type == "cuda" else 4)
+        """What travelled in the last sync of ours."""
+        return self.report.nbytes
 
     def staging(self) -> int:
         return staging(self.device)
@@ -220,10 +222,10 @@ class BenchTrainer:
         """WeightSender; the engine waits already, with an empty prefix cache, as it does during a learning step."""
         ref = engine.receive_weights.remote(*self.handles)
         time.sleep(0.05)
-        report = self.sender.send_weights(self.parameters.items())
+        self.report = self.sender.send_weights(self.parameters.items())
         assert ray.get(ref), "the engine does not serve what was sent"
-        assert report.loader.startswith(expected_loader), report.loader
-        return report.seconds
+        assert self.report.loader.startswith(expected_loader), self.report.loader
+        return self.report.seconds
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -251,12 +253,12 @@ class Bench:
         more |= {"worker_extension_cls": "peers.ColocatePeerExtension" if self.ipc else "peers.PeerExtension"}
         more |= {"weight_transfer_config": {"backend": args.topology}} if self.gpu else {}
         more |= {"distributed_executor_backend": "uni"} if self.ipc else {}
+        more |= {"dtype": "bfloat16"} | quantize_by_torchao(None)[0] if args.quantized else {}
         # The engine first: vLLM's memory profiling wants no company.
         self.engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
         session.farewells.append(self.engine.shutdown.remote)
         session.wait("starting", engine=self.engine.start.remote())
         self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device)
-        self.nbytes = self.ask_trainer("nbytes")
 
     def ask_trainer(self, method: str, *args):
         return self.session.wait(method, trainer=getattr(self.trainer, method).remote(*args))[0]
@@ -300,13 +302,16 @@ def main(args: argparse.Namespace) -> None:
     with RunFolder(args, "sync") as run, RaySession(run, None) as session:
         bench = Bench(run, session, args)
         case = CASES[args.topology].format(tp=args.tensor_parallel_size)
-        run.say(f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}")
         bench.open_sender(replay=False)
         bench.ask_trainer("ours", bench.engine, "reload")
+        bench.nbytes = bench.ask_trainer("nbytes")
+        run.say(f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}")
         bench.reference = bench.ask_workers("digest")
         bench.staging()
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
-        if bench.ipc:
+        if args.quantized:
+            pass  # vLLM wants all weights of a model that torchao quantizes in one call
+        elif bench.ipc:
             bench.measure("ZMQ + IPC buckets", "zmq_buckets", *bench.ask_workers("report_device_id"))
         else:
             bench.measure("one RPC a parameter", "one_rpc_a_parameter")
@@ -324,8 +329,9 @@ def main(args: argparse.Namespace) -> None:
 def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: int) -> None:
     """Write the results, and fail if a way left other weights than a reload does."""
     results = {"shape": args.shape, "device": device_name(), "nbytes": nbytes, "ways": rows}
-    results |= {"topology": args.topology, "trainer_dtype": args.trainer_dtype}
-    results |= {"tensor_parallel_size": args.tensor_parallel_size}
+    results |= {
+        name: getattr(args, name) for name in ("topology", "quantized", "trainer_dtype", "tensor_parallel_size")
+    }
     (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, run.path / "sync.png")
     if wrong := [row["way"] for row in rows if row["exact"] is False]:
@@ -383,6 +389,7 @@ if __name__ == "__main__":
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--topology", choices=CASES, default="nccl", help="on CPU: gloo, or shared memory")
     parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--quantized", action="store_true", help="an engine of FP8 weights (CPU: int8)")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--rounds", type=int, default=6)

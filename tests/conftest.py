@@ -68,6 +68,18 @@ class Script:
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
 
+    def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
+        metrics, deadline = run / "metrics.jsonl", time.monotonic() + timeout
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def descendant(self, name: str) -> psutil.Process:
+        """The one process whose title begins so."""
+        (process,) = (p for p in psutil.Process(self.process.pid).children(recursive=True) if name in title_of(p))
+        return process
+
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -83,12 +95,18 @@ class Script:
         assert {file for file in left - in_use if os.path.exists(f"/dev/shm/{file}")} == set()
 
 
+def title_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
 @pytest.fixture
 def script(tmp_path):
-    """Start a script, in an empty folder: script("rlhf.py", "--steps", 3, VARIABLE="of its environment")."""
+    """Start a script: script("rlhf.py", "--steps", 3) in an empty folder."""
 
-    def start(name: str, *arguments, **environment) -> Script:
-        strings = {variable: str(value) for variable, value in environment.items()}
-        return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments), **strings)
+    def start(name: str, *arguments) -> Script:
+        return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments))
 
     return start

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlhf_utils import WorkerExtension
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 
 
 class Probe(WorkerExtension):
@@ -18,6 +18,21 @@ class Probe(WorkerExtension):
         """Flip the lowest bit of one element of a served parameter."""
         parameter = self.model_runner.get_model().get_parameter(name)
         parameter.data.view(torch.int32).view(-1)[parameter.numel() // 2] ^= 1
+
+    def keep_scales(self, keep: bool) -> None:
+        """Have every sync leave the scales of quantized weights as they are now, unseen by its digest; or no more."""
+        model = self._engine_model()
+        vars(model).pop("take_digest", None)
+        scales = [(p.scale, p.scale.clone()) for p in model.model.parameters() if hasattr(p, "scale")]
+        take_digest = model.take_digest
+
+        def stale() -> int:
+            for scale, old in scales:
+                scale.copy_(old)
+            return take_digest()
+
+        if keep:
+            model.take_digest = stale
 
     def tamper_with_loads(self, how: str, part: str = "") -> None:
         """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" fails at the
@@ -38,6 +53,12 @@ class Probe(WorkerExtension):
 
         if how != "heal":
             model.load_weights = tampered
+
+
+class ColocateProbe(ColocateWorkerExtension):
+    def digest(self) -> int:
+        """Of what is served now, whether or not a sync brought it."""
+        return self._engine_model().take_digest()
 
 
 def _exchange(name: str) -> str:

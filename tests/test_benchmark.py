@@ -15,12 +15,14 @@ WAYS = {
 
 
 @cpu_only
-@pytest.mark.parametrize("topology", WAYS)
-def test_every_way_is_timed_and_exact(script, tmp_path, topology):
-    text = script("benchmarks/sync.py", "--topology", topology, "--rounds", 3, "--output", "run").finish(180)
+@pytest.mark.parametrize(("topology", "quantized"), [("nccl", False), ("nccl", True), ("ipc", False)])
+def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
+    arguments = ["--topology", topology, "--rounds", 3, "--output", "run"] + ["--quantized"] * quantized
+    text = script("benchmarks/sync.py", *arguments).finish(180)
     assert text.splitlines()[-1].startswith("OK: "), text
     results = json.loads((tmp_path / "run" / "sync.json").read_text())
-    assert [row["way"] for row in results["ways"]] == WAYS[topology]
-    assert [row["exact"] for row in results["ways"]] == [None, True, True, True]
+    ways = [way for way in WAYS[topology] if not quantized or way != "one RPC a parameter"]
+    assert [row["way"] for row in results["ways"]] == ways
+    assert [row["exact"] for row in results["ways"]] == [None] + [True] * (len(ways) - 1)
     assert all(len(row["rounds"]) == 3 and min(row["rounds"]) > 0 for row in results["ways"])
     assert (tmp_path / "run" / "sync.png").read_bytes().startswith(b"\x89PNG")

@@ -11,7 +11,7 @@ import time
 
 import psutil
 import pytest
-from conftest import ROOT, Script, cpu_only
+from conftest import ROOT, Script, cpu_only, title_of
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30
@@ -152,10 +152,3 @@ def start_run(hosts: Hosts, folder, *arguments: str) -> Script:
 def place_of(hosts: Hosts, title: str) -> str:
     (host,) = {host for host in (A, B) for process in hosts.processes(host) if title in title_of(process)}
     return host
-
-
-def title_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

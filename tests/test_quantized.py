@@ -1,27 +1,35 @@
-"""Syncs of full-precision weights into an engine that torchao quantizes as it loads.
+"""Syncs of full-precision weights into an engine that torchao quantizes as it loads; rlhf_online_quant.py as a user
+runs it.
 
 pytest tests/test_quantized.py
 """
 
+import argparse
+import dataclasses
 import json
+import re
 
 import pytest
 from conftest import cpu_only
 from pair import Pair
+from test_rlhf import rows
 
 from grpo import MismatchError
+from rlhf_online_quant import MAX_MISMATCH, read_torchao_config
+from rlhf_utils import WeightSyncError
 from tiny_model import build_tiny_model
 
 pytestmark = cpu_only
-MAX_MISMATCH = 0.05  # int8 activations and weights, bf16 the rest
+MAX_MISMATCH = MAX_MISMATCH["cpu"]
+FC1 = "model.decoder.layers.0.fc1.weight"
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+@pytest.fixture(scope="module", params=["Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"])
+def pair(request, tmp_path_factory):
+    from torchao import quantization
     from torchao.core.config import config_to_dict
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig
 
-    config = json.dumps(config_to_dict(Int8DynamicActivationInt8WeightConfig()))
+    config = json.dumps(config_to_dict(getattr(quantization, request.param)()))
     pair = Pair(
         build_tiny_model(tmp_path_factory.mktemp("model")),
         dtype="bfloat16",
@@ -31,6 +39,14 @@ def pair(tmp_path_factory):
     )
     yield pair
     pair.llm.llm_engine.engine_core.shutdown()
+
+
+def compare(pair) -> tuple[int, int]:
+    comparing = pair.start("compare_weights")
+    try:
+        return dataclasses.astuple(pair.sender.compare_weights(pair.learner.model.named_parameters()))
+    finally:
+        comparing.result()
 
 
 def test_weights_are_quantized_again_at_every_sync(pair):
@@ -55,3 +71,106 @@ def test_weights_are_quantized_again_at_every_sync(pair):
     assert last
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.rpc("digest") == whole
+
+
+def test_comparison_sees_what_changes(pair):
+    pair.set(pair.original)
+    pair.sync()
+    compare(pair)
+    assert compare(pair) == (16, 0)  # fused and split linear layers of two workers
+    pair.set(pair.perturbed(5))
+    pair.sync()
+    assert compare(pair) == (16, 16)
+
+
+@pytest.mark.parametrize("growth", [1.01, 1.03, 0.97])
+def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
+    pair.set(pair.original)
+    pair.sync()
+    pair.rpc("keep_scales", True)
+    pair.set({name: growth * tensor for name, tensor in pair.original.items()})
+    pair.sync()
+    assert pair.rpc("check_weights_changed") == [True, True]
+    assert pair.mismatch() < MAX_MISMATCH  # scales that are wrong by so little hardly move a log-probability
+    with pytest.raises(WeightSyncError, match="16 of 16 quantized weights are not what was sent"):
+        compare(pair)
+    pair.rpc("keep_scales", False)
+    pair.sync()
+    assert compare(pair)[0] == 16
+
+
+def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
+    pair.set(pair.original)
+    pair.sync()
+    changed = pair.original | {FC1: pair.perturbed(4)[FC1]}
+    pair.set(changed)
+    with pytest.raises(WeightSyncError, match=f"2 of 16 quantized weights are not what was sent: {FC1} of engine"):
+        compare(pair)
+    pair.sync()
+    assert compare(pair)[0] == 16
+
+
+def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
+    text = script("rlhf_online_quant.py", "--output", "run").finish(180)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
+    pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
+    assert re.findall(pattern, text) == ["0", "16", "16", "16"]
+    metrics = rows(tmp_path / "run")
+    assert metrics[0]["reward/mean"] < 0.25
+    assert metrics[-1]["reward/mean"] > 0.75
+    mismatch = [row["logprobs/mismatch"] for row in metrics]
+    assert min(mismatch) > 1e-4  # not by chance an engine that is not quantized
+    assert max(mismatch) < MAX_MISMATCH
+
+
+def test_memory_table_of_a_config_file(script, tmp_path):
+    from torchao.core.config import config_to_dict
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
+    text = script(
+        "rlhf_online_quant.py", "--compare-memory", "--quantization-config", "int8.json", "--output", "run"
+    ).finish(240)
+    assert text.splitlines()[-1].startswith("OK: "), text
+    assert "quantized by torchao's Int8WeightOnlyConfig" in text
+    cells = {
+        name: re.search(rf"^{name} +([\d.]+) GiB +([\d,]+) +(\d+) +([\d,]+) tokens/s$", text, re.M).groups()
+        for name in ("bf16", "quantized")
+    }
+    # Half of the built-in model: bytes, with the packed copy that the tied head has on CPU; in linear layers.
+    bf16, elements, channels = 505_600 + 40_960, 196_608, 1_408
+    assert cells["bf16"][0] == f"{bf16 / 2**30:.4f}"
+    assert cells["quantized"][0] == f"{(bf16 - elements + 5 * channels) / 2**30:.4f}"
+    assert "OK: quantized, the weights take 0.65 of their memory in bf16" in text
+    assert cells["bf16"][1:3] == cells["quantized"][1:3]
+    assert "on CPU the KV cache has a size of its own" in text
+    assert all(float(speed.replace(",", "")) > 100 for *_, speed in cells.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (None, "No such file"),
+        ("{", "Expecting property name"),
+        ("[]", "Expected dictionary"),
+        ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),
+        ('{"_type": "Int8WeightOnlyConfig", "_data": {"bits": 3}}', "unexpected keyword argument 'bits'"),
+        ('{"_type": "PerRow", "_data": {}}', "PerRow is not a quantization"),
+    ],
+)
+def test_config_file_that_is_none_is_an_error_that_names_it(tmp_path, text, fault):
+    path = tmp_path / "config.json"
+    if text:
+        path.write_text(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{path}: .*{fault}"):
+        read_torchao_config(str(path))
+
+
+def test_broken_config_file_ends_the_run_before_anything_starts(script, tmp_path):
+    (tmp_path / "config.json").write_text('{"_type": "Float5WeightConfig", "_data": {}}')
+    run = script("rlhf_online_quant.py", "--quantization-config", "config.json")
+    text = run.finish(60)
+    run.assert_failed_cleanly(text, [])
+    assert "config.json: Failed to find class Float5WeightConfig" in text.splitlines()[-1]
+    assert not (tmp_path / "runs").exists()

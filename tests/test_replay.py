@@ -3,6 +3,7 @@
 pytest tests/test_replay.py
 """
 
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -74,19 +75,20 @@ class Model(torch.nn.Module):
     def load_norm(self, weight):
         self.norm.data.copy_(weight)
 
+    def process_weights(self):
+        pass
+
 
 class Engine(_EngineModel):
     """The real preflight, record, replay and digest, over such a model instead of vLLM's."""
 
     def __init__(self, model):
-        super().__init__(
-            SimpleNamespace(
-                model_runner=SimpleNamespace(get_model=lambda: model),
-                model_config=SimpleNamespace(dtype=torch.float32),
-                parallel_config=SimpleNamespace(tensor_parallel_size=RANKS),
-            )
-        )
+        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
+        worker.model_config = SimpleNamespace(dtype=torch.float32)
+        worker.parallel_config = SimpleNamespace(tensor_parallel_size=RANKS)
+        super().__init__(worker)
         self.loads = 0
+        self.loading = False
         self.required = {name: parameter.numel() for name, parameter in model.named_parameters()}
 
     def load(self, weights):
@@ -94,7 +96,7 @@ class Engine(_EngineModel):
         self.model.load_weights(weights)
 
     def finish(self, complete=False):
-        pass
+        self.model.process_weights()
 
     def _loadable_parameters(self):
         return nullcontext(dict(self.model.named_parameters()))
@@ -128,6 +130,7 @@ class Sync:
             with torch.no_grad():
                 model = type(engine.model)(engine.model.rank)
                 model.load_weights(weights.items())
+                model.process_weights()
             for name, parameter in model.named_parameters():
                 assert same_bits(parameter.data, engine.model.get_parameter(name).data), name
             assert engine.unchanged()
@@ -223,7 +226,7 @@ def test_replay_that_leaves_out_an_element_is_found_and_repaired(monkeypatch):
 
     def forgetful(self, buckets, lanes):
         refused = record(self, buckets, lanes)
-        self.moves[-1].plain.pop()
+        self.moves[-1][-1].plain.pop()
         return refused
 
     monkeypatch.setattr(Engine, "record", forgetful)
@@ -231,6 +234,127 @@ def test_replay_that_leaves_out_an_element_is_found_and_repaired(monkeypatch):
     weights = tensors(1)
     assert sync(weights) == "reload: replay did not reproduce it bit for bit"
     assert sync(weights) == "reload: replay did not reproduce it bit for bit"
+
+
+class Absorbs(Model):
+    """Keeps a tensor that is computed from a weight when that is loaded, as multi-head latent attention does."""
+
+    def process_weights(self):
+        self.squared = self.norm.data**2
+
+
+def test_replay_that_leaves_computed_tensors_stale_is_refused():
+    sync = Sync(Absorbs, syncs=2)
+    for seed in (1, 2):
+        assert sync(tensors(seed)) == "reload: replay did not reproduce it bit for bit"
+        assert all(engine.model.squared.equal(engine.model.norm.data**2) for engine in sync.engines)
+
+
+class PerRow:
+    """Quantizes as vLLM's methods do: the weight that was loaded gives way to its int8 form and its rows' scales."""
+
+    def process_weights_after_loading(self, layer):
+        scale = layer.weight.abs().amax(1, keepdim=True) / 127
+        layer.weight = torch.nn.Parameter((layer.weight / scale).round().to(torch.int8), requires_grad=False)
+        layer.scale = torch.nn.Parameter(scale, requires_grad=False)
+
+
+class Notes(PerRow):
+    def process_weights_after_loading(self, layer):
+        super().process_weights_after_loading(layer)
+        layer.largest = layer.scale.max()
+
+
+QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}
+
+
+class Quantized(torch.nn.Module):
+    """One rank's rows of `q` and `k`, fused, of `o` and of `fc`; all quantized, `o` with a bias that is not."""
+
+    def __init__(self, rank, method=PerRow):
+        super().__init__()
+        self.rank = rank
+        self.loadable = {f"{name}.weight": torch.zeros(shape) for name, shape in QUANTIZED.items()}
+        for name, shape in QUANTIZED.items():
+            layer = torch.nn.Module()
+            layer.quant_method = method()
+            layer.weight = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+            self.add_module(name, layer)
+        self.o.bias = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.process_weights()
+
+    def load_weights(self, weights):
+        targets = self.loadable
+        places = {"q": targets["qk.weight"][:8], "k": targets["qk.weight"][8:], "bias": self.o.bias.data}
+        places |= {"o": targets["o.weight"], "fc": targets["fc.weight"]}
+        for name, weight in weights:
+            share = len(weight) // RANKS
+            places[name].copy_(weight[self.rank * share : (self.rank + 1) * share])
+
+    def process_weights(self):
+        for name in QUANTIZED:
+            layer, loaded = getattr(self, name), torch.nn.Module()
+            loaded.weight = torch.nn.Parameter(self.loadable[f"{name}.weight"], requires_grad=False)
+            layer.quant_method.process_weights_after_loading(loaded)
+            for kind in ("weight", "scale"):
+                if hasattr(layer, kind) and getattr(layer, kind).dtype == getattr(loaded, kind).dtype:
+                    getattr(layer, kind).data.copy_(getattr(loaded, kind))
+                else:
+                    setattr(layer, kind, getattr(loaded, kind))
+
+
+class QuantizedEngine(Engine):
+    def __init__(self, model):
+        super().__init__(model)
+        self.required = {"o.bias": 8} | {name: tensor.numel() for name, tensor in model.loadable.items()}
+
+    def _context(self):
+        return nullcontext()
+
+    def _loadable_parameters(self):
+        return nullcontext({"o.bias": self.model.o.bias.data} | self.model.loadable)
+
+
+def quantizable(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (16, HIDDEN), "k": (8, HIDDEN), "o": (16, HIDDEN), "bias": (16,), "fc": (16, HIDDEN)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def quantized_sync(monkeypatch, method=PerRow):
+    monkeypatch.setattr(sys.modules[__name__], "Engine", QuantizedEngine)
+    return Sync(lambda rank: Quantized(rank, method), syncs=3)
+
+
+@pytest.mark.parametrize("bucket_bytes", [512, 1 << 20])
+def test_quantization_is_repeated_bit_for_bit(monkeypatch, bucket_bytes):
+    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)
+    sync = quantized_sync(monkeypatch)
+    for seed in (1, 2, 3):
+        assert sync(quantizable(seed)) == "replay"
+    assert [engine.version for engine in sync.engines] == [3, 3]
+    # `o` and `fc` have one shape, and one after the other the same scratch memory.
+    steps = [step for bucket in sync.engines[0].moves for step in bucket]
+    layers = [step for step in steps if isinstance(step, rlhf_utils._ProcessedLayer)]
+    assert len(layers) == 3
+    assert layers[1].scratch["weight"] is layers[2].scratch["weight"]
+
+
+def test_stale_scales_are_found(monkeypatch):
+    run = rlhf_utils._ProcessedLayer.run
+
+    def forgets(layer, total):
+        scale = layer.module.scale.clone()
+        run(layer, total)
+        layer.module.scale.data.copy_(scale)
+
+    monkeypatch.setattr(rlhf_utils._ProcessedLayer, "run", forgets)
+    assert quantized_sync(monkeypatch)(quantizable(1)) == "reload: replay did not reproduce it bit for bit"
+
+
+def test_layer_that_keeps_more_than_parameters_is_refused(monkeypatch):
+    loader = quantized_sync(monkeypatch, Notes)(quantizable(1))
+    assert loader == "reload: q: the engine keeps qk.weight in another form"
 
 
 def test_changed_set_of_parameters_is_recorded_anew():
@@ -249,7 +373,7 @@ def test_plan_is_dropped_after_a_failure(monkeypatch):
     def fails(total):
         raise ValueError("no memory")
 
-    monkeypatch.setattr(sync.engines[1].moves[-1], "run", fails)
+    monkeypatch.setattr(sync.engines[1].moves[-1][-1], "run", fails)
     with pytest.raises(WeightSyncError, match="ValueError: no memory"):
         sync.sender.send_weights(weights.items())
     for thread in sync.receiving:

@@ -75,7 +75,7 @@ def test_fifty_syncs_leave_memory_and_files_as_they_were():
         tensors["w"] += 1
         sender.send_weights(tensors.items())
         assert same_bits(receiving.worker.weight_model.weights["w"], tensors["w"])
-    assert process.memory_info().rss - before[0] < 16 << 20
+    assert process.memory_info().rss - before[0] < 64 << 20  # 50 copies of the weights are 200 MiB
     assert process.num_fds() == before[1]
     assert set(os.listdir("/dev/shm")) <= shared
     assert not os.path.exists(channel.folder)

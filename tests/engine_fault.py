@@ -1,0 +1,26 @@
+"""A vLLM plugin, for tests: a fault in one of the engine's workers while it loads what a sync brings.
+
+The fault is the text of the file that $ENGINE_FAULT names, once it exists: "raise", or "hang", which is said in a file
+beside it.
+"""
+
+import os
+import time
+from pathlib import Path
+
+
+def register() -> None:
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.models.opt import OPTForCausalLM
+
+    load, fault = OPTForCausalLM.load_weights, Path(os.environ["ENGINE_FAULT"])
+
+    def load_weights(model, weights):
+        if fault.exists() and get_tensor_model_parallel_rank() == 1:
+            if fault.read_text() == "raise":
+                raise ValueError("this worker cannot load")
+            fault.with_name("hanging").touch()
+            time.sleep(3600)
+        return load(model, weights)
+
+    OPTForCausalLM.load_weights = load_weights

@@ -1,0 +1,171 @@
+"""rlhf_colocate.py as a user runs it on CPU, and what of it needs GPUs as far as that can be seen without them.
+
+pytest tests/test_colocate.py
+"""
+
+import argparse
+import json
+import time
+
+import pytest
+import ray
+from conftest import cpu_only
+
+import rlhf_colocate
+from run_folder import RunError
+
+DEAD_SIDE_SECONDS = 30
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@cpu_only
+def test_two_ranks_and_two_engines_learn_and_other_numbers_of_them_go_on(script, tmp_path):
+    run = tmp_path / "run"
+    text = script("rlhf_colocate.py", "--offload-optimizer", "--save-every", 30, "--output", "run").finish(240)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
+    assert [line.split() for line in table] == [["cpu:0", "0", "0", "0"], ["cpu:0", "1", "1", "0"]]
+    metrics = rows(run)
+    assert [row["step"] for row in metrics] == list(range(1, 31))
+    assert metrics[0]["reward/mean"] < 0.25
+    assert metrics[-1]["reward/mean"] > 0.75
+    assert max(row["logprobs/mismatch"] for row in metrics) < 1e-4
+    for phase in ("loading", "generating", "learning", "syncing"):
+        assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
+        assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
+
+    text = script("rlhf.py", "--resume", "run", "--steps", 31).finish(240)  # a single trainer
+    assert "OK: " in text, text
+    options = ("--engines", 1, "--tensor-parallel-size", 2, "--steps", 10_000)
+    process = script("rlhf_colocate.py", "--resume", "run", *options)
+    process.wait_for_step(run, 35)
+    for row in rows(run)[30:]:
+        assert row["reward/mean"] > 0.75
+        assert row["logprobs/mismatch"] < 1e-4
+
+    family = process.descendants()
+    victim = [child for child in family if child.cmdline() and child.cmdline()[0].startswith("ray::Trainer")][1]
+    victim.kill()  # which the other rank may be waiting for, and a worker
+    killed = time.monotonic()
+    text = process.finish(60)
+    assert time.monotonic() - killed < DEAD_SIDE_SECONDS
+    process.assert_failed_cleanly(text, family)
+    assert "the trainer" in text.splitlines()[-1], text
+    assert "died" in text.splitlines()[-1], text
+
+
+@pytest.fixture(scope="module")
+def ray_with_four_gpus():
+    ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, object_store_memory=100 << 20, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def topology(**changes):
+    return argparse.Namespace(**{"engines": None, "tensor_parallel_size": None, **changes})
+
+
+def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
+    @ray.remote
+    class Actor:
+        def gpus(self):
+            return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    args = topology()
+    device, trainer_options, engine_options = rlhf_colocate.place(args)
+    assert (device, args.engines, args.tensor_parallel_size) == ("cuda", 2, 2)
+    trainers = [Actor.options(**options).remote() for options in trainer_options]
+    # As vLLM's Ray executor places its workers.
+    group = trainer_options[0]["scheduling_strategy"].placement_group
+    workers = [
+        Actor.options(
+            scheduling_strategy=rlhf_colocate.PlacementGroupSchedulingStrategy(group, bundle),
+            num_gpus=rlhf_colocate.GPU_SHARE,
+            num_cpus=0,
+        ).remote()
+        for bundles, _ in engine_options
+        for bundle in bundles
+    ]
+    seen = ray.get([actor.gpus.remote() for actor in trainers + workers], timeout=60)
+    assert seen[:4] == seen[4:]
+    assert len({gpu for (gpu,) in seen}) == 4
+    for actor in trainers + workers:
+        ray.kill(actor)
+    ray.util.remove_placement_group(group)
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"), [({"tensor_parallel_size": 1}, (4, 1)), ({"engines": 1, "tensor_parallel_size": 4}, (1, 4))]
+)
+def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
+    args = topology(**given)
+    _, trainer_options, engine_options = rlhf_colocate.place(args)
+    assert (args.engines, args.tensor_parallel_size) == settled
+    assert len(trainer_options) == 4
+    assert [len(bundles) for bundles, _ in engine_options] == [settled[1]] * settled[0]
+    ray.util.remove_placement_group(trainer_options[0]["scheduling_strategy"].placement_group)
+
+
+def test_more_workers_than_gpus_is_an_error_that_says_how_many_there_are(ray_with_four_gpus):
+    with pytest.raises(RunError, match=r"wants 6 GPUs.* 3 engines, and there are 4"):
+        rlhf_colocate.place(topology(engines=3, tensor_parallel_size=2))
+
+
+class RecordedLLM:
+    """What an engine asks of vLLM while it sleeps, wakes and is synced, in order."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append(" ".join(map(str, [name, *args[:1], *kwargs.values()])))
+            return [{"version": 1}] if args == ("receive_weights",) else [True]
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("sleep_weights", "expected"),
+    [
+        (False, "sleep 0, release_kv_cache_memory, SYNC, reset_prefix_cache, wake_up ['kv_cache']"),
+        (True, "sleep 2, wake_up ['weights'], SYNC, reset_prefix_cache, wake_up ['kv_cache']"),
+    ],
+)
+def test_engine_wakes_in_the_order_that_needs_least_memory(sleep_weights, expected):
+    engine = object.__new__(rlhf_colocate.Engine)
+    engine.llm, engine.sleeps, engine.sleep_weights, engine.asleep = RecordedLLM(), True, sleep_weights, False
+    sync = "collective_rpc receive_weights ({},)"
+    for _ in range(2):
+        engine.llm.calls.clear()
+        engine.sleep()
+        assert engine.receive_weights({})
+        calls = [call if call != sync else "SYNC" for call in engine.llm.calls]
+        assert ", ".join(calls) == expected + ", collective_rpc check_weights_changed"
+    engine.llm.calls.clear()
+    engine.receive_weights({})  # without a sleep before
+    assert not any("wake_up" in call for call in engine.llm.calls)
+
+
+def test_rank_and_worker_on_different_devices_are_refused(tmp_path):
+    class Session:
+        def wait(self, phase, **refs):
+            return [["GPU-a", "GPU-b"], ["GPU-c", "GPU-d"]]
+
+    class Run:
+        said = ""
+
+        def say(self, text):
+            self.said = text
+
+    engines, run = [argparse.Namespace(device_ids=argparse.Namespace(remote=lambda: None))] * 2, Run()
+    handles = [{"GPU-b": "/b"}, {"GPU-a": "/a"}, {"GPU-c": "/c"}, {"GPU-d": "/d"}]
+    beside = rlhf_colocate.connect(Session(), run, engines, handles)
+    assert beside == [{"GPU-a": "/a", "GPU-b": "/b"}, {"GPU-c": "/c", "GPU-d": "/d"}]
+    assert [line.split() for line in run.said.splitlines()[1:3]] == [["GPU-b", "0", "0", "1"], ["GPU-a", "1", "0", "0"]]
+    handles[3] = {"GPU-a": "/a"}
+    with pytest.raises(RunError, match=r"engine 1 runs on \['GPU-c', 'GPU-d'\], and its trainer ranks on"):
+        rlhf_colocate.connect(Session(), run, engines, handles)
