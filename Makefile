@@ -1,13 +1,14 @@
-# make run     set up .venv for this machine's hardware, and run rlhf.py to its end
-# make test    set up the same, and pass the linter and all tests
-# make quick   the tests without an engine, in seconds
+# make run        set up .venv for this machine's hardware, and run rlhf.py to its end
+# make test       set up the same, and pass the linter and all tests
+# make test-gpu   the tests for GPUs; those with too few GPUs are skipped and say so (REQUIRE_GPU=1: fail)
+# make quick      the tests without an engine, in seconds
 
 PYTHON ?= python3
 GPU := $(shell nvidia-smi -L 2>/dev/null)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 TORCH_CPU := torch==2.13.0+cpu
 
-.PHONY: venv run test quick lint
+.PHONY: venv run test quick test-gpu lint
 
 venv: .venv/ready-$(REQUIREMENTS)
 
@@ -34,6 +35,9 @@ test: lint
 
 quick: venv
 	.venv/bin/pytest tests/test_learning.py tests/test_copies.py tests/test_transport.py tests/test_shared_memory.py tests/test_replay.py
+
+test-gpu: venv
+	.venv/bin/pytest -m gpu -rs
 
 lint: venv
 	.venv/bin/ruff check .

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.overrides import TorchFunctionMode
 
 from sharding import Offload, gather_states, load_optimizer_state, shard, whole
 
@@ -278,6 +279,18 @@ class Learner:
                 entropies[i, :length] = -(log_softmax.exp() * log_softmax).sum(-1)
         return logprobs, entropies
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Views of the model's tensors, named and shaped as in its checkpoint, which is how an engine loads them.
+
+        The modules differ from that where transformers fuses what checkpoints keep apart: a mixture's experts.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tied = self.model.all_tied_weights_keys
+        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        with _WithoutCopies():
+            return revert_weight_conversion(self.model, tensors)
+
     def release_memory(self, offload_optimizer: bool) -> None:
         """Free what the next `learn` makes anew, and move the optimizer's state to host memory until then."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -312,6 +325,13 @@ class Learner:
         torch.set_rng_state(state["random"])
         if "random_cuda" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Parts of a fused tensor stay views of it: transformers would make them contiguous, in memory of their own."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def _completion_tensors(rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:

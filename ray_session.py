@@ -29,6 +29,7 @@ class RaySession:
         self.run, self.address = run, address
         self.farewells: list[Callable[[], ray.ObjectRef]] = []  # calls that end an actor's own processes
         self.shared_memory: set[str] = set()  # seen in use by processes of this session
+        self.ray_processes: list[psutil.Process] = []  # of a node that was started here
 
     def __enter__(self) -> "RaySession":
         # Whatever a killed process leaves running becomes a child of this one, and is found when the session ends.
@@ -50,6 +51,7 @@ class RaySession:
                 socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
             ray.init(self.address, **options)
             signal.signal(signal.SIGTERM, _interrupt)  # Ray has put a handler of its own
+            self.ray_processes = psutil.Process().children()
         except BaseException as error:
             self.__exit__()
             if not isinstance(error, Exception):
@@ -90,8 +92,13 @@ class RaySession:
         started, pending = time.monotonic(), list(refs.values())
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=1)
-            if any(_error_of(ref) for ref in ready):
+            failed = any(_error_of(ref) for ref in ready)
+            if failed:
                 ray.wait(pending, num_returns=len(pending), timeout=3)  # let the other side say what it saw
+            for process in self.ray_processes:
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    raise RunError(f"Ray's {process.name()} died while {phase}")
+            if failed:
                 self.run.keep_log_tail()
                 raise self._blame(phase, refs)
             seconds = time.monotonic() - started
@@ -111,7 +118,8 @@ class RaySession:
         errors = [(actor, error) for actor, ref in refs.items() if ref in done and (error := _error_of(ref))]
         for actor, error in errors:
             if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
-                return RunError(f"the {actor} died while {phase}")
+                node = " with its Ray node" if "its node has died" in str(error) else ""
+                return RunError(f"the {actor} died{node} while {phase}")
         for _, error in errors:
             cause = getattr(error, "cause", None)
             if isinstance(cause, USER_ERRORS):

@@ -172,7 +172,7 @@ class Trainer:
         return channel.handles
 
     def send_weights(self) -> SyncReport:
-        return self.sender.send_weights(self.learner.model.named_parameters())
+        return self.sender.send_weights(self.learner.named_tensors().items())
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         metrics = self.learner.learn(rollouts)

@@ -157,10 +157,10 @@ class Trainer:
         self.sender = WeightSender(group)
 
     def send_weights(self) -> SyncReport:
-        return self.sender.send_weights(self.learner.model.named_parameters())
+        return self.sender.send_weights(self.learner.named_tensors().items())
 
     def compare_weights(self) -> Comparison:
-        return self.sender.compare_weights(self.learner.model.named_parameters())
+        return self.sender.compare_weights(self.learner.named_tensors().items())
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         return self.learner.learn(rollouts)

@@ -33,6 +33,7 @@ is imported by the functions that use it.
 
 import base64
 import copy
+import errno
 import functools
 import json
 import logging
@@ -78,7 +79,8 @@ LANES = 4  # buckets in flight, which share it
 ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is vectorized
 CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within this time
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
-SILENT_SECONDS = 20  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
+SILENT_SECONDS = 15  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # which the system says of such a link
 PROCESSED = "_already_called_process_weights_after_loading"  # a flag that vLLM's quantization methods leave on a layer
 ROUNDING_SLACK = 1.001  # how much more than the error of rounding passes: comparing rounds as well
 SLOWEST_BYTES_PER_SECOND = 50e6  # a sync slower than this is taken for stuck
@@ -126,9 +128,12 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
     """
     from vllm.distributed.utils import StatelessProcessGroup
 
-    group = StatelessProcessGroup.create(
-        host=master_address, port=master_port, rank=rank, world_size=world_size, store_timeout=int(CONNECT_SECONDS)
-    )
+    try:
+        group = StatelessProcessGroup.create(
+            host=master_address, port=master_port, rank=rank, world_size=world_size, store_timeout=int(CONNECT_SECONDS)
+        )
+    except OSError as error:  # of rank 0, which listens there
+        raise WeightSyncError(f"no group at {master_address}:{master_port}: {error}") from error
     if torch.device(device).type == "cpu":
         return GlooCommunicator(group)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -177,7 +182,7 @@ class _Link:
             self.connection.send_bytes(json.dumps(message).encode())
         except OSError as error:
             self.watch()  # the peer may have said why it left
-            raise self._gone() from error
+            raise self._gone(error) from error
 
     def recv(self, timeout: float) -> dict:
         """The next message, within `timeout` seconds. Raises the peer's own error if it reports one."""
@@ -188,7 +193,7 @@ class _Link:
                 raise WeightSyncError(f"{self.peer} did not answer within {timeout:.0f} s")
             return self._read()
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            raise self._gone(error) from error
 
     def watch(self) -> None:
         """Raise if the peer has failed; keep what else it said for `recv`."""
@@ -196,7 +201,7 @@ class _Link:
             while self.connection.poll(0):
                 self.early.append(self._read())
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            raise self._gone(error) from error
 
     def said(self, **message) -> bool:
         """Whether `watch` has seen this message, which is then forgotten."""
@@ -214,7 +219,9 @@ class _Link:
             raise WeightSyncError(f"{self.peer} failed: {message['error']}")
         return message
 
-    def _gone(self) -> WeightSyncError:
+    def _gone(self, error: Exception) -> WeightSyncError:
+        if getattr(error, "errno", None) in UNREACHABLE:
+            return WeightSyncError(f"{self.peer} cannot be reached over the network: {error.strerror}")
         return WeightSyncError(f"{self.peer} died: its connection to the weight sync closed")
 
 
@@ -896,10 +903,20 @@ class _EngineModel:
             if not isinstance(write.value, int | float):
                 layer = _layer_of(write.owner)
                 self.expected[layer] = self.expected.get(layer, 0) + write.destination.numel()
+        for name, _, shape in metadata:
+            if self._cuts(traced.get(name, []), torch.Size(shape).numel()):
+                problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
         missing = self.required.keys() - self._complete({write.region for write in writes})
         if missing and not problems:
             problems = [f"nothing is sent for the engine's {name}" for name in sorted(missing)]
         return dtypes, problems
+
+    def _cuts(self, writes: list[_Write], numel: int) -> bool:
+        """Whether the workers together load less than the tensor: some loaders cut off what is too large."""
+        if any(not isinstance(w.value, torch.Tensor) or _loadable(w.parameter) < w.parameter.numel() for w in writes):
+            return False  # computed, or of a share that is padded on some workers
+        loaded = sum(write.destination.numel() for write in writes)
+        return 0 < loaded < numel / self.worker.parallel_config.tensor_parallel_size
 
     def _wire_dtype(self, write: _Write) -> str:
         """A loader that copies gets the parameter's own dtype; one that computes on its way, the model's."""

@@ -5,10 +5,12 @@ metrics.jsonl         one line a step
 tensorboard/          the same as TensorBoard events
 reward.png            reward, mismatch and sync time over the steps
 run.log               everything that Ray, vLLM and the actors printed
+lock                  is locked while a run goes on
 checkpoint-000010/    Hugging Face model and tokenizer, and trainer_state.pt to go on from
 """
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -223,6 +225,10 @@ class RunFolder:
         self.saved = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in _NOT_SAVED}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = (self.path / "lock").open("w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"another run is using {self.path}") from error
         except OSError as error:
             raise RunError(f"cannot write to the run folder {self.path}: {error}") from error
         self.log_file = None if args.verbose else self.path / "run.log"
@@ -261,6 +267,7 @@ class RunFolder:
                 os.dup2(saved, descriptor)
                 os.close(saved)
             self.screen.close()
+        self.lock.close()
 
     def say(self, text: str) -> None:
         """Print a line for the user."""

@@ -12,25 +12,35 @@ import pytest
 import torch
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="drives vLLM's CPU build")
+REQUIRE_GPU = os.environ.get("REQUIRE_GPU") == "1"  # a GPU test that cannot run is a failure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ray_session import shared_memory_of  # noqa: E402 - found by the line above
 
 
-class Script:
-    """A script of this project in a process of its own, with all that it started."""
+def pytest_runtest_setup(item):
+    """Skip a test whose GPUs are not there: `gpu(count)` says how many it needs, `or_cpu` that it also runs on none."""
+    for marker in item.iter_markers("gpu"):
+        (wanted,), there = marker.args, torch.cuda.device_count()
+        if there < wanted and not (there == 0 and marker.kwargs.get("or_cpu") and not REQUIRE_GPU):
+            stop = pytest.fail if REQUIRE_GPU else pytest.skip
+            stop(f"needs {wanted} GPUs, there are {there}")
 
-    def __init__(self, folder: Path, *command: str):
-        self.folder, self.output = folder, folder / "output.txt"
+
+class Script:
+    """A command that runs a script of this project, with all that it started."""
+
+    def __init__(self, folder: Path, *command: str, **environment: str):
         # A short path: sockets lie below it. What the script leaves there, or in shared memory, is what it left.
         self.temporary = Path(tempfile.mkdtemp(prefix="t-"))
+        self.output = self.temporary / "output.txt"
         self.shared_memory = set(os.listdir("/dev/shm"))
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
+                command,
                 cwd=folder,
-                env=os.environ | {"TMPDIR": str(self.temporary)},
+                env=os.environ | {"TMPDIR": str(self.temporary)} | environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -50,6 +60,14 @@ class Script:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
+    def wait_for(self, text: str, timeout: float = 120) -> None:
+        """Wait until this has been printed."""
+        deadline = time.monotonic() + timeout
+        while text not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
     def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
         metrics, deadline = run / "metrics.jsonl", time.monotonic() + timeout
         while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
@@ -59,7 +77,7 @@ class Script:
 
     def descendant(self, name: str) -> psutil.Process:
         """The one process whose title begins so."""
-        (process,) = (p for p in psutil.Process(self.process.pid).children(recursive=True) if name in _title(p))
+        (process,) = (p for p in psutil.Process(self.process.pid).children(recursive=True) if name in title_of(p))
         return process
 
     def descendants(self) -> list[psutil.Process]:
@@ -72,11 +90,12 @@ class Script:
         assert "error: " in text.splitlines()[-1], text
         assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
         assert list(self.temporary.glob("rlhf-ray-*")) == []
-        in_use = {os.path.basename(file) for file in shared_memory_of(list(psutil.process_iter()))}
-        assert set(os.listdir("/dev/shm")) - self.shared_memory - in_use == set()
+        left = set(os.listdir("/dev/shm")) - self.shared_memory
+        in_use = {os.path.basename(file) for file in shared_memory_of(list(psutil.process_iter()))}  # by other programs
+        assert {file for file in left - in_use if os.path.exists(f"/dev/shm/{file}")} == set()
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
@@ -85,9 +104,9 @@ def _title(process: psutil.Process) -> str:
 
 @pytest.fixture
 def script(tmp_path):
-    """Start a script: script("rlhf.py", "--steps", "3") in an empty folder."""
+    """Start a script: script("rlhf.py", "--steps", 3) in an empty folder."""
 
-    def start(name: str, *arguments: str) -> Script:
-        return Script(tmp_path, str(ROOT / name), *map(str, arguments))
+    def start(name: str, *arguments) -> Script:
+        return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments))
 
     return start

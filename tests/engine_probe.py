@@ -10,6 +10,10 @@ class Probe(WorkerExtension):
         """Of what is served now, whether or not a sync brought it."""
         return self._engine_model().take_digest()
 
+    def gpu_memory(self) -> int:
+        """Bytes of it in use by this worker's tensors."""
+        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+
     def flip_bit(self, name: str) -> None:
         """Flip the lowest bit of one element of a served parameter."""
         parameter = self.model_runner.get_model().get_parameter(name)

@@ -11,8 +11,8 @@ import re
 
 import pytest
 from conftest import cpu_only
+from pair import Pair
 from test_rlhf import rows
-from test_sync import Pair
 
 from grpo import MismatchError
 from rlhf_online_quant import MAX_MISMATCH, read_torchao_config

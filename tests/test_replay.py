@@ -83,9 +83,10 @@ class Engine(_EngineModel):
     """The real preflight, record, replay and digest, over such a model instead of vLLM's."""
 
     def __init__(self, model):
-        config = SimpleNamespace(dtype=torch.float32)
-        runner = SimpleNamespace(get_model=lambda: model)
-        super().__init__(SimpleNamespace(model_runner=runner, model_config=config, device=torch.device("cpu")))
+        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
+        worker.model_config = SimpleNamespace(dtype=torch.float32)
+        worker.parallel_config = SimpleNamespace(tensor_parallel_size=RANKS)
+        super().__init__(worker)
         self.loads = 0
         self.loading = False
         self.required = {name: parameter.numel() for name, parameter in model.named_parameters()}

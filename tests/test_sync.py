@@ -3,114 +3,24 @@
 pytest tests/test_sync.py
 """
 
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import cpu_only
+from pair import Pair, assert_memory_is_flat, swap_layers
 
 import rlhf_utils
-from grpo import GRPOConfig, Learner, MismatchError, Rollout
-from rlhf_utils import WeightSender, WeightSyncError, stateless_init_process_group
+from grpo import MismatchError
+from rlhf_utils import WeightSyncError, stateless_init_process_group
 from tiny_model import build_tiny_model
 
 pytestmark = cpu_only
-PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
 LAYERS = "model.decoder.layers."
-
-
-class Pair:
-    """A trainer in this process, an engine beside it, and the group between them."""
-
-    def __init__(self, model: Path, dtype: str = "float32", max_mismatch: float = 1e-4, **options):
-        from vllm import LLM
-
-        here = str(Path(__file__).parent)
-        os.environ["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
-        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", TORCH_COMPILE_DISABLE="1")
-        self.llm = LLM(
-            model=str(model),
-            dtype=dtype,
-            enforce_eager=True,
-            tensor_parallel_size=2,
-            distributed_executor_backend="mp",
-            kv_cache_memory_bytes=128 << 20,
-            logprobs_mode="processed_logprobs",
-            worker_extension_cls="engine_probe.Probe",
-            **options,
-        )
-        config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=max_mismatch)
-        self.learner = Learner(str(model), config, torch.device("cpu"))
-        self.original = {name: tensor.clone() for name, tensor in self.learner.model.named_parameters()}
-        self.thread = ThreadPoolExecutor(1)
-        self.connect()
-
-    def start(self, method: str, *args):
-        """Run a method on every worker, while this process goes on; `.result()` is a list with one result a worker."""
-        return self.thread.submit(self.llm.collective_rpc, method, args=args)
-
-    def rpc(self, method: str, *args) -> list:
-        return self.start(method, *args).result()
-
-    def connect(self) -> None:
-        from vllm.utils.network_utils import get_open_port
-
-        port = get_open_port()
-        joining = self.start("init_weight_update_group", "127.0.0.1", port, 1, 3)
-        self.group = stateless_init_process_group("127.0.0.1", port, 0, 3, torch.device("cpu"))
-        joining.result()
-        self.sender = WeightSender(self.group)
-
-    def sync(self, tensors=None, reset_prefix_cache: bool = True) -> rlhf_utils.SyncReport:
-        if reset_prefix_cache:
-            self.llm.reset_prefix_cache()
-        receiving = self.start("receive_weights")
-        try:
-            return self.sender.send_weights(self.learner.model.named_parameters() if tensors is None else tensors)
-        finally:
-            self.answers = receiving.result()
-
-    def sync_one_parameter_at_a_time(self) -> Iterator[str]:
-        """As vLLM's example does it; yields the names as they are done."""
-        for name, parameter in self.learner.model.named_parameters():
-            receiving = self.start("update_weight", name, str(parameter.dtype).split(".")[-1], tuple(parameter.shape))
-            self.group.broadcast(parameter.data, src=0)
-            receiving.result()
-            yield name
-
-    def generate(self, seed: int | None = None, prompts: list[str] = PROMPTS) -> list[Rollout]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=8, logprobs=0)
-        rollouts = []
-        for request in self.llm.generate(prompts, params, use_tqdm=False):
-            ids = list(request.outputs[0].token_ids)
-            logprobs = [row[token].logprob for row, token in zip(request.outputs[0].logprobs, ids, strict=True)]
-            rollouts.append(Rollout(list(request.prompt_token_ids), ids, logprobs, 0.0))
-        return rollouts
-
-    def mismatch(self) -> float:
-        """Raises MismatchError if the engine does not serve the trainer's weights."""
-        return self.learner.mismatch(self.generate(seed=1))
-
-    @torch.no_grad()
-    def set(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.learner.model.named_parameters():
-            parameter.copy_(tensors[name])
-
-    def perturbed(self, seed: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {n: t + 0.02 * torch.randn(t.shape, generator=generator) for n, t in self.original.items()}
 
 
 @pytest.fixture(scope="module")
 def shared_pair(tmp_path_factory):
-    pair = Pair(build_tiny_model(tmp_path_factory.mktemp("model")))
-    yield pair
-    pair.llm.llm_engine.engine_core.shutdown()
+    with Pair(build_tiny_model(tmp_path_factory.mktemp("model"))) as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -154,18 +64,6 @@ def test_perturbed_weights_arrive_and_originals_come_back_bit_for_bit(pair):
     pair.set(pair.original)
     pair.sync()
     assert (pair.generate(), pair.rpc("digest")) == before  # tokens, and log-probabilities to the last bit
-
-
-def swap_layers(tensors):
-    """The tensors of layer 0 under the names of layer 1, and the other way round."""
-
-    def other(name):
-        if not name.startswith(LAYERS):
-            return name
-        number, dot, rest = name.removeprefix(LAYERS).partition(".")
-        return LAYERS + str(1 - int(number)) + dot + rest
-
-    return {name: tensors[other(name)] for name in tensors}
 
 
 def test_swapped_layers_are_seen(pair):
@@ -281,7 +179,7 @@ def test_worker_that_raises_ends_the_sync_and_the_next_one_recovers(pair, monkey
     assert all("ValueError: this worker cannot load" in answer["error"] for answer in pair.answers)
     assert pair.rpc("check_weights_changed") == [False, False]
     with pytest.raises(WeightSyncError, match="closed by an earlier error"):
-        pair.sender.send_weights(pair.learner.model.named_parameters())
+        pair.sender.send_weights(pair.learner.named_tensors().items())
     pair.rpc("tamper_with_loads", "heal")
     pair.connect()
     pair.sync()
@@ -297,6 +195,10 @@ def test_prefix_cache_keeps_old_weights_until_it_is_reset(pair):
         pair.learner.mismatch(pair.generate(prompts=prompts))
     assert pair.llm.reset_prefix_cache()
     assert pair.learner.mismatch(pair.generate(prompts=prompts)) < 1e-5
+
+
+def test_memory_is_flat_over_200_syncs(pair):
+    assert_memory_is_flat(pair, syncs=200)
 
 
 def test_communicator_that_would_do_nothing_is_an_error():
