@@ -146,10 +146,10 @@ class Engine:
 
 
 class EngineClient:
-    """The engine as vLLM's trainer side calls it: vLLM's protocol `VLLMWeightSyncClient`, by Ray.
+    """The engine as vLLM's trainer side calls it, by Ray: vLLM's protocol `VLLMWeightSyncClient`.
 
-    vLLM sends to the workers while `update_weights` runs, and looks at how that went when all is sent, which to a
-    worker that has failed it never is. `failed` raises the engine's error at once.
+    vLLM looks at how `update_weights` went once all is sent, and to a worker that has failed all never is. `failed`
+    raises the engine's error at once.
     """
 
     def __init__(self, engine):
@@ -231,10 +231,7 @@ class Trainer:
             gaps += (logits.max(-1).values - chosen)[len(rollout.prompt_ids) - 1 :].tolist()
         if not max(gaps) <= MAX_GREEDY_GAP[self.precision]:  # a NaN does not pass
             raise MismatchError(f"the engine's greedy tokens are not the trainer's, by logits of {max(gaps):.3g}")
-        return (
-            f"{gaps.count(0)} of {len(gaps)} greedy tokens are the trainer's own; the mismatch of each step's rollouts"
-            f" must be at most {self.learner.config.max_mismatch:g}"
-        )
+        return f"{gaps.count(0)} of {len(gaps)} greedy tokens are the trainer's own"
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         return self.learner.learn(rollouts)
@@ -313,7 +310,10 @@ def main(args: argparse.Namespace) -> None:
         report = sync(session, trainer, engine)
         rollouts, texts = generate(session, engine, rows, reward, greedy, first_step)
         (proof,) = session.wait("proving", trainer=trainer.prove_greedy.remote(rollouts))
-        run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, by {report.loader}; {proof}")
+        run.say(
+            f"first sync, by vLLM's {backend} backend: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB\n"
+            f"{proof}; the mismatch of sampled ones must stay below {config.max_mismatch:g}"
+        )
         run.show(rows, rollouts, texts)
 
         # 3. Generate, reward, learn, sync
@@ -363,7 +363,7 @@ def sync(session: RaySession, trainer, engine) -> SyncReport:
     (served,) = session.wait("syncing", engine=engine.wake_up.remote())
     if served != version:
         raise RunError(f"after sync {version}, the engine serves version {served}")
-    return SyncReport(int(version), tensors, nbytes, time.perf_counter() - started, "vLLM's reload")
+    return SyncReport(int(version), tensors, nbytes, time.perf_counter() - started, "reload")
 
 
 if __name__ == "__main__":
