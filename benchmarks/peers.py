@@ -24,6 +24,10 @@ class _Peer:
     def staging(self) -> int:
         return staging(self.device)
 
+    def release(self) -> None:
+        """Let go of a session's buffers."""
+        self._close_link()
+
     def poison(self) -> None:
         """Overwrite every parameter that can be written."""
         for parameter in self.model_runner.get_model().parameters():

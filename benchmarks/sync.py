@@ -9,8 +9,8 @@
 Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
 are overwritten; after it they must be, bit for bit, what a reload brings. A time is the median of the rounds after the
 first two, as the trainer sees it: from "the weights are ready" to "the engine may generate", prefix-cache reset
-included. Staging is what a way allocates on the GPU beyond the weights, trainer + worker. Writes a table, sync.json and
-sync.png.
+included. Staging is the most that a way allocates on the GPU beyond the weights, trainer + worker, its first round
+included, in which replay is proven. Writes a table, sync.json and sync.png.
 """
 
 import argparse
@@ -125,6 +125,10 @@ class BenchTrainer:
 
     def staging(self) -> int:
         return staging(self.device)
+
+    def release(self) -> None:
+        """Let go of what the last way has allocated."""
+        self.sender = self.native = None
 
     def ceiling(self, engine, nbytes: int) -> float:
         """Broadcast, or copy on this device, one buffer as often as makes `nbytes`."""
@@ -269,7 +273,14 @@ class Bench:
     def address(self) -> tuple[str, int, int]:
         return *self.ask_trainer("address"), 1 + self.args.tensor_parallel_size
 
+    def release(self) -> None:
+        """Let both sides go of what the last way has allocated, so that what the next one adds can be seen."""
+        self.ask_trainer("release")
+        self.ask_workers("release")
+        self.staging()
+
     def open_sender(self, replay: bool) -> None:
+        self.release()
         if not self.ipc:
             address = self.address()
             joined = self.engine.init_weight_update_group.remote(*address)
@@ -307,7 +318,7 @@ def main(args: argparse.Namespace) -> None:
         bench.nbytes = bench.ask_trainer("nbytes")
         run.say(f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}")
         bench.reference = bench.ask_workers("digest")
-        bench.staging()
+        bench.release()
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
         if args.quantized:
             pass  # vLLM wants all weights of a model that torchao quantizes in one call
@@ -316,6 +327,7 @@ def main(args: argparse.Namespace) -> None:
         else:
             bench.measure("one RPC a parameter", "one_rpc_a_parameter")
         for packed in (False, True) if bench.gpu else ():
+            bench.release()
             bench.ask_trainer("connect_native", bench.engine, packed, *bench.address())
             bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")
         bench.open_sender(replay=False)
