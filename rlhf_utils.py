@@ -16,9 +16,10 @@ when a process dies. One sync, in order:
    parameter; that is the dtype sent, so fp32 master weights travel as bf16 to a bf16 engine.
 2. The buckets. *Reload* hands the tensors to vLLM's loader inside one of its reload brackets
    (`initialize_layerwise_reload` ... `finalize_layerwise_reload`), which is right for every model, quantization and
-   device: layers are loaded, repacked or quantized as they complete. *Replay* repeats just the copies that such a load
-   comes down to, straight from the bucket (copies.py). It is taken from the second sync on if in the first one, into
-   overwritten parameters, it gave what reload had given, bit for bit, on every worker.
+   device: layers are loaded, repacked or quantized as they complete. *Replay* repeats just what such a load comes down
+   to: copies straight from the bucket (copies.py), and a quantized layer's processing, by vLLM's own method. It is
+   taken from the second sync on if in the first one, after other weights had been loaded, it gave what reload had
+   given, bit for bit, on every worker.
 3. Every worker notes the digest of what it wrote and the weight version, and answers.
 
 The engine must not be generating, and its prefix cache holds keys and values of the old weights: the caller runs
@@ -27,8 +28,12 @@ engine's weights are undefined until a later session has completed a sync.
 
 The protocols of vLLM's examples work too, code written for them runs unchanged: one parameter at a time
 (`init_weight_update_group`, `update_weight`), buckets over ZMQ and CUDA IPC (`update_weights_from_ipc`), handles by
-name (`update_weights_from_ipc_handles`), and after each of them `check_weights_changed`. Imports need torch alone; vLLM
-is imported by the functions that use it.
+name (`update_weights_from_ipc_handles`), and after each of them `check_weights_changed`. The last section plugs gloo
+into vLLM's own weight-transfer API, as an example of a transport. Imports need torch alone; vLLM is imported by the
+functions that use it.
+
+Where the time is, of 46.2 ms for a 7B over NCCL (NVIDIA H200): 43.2 are the broadcast of its bytes. The first bucket's
+packing and the last one's copying are not hidden behind it, 0.4 ms; messages, wake-ups and launches are the rest.
 """
 
 import base64
