@@ -34,7 +34,7 @@ test: lint
 	.venv/bin/pytest
 
 quick: venv
-	.venv/bin/pytest tests/test_learning.py tests/test_copies.py tests/test_transport.py tests/test_shared_memory.py tests/test_replay.py tests/test_sharded.py
+	.venv/bin/pytest tests/test_learning.py tests/test_copies.py tests/test_transport.py tests/test_shared_memory.py tests/test_replay.py
 
 test-gpu: venv
 	.venv/bin/pytest -m gpu -rs
