@@ -49,6 +49,7 @@ import pickle
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import traceback
 import weakref
@@ -123,6 +124,10 @@ class GlooCommunicator:
     def broadcast(self, tensor: torch.Tensor, src: int, stream=None) -> None:
         """Broadcast a contiguous tensor in place and wait for it; `stream` is PyNcclCommunicator's, unused on CPU."""
         self.start_broadcast(tensor, src).wait()
+
+    def destroy(self) -> None:
+        """Leave the group. gloo itself would wait, until its timeout, for broadcasts that will never end."""
+        threading.Thread(target=[vars(self).pop("_gloo", None)].clear, daemon=True).start()
 
 
 def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device):

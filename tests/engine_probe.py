@@ -35,8 +35,8 @@ class Probe(WorkerExtension):
             model.take_digest = stale
 
     def tamper_with_loads(self, how: str, part: str = "") -> None:
-        """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" fails at the
-        first such tensor, "swap" exchanges two layers; "heal" undoes it."""
+        """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" and "exhaust" (of
+        memory) fail at the first such tensor, "swap" exchanges two layers; "heal" undoes it."""
         model = self.model_runner.get_model()
         vars(model).pop("load_weights", None)
         load = model.load_weights
@@ -45,8 +45,11 @@ class Probe(WorkerExtension):
             weights = list(weights)
             if weights[0][1].is_meta:
                 return load(weights)  # a trace, before anything is loaded
-            if how == "raise" and any(part in name for name, _ in weights):
-                raise ValueError("this worker cannot load")
+            if any(part in name for name, _ in weights):
+                if how == "raise":
+                    raise ValueError("this worker cannot load")
+                if how == "exhaust":
+                    torch.empty(1 << 46, dtype=torch.uint8)
             if how == "swap":
                 weights = [(_exchange(name), weight) for name, weight in weights]
             return load([(name, weight) for name, weight in weights if how != "skip" or part not in name])

@@ -3,6 +3,8 @@
 pytest tests/test_sync.py
 """
 
+import time
+
 import pytest
 import torch
 from conftest import cpu_only
@@ -41,7 +43,7 @@ def test_weights_count_as_changed_only_after_a_sync(pair):
     report = pair.sync()
     assert report.version == 1
     if torch.device("cpu") == pair.learner.device:  # where vLLM packs linear weights after loading
-        assert report.loader.startswith("reload: ") and report.loader.endswith("qkv_proj.weight in another form")
+        assert report.loader.startswith("reload: ") and report.loader.endswith(".weight in another form")
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.rpc("digest") == from_disk
     assert pair.generate() == tokens
@@ -168,16 +170,25 @@ def test_preflight_names_what_does_not_fit(pair):
     assert pair.generate()
 
 
-@pytest.mark.parametrize("part", ["embed_positions", "layers.0.fc2.weight", "layers.1.final_layer_norm.bias"])
-def test_worker_that_raises_ends_the_sync_and_the_next_one_recovers(pair, monkeypatch, part):
+@pytest.mark.parametrize(
+    ("how", "part", "error"),
+    [
+        ("raise", "embed_positions", "ValueError: this worker cannot load"),
+        ("raise", "layers.1.final_layer_norm.bias", "ValueError: this worker cannot load"),
+        ("exhaust", "layers.0.fc2.weight", "can't allocate memory"),
+    ],
+)
+def test_worker_that_fails_ends_the_sync_and_the_next_one_recovers(pair, monkeypatch, how, part, error):
     monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 66_048)  # many buckets: some are loaded
     pair.connect()
     pair.set(pair.perturbed(13))
-    pair.rpc("tamper_with_loads", "raise", part)
-    with pytest.raises(WeightSyncError, match=r"engine worker [01] \(pid (.|\n)*ValueError: this worker cannot load"):
+    pair.rpc("tamper_with_loads", how, part)
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=rf"engine worker [01] \(pid (.|\n)*{error}"):
         pair.sync()
-    assert all("ValueError: this worker cannot load" in answer["error"] for answer in pair.answers)
-    assert pair.rpc("check_weights_changed") == [False, False]
+    assert time.monotonic() - started < 30
+    assert all(error in answer["error"] for answer in pair.answers)
+    assert not all(pair.rpc("check_weights_changed"))  # a worker that loaded nothing serves what it did
     with pytest.raises(WeightSyncError, match="closed by an earlier error"):
         pair.sender.send_weights(pair.learner.named_tensors().items())
     pair.rpc("tamper_with_loads", "heal")
