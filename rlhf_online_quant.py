@@ -340,7 +340,7 @@ def compare_memory(args: argparse.Namespace) -> None:
     print(f"model {model}\nquantized by torchao's {quantization}")
     print(f"{'':10}{'weights of a worker':>22}{'KV-cache blocks':>18}{'of tokens':>12}{'rollout':>18}")
     for name, (weights, blocks, block_size, speed) in zip(("bf16", "quantized"), table, strict=True):
-        print(f"{name:10}{weights / 2**30:18.4f} GiB{blocks:18,}{block_size:12}{speed:9,.0f} tokens/s")
+        print(f"{name:10}{weights / 2**30:18.4g} GiB{blocks:18,}{block_size:12}{speed:9,.0f} tokens/s")
     if device == "cpu":
         print("on CPU the KV cache has a size of its own: what the weights leave is not given to it")
     print(f"OK: quantized, the weights take {table[1][0] / table[0][0]:.2f} of their memory in bf16")
