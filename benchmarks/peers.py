@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension, _plain_tensors, rebuild_ipc
+from engine_model import plain_tensors
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
 
 
 def staging(device: torch.device) -> int:
@@ -31,7 +32,7 @@ class _Peer:
     def poison(self) -> None:
         """Overwrite every parameter that can be written."""
         for parameter in self.model_runner.get_model().parameters():
-            for tensor in _plain_tensors(parameter.data):
+            for tensor in plain_tensors(parameter.data):
                 tensor.fill_(math.nan if tensor.is_floating_point() else -1)
 
     def digest(self) -> int:

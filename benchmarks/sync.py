@@ -36,10 +36,10 @@ from rlhf_utils import (  # noqa: E402
     WeightSender,
     WeightSyncError,
     share_tensor,
-    shared_buffer,
     stateless_init_process_group,
 )
 from run_folder import RunError, RunFolder  # noqa: E402
+from weight_transport import shared_buffer  # noqa: E402
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
 OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
@@ -231,7 +231,7 @@ class BenchTrainer:
         assert self.report.loader.startswith(expected_loader), self.report.loader
         return self.report.seconds
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -13,8 +13,9 @@ from conftest import cpu_only
 from test_shared_memory import PlainSender
 from transformers import AutoModelForCausalLM
 
-from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, share_tensor, shared_buffer
+from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, share_tensor
 from tiny_model import build_tiny_model
+from weight_transport import shared_buffer
 
 pytestmark = cpu_only
 

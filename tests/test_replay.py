@@ -11,8 +11,10 @@ import pytest
 import torch
 from test_transport import Receiving, Worker, groups, same_bits
 
+import engine_model
 import rlhf_utils
-from rlhf_utils import WeightSender, WeightSyncError, _EngineModel
+from engine_model import EngineModel
+from rlhf_utils import WeightSender, WeightSyncError
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {
@@ -79,7 +81,7 @@ class Model(torch.nn.Module):
         pass
 
 
-class Engine(_EngineModel):
+class Engine(EngineModel):
     """The real preflight, record, replay and digest, over such a model instead of vLLM's."""
 
     def __init__(self, model):
@@ -335,20 +337,20 @@ def test_quantization_is_repeated_bit_for_bit(monkeypatch, bucket_bytes):
     assert [engine.version for engine in sync.engines] == [3, 3]
     # `o` and `fc` have one shape, and one after the other the same scratch memory.
     steps = [step for bucket in sync.engines[0].moves for step in bucket]
-    layers = [step for step in steps if isinstance(step, rlhf_utils._ProcessedLayer)]
+    layers = [step for step in steps if isinstance(step, engine_model._ProcessedLayer)]
     assert len(layers) == 3
     assert layers[1].scratch["weight"] is layers[2].scratch["weight"]
 
 
 def test_stale_scales_are_found(monkeypatch):
-    run = rlhf_utils._ProcessedLayer.run
+    run = engine_model._ProcessedLayer.run
 
     def forgets(layer, total):
         scale = layer.module.scale.clone()
         run(layer, total)
         layer.module.scale.data.copy_(scale)
 
-    monkeypatch.setattr(rlhf_utils._ProcessedLayer, "run", forgets)
+    monkeypatch.setattr(engine_model._ProcessedLayer, "run", forgets)
     assert quantized_sync(monkeypatch)(quantizable(1)) == "reload: replay did not reproduce it bit for bit"
 
 

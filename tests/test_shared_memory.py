@@ -15,6 +15,7 @@ import zmq
 from test_transport import Engine, Receiving, random_tensors, same_bits
 
 import rlhf_utils
+import weight_transport
 from rlhf_utils import (
     ColocateWorkerExtension,
     SharedMemoryChannel,
@@ -22,8 +23,8 @@ from rlhf_utils import (
     WeightSyncError,
     rebuild_ipc,
     share_tensor,
-    shared_buffer,
 )
+from weight_transport import shared_buffer
 
 CPU = torch.device("cpu")
 
@@ -96,7 +97,7 @@ def test_worker_that_raises_ends_the_sync_with_its_traceback():
 
 
 def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
-    monkeypatch.setattr(rlhf_utils, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(weight_transport, "CONNECT_SECONDS", 0.2)
     with pytest.raises(WeightSyncError, match="worker on cpu:3 did not connect within 0 s"):
         WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
 

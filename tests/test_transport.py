@@ -16,7 +16,8 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 import rlhf_utils
-from rlhf_utils import ALIGN_BYTES, GlooCommunicator, WeightSender, WeightSyncError, WorkerExtension, plan_buckets
+from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension
+from weight_transport import ALIGN_BYTES, GlooCommunicator, Link, plan_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -246,7 +247,7 @@ def test_trainer_that_leaves_ends_the_workers_wait():
 def test_link_refuses_a_stranger():
     import socket
 
-    left, right = (rlhf_utils._Link(end) for end in _socket_pair(socket))
+    left, right = (Link(end) for end in _socket_pair(socket))
     left.introduce("a stranger", "wrong")
     with pytest.raises(WeightSyncError, match="stranger"):
         right.meet("right")
