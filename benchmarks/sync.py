@@ -231,7 +231,7 @@ class BenchTrainer:
         assert self.report.loader.startswith(expected_loader), self.report.loader
         return self.report.seconds
 
-    def synchronize(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
