@@ -113,9 +113,9 @@ class EngineModel:
         traced, problems = self._trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
         writes = [write for writes in traced.values() for write in writes]
-        self.expected = {}
+        self.expected, buffers = {}, dict(self.model.named_buffers())
         for write in writes:
-            if not isinstance(write.value, int | float):
+            if not isinstance(write.value, int | float) and write.owner not in buffers:
                 layer = _layer_of(write.owner)
                 self.expected[layer] = self.expected.get(layer, 0) + write.destination.numel()
         for name, _, shape in metadata:
@@ -182,13 +182,15 @@ class EngineModel:
         try:
             recording = _Recording(self, traced, buckets, lanes)
             moves = [recording.steps(i) for i in range(len(buckets))]
+            if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
+                return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
+            if not recording.layers:
+                self.fused = digest_together([copies for (copies,) in moves], list(self.served_tensors()))
+            self.moves = _captured(moves) if recording.layers and recording.device.type == "cuda" else moves
         except NotImplementedError as reason:
             return str(reason)
-        if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
-            return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
-        if not recording.layers:
-            self.fused = digest_together([copies for (copies,) in moves], list(self.served_tensors()))
-        self.moves = _captured(moves) if recording.layers and recording.device.type == "cuda" else moves
+        except Exception as error:  # a layer's processing that cannot be captured, memory: reload needs none of it
+            return f"{type(error).__name__}: {error}".splitlines()[0]
         return None
 
     @torch.no_grad()
@@ -200,13 +202,6 @@ class EngineModel:
                 step.run(total)
         return int(total) % 2**64 if self.fused else self.take_digest()
 
-    def scramble(self, buckets: list[list[Piece]], device: torch.device) -> None:
-        """Load other weights, so that nothing that a replay leaves out can pass for right."""
-        for bucket in buckets:
-            first = [piece for piece in bucket if piece.begin == 0]
-            self.load([(p.name, torch.full(p.shape, 0.5, dtype=p.dtype, device=device)) for p in first])
-        self.finish()
-
     def state_digest(self) -> int | None:
         """The digest of what is served and of all other tensors that the model's layers keep, but for the KV cache.
 
@@ -215,7 +210,7 @@ class EngineModel:
         others = [
             value
             for module in self.model.modules()
-            for name, value in vars(module).items()
+            for name, value in (vars(module) | module._buffers).items()
             if isinstance(value, torch.Tensor) and value.device == self.worker.device and name != "kv_cache"
         ]
         return digest([tensor for tensor in (*self.served_tensors(), *others) if tensor.numel()])
@@ -253,7 +248,7 @@ class EngineModel:
 
     @contextmanager
     def _loadable_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The parameters as a checkpoint's tensors fit them, by a reload bracket that loads nothing."""
+        """Parameters and buffers as a checkpoint's tensors fit them, by a reload bracket that loads nothing."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         with self._context():
@@ -262,7 +257,7 @@ class EngineModel:
                 initialize_layerwise_reload(self.model)
                 parameters = self.model.named_parameters()
                 self.required = {name: _loadable(p) for name, p in parameters if name not in optional}
-            parameters = dict(self.model.named_parameters())
+            parameters = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             try:
                 with _unwrapped_loaders(parameters.values()):
                     yield parameters
@@ -358,7 +353,7 @@ class _Recording:
     def __init__(self, engine: EngineModel, traced: dict[str, list[_Write]], buckets: list[list[Piece]], lanes):
         self.traced, self.buckets, self.lanes = traced, buckets, lanes
         self.device = lanes.view(0, buckets[0][0]).device
-        self.served = dict(engine.model.named_parameters())
+        self.served = dict(engine.model.named_parameters()) | dict(engine.model.named_buffers())
         self.layers: dict[str, _ProcessedLayer] = {}
         self.free: dict[tuple, list[torch.Tensor]] = {}  # scratch memory by shape and dtype
         parts = Counter(piece.name for bucket in buckets for piece in bucket)
@@ -398,8 +393,8 @@ class _Recording:
         layer, parameter = self.layers.get(_layer_of(write.owner)), write.owner.rpartition(".")[2]
         if layer is None or parameter not in layer.loadable:
             return None, self.served[write.owner].data
-        if not layer.scratch and not layer.begin(self.free, self.device):
-            raise NotImplementedError(f"{piece.name}: the engine keeps {write.owner} in another form")
+        if not layer.scratch and (reason := layer.begin(self.free, self.device)):
+            raise NotImplementedError(f"{piece.name}: the engine keeps {write.owner} in another form{reason}")
         return layer, layer.scratch[parameter]
 
 
@@ -416,17 +411,18 @@ class _ProcessedLayer:
         self.awaited = 0  # writes that a load makes to them
         self.copied: set[str] = set()  # its parameters that are served as they are loaded
 
-    def begin(self, free: dict[tuple, list], device: torch.device) -> bool:
-        """Take scratch memory that no other layer uses now. Returns whether processing gives the form of the served."""
+    def begin(self, free: dict[tuple, list], device: torch.device) -> str:
+        """Take scratch memory that no other layer uses now. Returns why processing it does not give what is served."""
         for name, loadable in self.loadable.items():
             unused = free.setdefault((loadable.shape, loadable.dtype), [])
             new = unused.pop() if unused else torch.zeros(loadable.shape, dtype=loadable.dtype, device=device)
             self.scratch[name] = new
         try:
             served, results = self._process()
-        except Exception:  # whatever vLLM's method makes of a layer that it has seen before
-            return False
-        return [_form(t) for t in served] == [_form(t) for t in results] and all(t.numel() for t in served)
+        except Exception as error:  # whatever vLLM's method makes of a layer that it has seen before
+            return f": {error}".splitlines()[0]
+        same = [_form(t) for t in served] == [_form(t) for t in results] and all(t.numel() for t in served)
+        return "" if same else ", which its processing does not give again"
 
     def is_complete(self, free: dict[tuple, list]) -> bool:
         """Note a write. Was it the last? Then the scratch memory is free for the layers behind this one."""

@@ -153,12 +153,14 @@ class WeightSender:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
         started = time.perf_counter()
         try:
-            self._agree(list(named_tensors))
-            self.version += 1
-            if self.loader:
-                self._transmit("replay" if self.loader == "replay" else "reload")
-            else:
-                self._first_sync()
+            named_tensors = list(named_tensors)
+            with torch.cuda.device_of(named_tensors[0][1] if named_tensors else None):
+                self._agree(named_tensors)
+                self.version += 1
+                if self.loader:
+                    self._transmit("replay" if self.loader == "replay" else "reload")
+                else:
+                    self._first_sync()
         except BaseException as error:  # an interrupt too leaves half a session, which must not be used again
             self.close(_reason(error))
             raise
@@ -168,12 +170,7 @@ class WeightSender:
         """End the session; with `error`, workers that are waiting raise it."""
         self.closed = True
         for link in self.links:
-            try:
-                if error:
-                    link.send(error=error)
-            except WeightSyncError:
-                pass  # that worker is the one that is gone
-            link.close()
+            link.close(error)
         self.links, self.lanes, self.packing = [], None, []
         self.channel.close(error)
 
@@ -283,6 +280,8 @@ class WeightSender:
         Runs while `compare_weights` runs on every worker. Raises WeightSyncError if a weight is further from what was
         sent than rounding to its format explains: a scale that is 1 % off is.
         """
+        if not self.links:
+            raise WeightSyncError("there was no sync to compare with")
         found = {}
         try:
             tensors = _without_ties(list(named_tensors))
@@ -367,6 +366,7 @@ class _WeightReceiver:
             self.weight_lanes = self._open_lanes(link, offer)
             message = link.recv(ANSWER_SECONDS)
         mode = message["mode"]
+        model.digest = None  # until all have come: this worker may fail before it loads a byte
         written = self._load(mode)
         model.complete(message["version"], written)
         if mode != "first":
@@ -376,8 +376,10 @@ class _WeightReceiver:
         reloaded = None if refused else model.state_digest()
         link.send(refused=refused)
         while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
-            if mode == "trial":
-                model.scramble(self.weight_buckets, self.device)
+            if mode == "trial":  # other weights first, so that nothing that a replay leaves out can pass for right
+                _reload(model, self.weight_buckets, _OtherWeights(self.device), range(len(self.weight_buckets)))
+            else:
+                model.moves = None
             model.digest = self._load(mode)
             link.send(same=model.digest == written == model.take_digest() and model.state_digest() == reloaded)
         return model.version
@@ -393,12 +395,7 @@ class _WeightReceiver:
     def _close_link(self, error: str | None = None) -> None:
         """Leave the session; with `error`, a trainer that is waiting raises it."""
         if self.weight_link is not None:
-            try:
-                if error:
-                    self.weight_link.send(error=error)
-            except WeightSyncError:
-                pass  # the trainer is the side that is gone
-            self.weight_link.close()
+            self.weight_link.close(error)
         self.weight_link = self.weight_lanes = None
         if hasattr(self, "weight_model"):
             self.weight_model.moves = None
@@ -418,7 +415,8 @@ class WorkerExtension(_WeightReceiver):
         """Join the group that the trainer opens as rank 0 with `stateless_init_process_group`.
 
         This worker's rank is its rank in the engine plus `rank_offset` (1 behind a single trainer); `world_size`
-        counts the trainer and all workers of all engines.
+        counts the trainer and all workers of all engines. vLLM takes an exception of a worker, here or in
+        `update_weight`, out of step with its other answers: start the engine anew after one.
         """
         from vllm.distributed.parallel_state import get_world_group
 
@@ -500,11 +498,17 @@ class ColocateWorkerExtension(_WeightReceiver):
 
     def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
         """As `WorkerExtension.receive_weights`; `handles` are those of the trainer ranks' `SharedMemoryChannel`s."""
-        path = handles[self.report_device_id()]
+        path = handles.get(self.report_device_id(), "")
         if path != self.weight_path:
             self._close_link()
             self.weight_path = path
-        return self._receive(timeout, lambda: connect_path(path, self.rank, timeout))
+
+        def connect() -> Link:
+            if not path:
+                raise WeightSyncError(f"no trainer rank is on {self.report_device_id()}: they are on {[*handles]}")
+            return connect_path(path, self.rank, timeout)
+
+        return self._receive(timeout, connect)
 
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
         """Load weights from a buffer of the trainer on this device, as vLLM's colocation example sends them.
@@ -579,6 +583,17 @@ def _arrivals(buckets: list[list[Piece]], lanes: Lanes, link: Link) -> Iterator[
         wait_until(arriving[i], [link], deadline)
         yield i
         lanes.release(i)
+
+
+class _OtherWeights(Lanes):
+    """Stands for buckets whose every element is another than is sent, most likely; takes no memory."""
+
+    def __init__(self, device: torch.device):
+        super().__init__([], [])
+        self.device = device
+
+    def view(self, i: int, piece: Piece) -> torch.Tensor:
+        return torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
 
 
 def _reload(model: EngineModel, buckets: list[list[Piece]], lanes: Lanes, arrivals: Iterator[int]) -> None:

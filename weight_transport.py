@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -27,7 +28,10 @@ from torch.distributed.tensor import DTensor
 LANES = 4  # buckets in flight, which share the staging memory
 ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is vectorized
 CONNECT_SECONDS = 60.0  # the other side starts its half of a rendezvous within this time
+HELLO_SECONDS = 5.0  # a worker that has connected says who it is within this time
+HELLO_BYTES = 1 << 12  # of a first message, at most
 SILENT_SECONDS = 15  # a link whose peer acknowledges nothing for this long is broken (dead node, cut network)
+LINK_KEY = "rlhf_utils/link"  # in a group's store, where the trainer listens
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # which the system says of such a link
 SLOWEST_BYTES_PER_SECOND = 50e6  # a transfer slower than this is taken for stuck
 
@@ -105,6 +109,9 @@ class Link:
 
     def __init__(self, sock: socket.socket):
         sock.settimeout(None)
+        limit = struct.pack("ll", int(CONNECT_SECONDS), 0)  # a message that has begun goes on, and is taken
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         if sock.family == socket.AF_INET:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A process that dies closes its socket; a node that vanishes does not, so let TCP itself probe the peer.
@@ -122,7 +129,7 @@ class Link:
 
     def meet(self, token: str, timeout: float = CONNECT_SECONDS) -> None:
         """Learn who the peer is. Raises if it does not know the token."""
-        hello = self.recv(timeout)
+        hello = self.recv(timeout, HELLO_BYTES)
         if hello.get("token") != token:
             raise WeightSyncError("a stranger connected to the weight sync's port")
         self.peer = hello["peer"]
@@ -134,14 +141,14 @@ class Link:
             self.watch()  # the peer may have said why it left
             raise self._gone(error) from error
 
-    def recv(self, timeout: float) -> dict:
-        """The next message, within `timeout` seconds. Raises the peer's own error if it reports one."""
+    def recv(self, timeout: float, most: int | None = None) -> dict:
+        """The next message, within `timeout` seconds, of `most` bytes. Raises the peer's own error if it is one."""
         if self.early:
             return self.early.pop(0)
         try:
             if not self.connection.poll(timeout):
                 raise WeightSyncError(f"{self.peer} did not answer within {timeout:.0f} s")
-            return self._read()
+            return self._read(most)
         except (EOFError, OSError) as error:
             raise self._gone(error) from error
 
@@ -160,13 +167,23 @@ class Link:
         self.early.remove(message)
         return True
 
-    def close(self) -> None:
+    def close(self, error: str | None = None) -> None:
+        """End the session; a peer that is waiting raises `error`, or that this side closed it."""
+        try:
+            self.send(**{"error": error} if error else {"closed": True})
+        except WeightSyncError:
+            pass  # the peer is the side that is gone
         self.connection.close()
 
-    def _read(self) -> dict:
-        message = json.loads(self.connection.recv_bytes())
+    def _read(self, most: int | None = None) -> dict:
+        try:
+            message = json.loads(self.connection.recv_bytes(most))
+        except ValueError as error:
+            raise WeightSyncError(f"{self.peer} sent what is no message of a weight sync") from error
         if "error" in message:
             raise WeightSyncError(f"{self.peer} failed: {message['error']}")
+        if "closed" in message:
+            raise WeightSyncError(f"{self.peer} closed the weight sync session")
         return message
 
     def _gone(self, error: Exception) -> WeightSyncError:
@@ -177,38 +194,45 @@ class Link:
 
 def _listen(group, links: list[Link]) -> None:
     """Trainer's side: append one link to every other rank of the group, in no particular order."""
-    token, workers = os.urandom(16).hex(), group.world_size - 1
-    with socket.create_server(("", 0), family=socket.AF_INET, backlog=workers) as server:
-        server.settimeout(CONNECT_SECONDS)
-        group.store.set("rlhf_utils/link", f"{server.getsockname()[1]} {token}")
+    token, workers, deadline = os.urandom(16).hex(), group.world_size - 1, time.monotonic() + CONNECT_SECONDS
+    with socket.create_server((group.store.host, 0), family=socket.AF_INET, backlog=workers) as server:
+        group.store.set(LINK_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
         while len(links) < workers:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
-                links.append(Link(server.accept()[0]))
+                link = Link(server.accept()[0])
             except TimeoutError as error:
                 raise WeightSyncError(
                     f"{workers - len(links)} of {workers} engine workers did not connect within"
                     f" {CONNECT_SECONDS:.0f} s: is receive_weights running on every worker?"
                 ) from error
-            links[-1].meet(token)
-            links[-1].introduce("the trainer", token)
+            try:
+                link.meet(token, HELLO_SECONDS)
+            except WeightSyncError:
+                link.close()  # a stranger; the workers are still to come
+            else:
+                link.introduce("the trainer", token)
+                links.append(link)
 
 
 def connect_group(group, rank: int, timeout: float) -> Link:
     """A worker's side of `_listen`, which begins within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     try:
-        while not group.store.check(["rlhf_utils/link"]):
+        while not group.store.check([LINK_KEY]):
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"no trainer called send_weights within {timeout:.0f} s")
             time.sleep(0.01)
-        port, token = group.store.get("rlhf_utils/link").decode().split()
-        link = Link(socket.create_connection((group.store.host, int(port)), timeout=CONNECT_SECONDS))
+        offer = json.loads(group.store.get(LINK_KEY))
+        if "error" in offer:
+            raise WeightSyncError(f"the trainer failed: {offer['error']}")
+        link = Link(socket.create_connection((group.store.host, offer["port"]), timeout=CONNECT_SECONDS))
     except WeightSyncError:
         raise
     except (OSError, RuntimeError) as error:  # TCPStore raises RuntimeErrors of its own
         raise WeightSyncError(f"the trainer is gone: {error}") from error
-    link.introduce(f"engine worker {rank - 1}", token)
-    link.meet(token)
+    link.introduce(f"engine worker {rank - 1}", offer["token"])
+    link.meet(offer["token"])
     return link
 
 
@@ -410,7 +434,8 @@ def broadcast(communicator, tensor: torch.Tensor, links: list[Link]) -> None:
         communicator.broadcast(tensor, src=0, stream=stream)
         done = stream.record_event().query
     else:
-        done = communicator.start_broadcast(tensor, src=0).is_completed
+        work = communicator.start_broadcast(tensor, src=0)
+        done = lambda: work.is_completed() and work.wait()  # noqa: E731 - which raises what failed
     wait_until(done, links, time.monotonic() + CONNECT_SECONDS + tensor.nbytes / SLOWEST_BYTES_PER_SECOND)
 
 
@@ -503,8 +528,11 @@ class BroadcastChannel:
         return BroadcastLanes(self.communicator, buckets, device), {}
 
     def close(self, error: str | None) -> None:
-        if error and hasattr(self.communicator, "destroy"):
-            self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
+        if error:
+            # Workers that have no link yet look here for one.
+            self.communicator.group.store.set(LINK_KEY, json.dumps({"error": error}))
+            if hasattr(self.communicator, "destroy"):
+                self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
 
 
 class SharedMemoryChannel:

@@ -15,6 +15,7 @@ import engine_model
 import rlhf_utils
 from engine_model import EngineModel
 from rlhf_utils import WeightSender, WeightSyncError
+from weight_transport import plan_buckets
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {
@@ -101,7 +102,7 @@ class Engine(EngineModel):
         self.model.process_weights()
 
     def _loadable_parameters(self):
-        return nullcontext(dict(self.model.named_parameters()))
+        return nullcontext(dict(self.model.named_parameters()) | dict(self.model.named_buffers()))
 
 
 def tensors(seed):
@@ -245,11 +246,40 @@ class Absorbs(Model):
         self.squared = self.norm.data**2
 
 
-def test_replay_that_leaves_computed_tensors_stale_is_refused():
-    sync = Sync(Absorbs, syncs=2)
+class AbsorbsIntoBuffer(Model):
+    def process_weights(self):
+        self.register_buffer("squared", self.norm.data**2)
+
+
+@pytest.mark.parametrize("model", [Absorbs, AbsorbsIntoBuffer])
+def test_replay_that_leaves_computed_tensors_stale_is_refused(model):
+    sync = Sync(model, syncs=2)
     for seed in (1, 2):
         assert sync(tensors(seed)) == "reload: replay did not reproduce it bit for bit"
         assert all(engine.model.squared.equal(engine.model.norm.data**2) for engine in sync.engines)
+
+
+class WithBuffer(Model):
+    def __init__(self, rank):
+        super().__init__(rank)
+        del self.norm
+        self.register_buffer("norm", torch.zeros(HIDDEN))
+
+
+def test_tensor_that_is_loaded_into_a_buffer_is_replayed():
+    sync = Sync(WithBuffer, syncs=2)
+    for seed in (1, 2):
+        weights = tensors(seed)
+        assert sync(weights) == "replay"
+        assert all(engine.model.norm.equal(weights["norm"]) for engine in sync.engines)
+
+
+def test_recording_that_fails_leaves_the_sync_with_reload(monkeypatch):
+    def fails(*_):
+        raise MemoryError("no room for scratch")
+
+    monkeypatch.setattr(engine_model, "Copies", fails)
+    assert Sync()(tensors(1)) == "reload: MemoryError: no room for scratch"
 
 
 class PerRow:
@@ -356,7 +386,21 @@ def test_stale_scales_are_found(monkeypatch):
 
 def test_layer_that_keeps_more_than_parameters_is_refused(monkeypatch):
     loader = quantized_sync(monkeypatch, Notes)(quantizable(1))
-    assert loader == "reload: q: the engine keeps qk.weight in another form"
+    reason = "the engine keeps qk.weight in another form: more than the layer's parameters would have to be copied"
+    assert loader == f"reload: q: {reason}"
+
+
+def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
+    """Also of one bucket that holds everything, as where the worker reads the trainer's own memory."""
+    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 1024)
+    engine, loaded = Engine(Model(rank=0)), []
+    monkeypatch.setattr(engine.model, "load_weights", lambda weights: loaded.append(sum(w.nbytes for _, w in weights)))
+    buckets = plan_buckets([(name, torch.float32, shape) for name, shape in SHAPES.items()], 1 << 20)
+    assert len(buckets) == 1
+    rlhf_utils._reload(engine, buckets, rlhf_utils._OtherWeights(torch.device("cpu")), range(1))
+    largest = max(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
+    assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
+    assert max(loaded) <= 1024 + largest
 
 
 def test_changed_set_of_parameters_is_recorded_anew():
@@ -384,6 +428,7 @@ def test_plan_is_dropped_after_a_failure(monkeypatch):
     trainer, *others = groups(1 + RANKS)
     for worker, other in zip(sync.workers, others, strict=True):
         worker.close_weight_update_group()
+        assert worker.weight_model.moves is None
         worker.model_update_group = other
     loads = [engine.loads for engine in sync.engines]
     sync.receiving = [Receiving(worker) for worker in sync.workers]

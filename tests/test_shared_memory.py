@@ -46,6 +46,11 @@ class LoadingEngine(Engine):
         self.load(weights)
 
 
+def test_worker_without_a_trainer_beside_it_says_so():
+    answer = Worker(Engine(), {"GPU-1": "somewhere"}).receive_weights(timeout=5)
+    assert answer == {"error": "no trainer rank is on cpu:0: they are on ['GPU-1']"}
+
+
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_sync_delivers_every_bit(monkeypatch, bucket_bytes):
     monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)

@@ -3,8 +3,11 @@
 pytest tests/test_transport.py
 """
 
+import json
 import os
+import re
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -16,8 +19,9 @@ import torch.multiprocessing as mp
 from torch.distributed import TCPStore
 
 import rlhf_utils
+import weight_transport
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension
-from weight_transport import ALIGN_BYTES, GlooCommunicator, Link, plan_buckets
+from weight_transport import ALIGN_BYTES, GlooCommunicator, plan_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -50,7 +54,10 @@ class Engine:
         return 0
 
     def complete(self, version, written):
-        self.version = version
+        self.version, self.digest = version, written
+
+    def unchanged(self):
+        return self.digest is not None
 
 
 class Worker(WorkerExtension):
@@ -240,20 +247,43 @@ def test_trainer_that_leaves_ends_the_workers_wait():
     sender.send_weights([("w", torch.ones(4))])
     sender.close()
     receiving.join(5)
-    assert "the trainer" in receiving.error
-    assert "died" in receiving.error
+    assert re.fullmatch(r"the trainer \(pid .*\) closed the weight sync session", receiving.error)
 
 
-def test_link_refuses_a_stranger():
-    import socket
+def test_trainer_that_fails_before_the_first_sync_ends_the_workers_wait():
+    trainer, other = groups(2)
+    receiving = Receiving(Worker(Engine(), other))
+    with pytest.raises(WeightSyncError, match="nothing to send"):
+        WeightSender(trainer).send_weights([])
+    receiving.join(5)
+    assert "the trainer failed: there is nothing to send" in receiving.error
 
-    left, right = (Link(end) for end in _socket_pair(socket))
-    left.introduce("a stranger", "wrong")
-    with pytest.raises(WeightSyncError, match="stranger"):
-        right.meet("right")
+
+def test_worker_that_fails_before_it_loads_no_longer_vouches_for_its_weights(monkeypatch):
+    trainer, *others = groups(3)
+    workers = [Worker(Engine(), other) for other in others]
+    receiving = [Receiving(worker, syncs=2) for worker in workers]
+    sender = WeightSender(trainer)
+    sender.send_weights([("w", torch.ones(4))])
+    assert all(worker.check_weights_changed() for worker in workers)
+    monkeypatch.setattr(workers[1], "_load", lambda mode: torch.empty(1 << 60))
+    with pytest.raises(WeightSyncError, match=r"engine worker 1 .* failed(.|\n)*can't allocate memory"):
+        sender.send_weights([("w", torch.ones(4))])
+    receiving[1].join(5)
+    assert not workers[1].check_weights_changed()
 
 
-def _socket_pair(socket):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        left = socket.create_connection(server.getsockname())
-        return left, server.accept()[0]
+@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x03abc", b""])
+def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
+    monkeypatch.setattr(weight_transport, "HELLO_SECONDS", 0.2)
+    trainer, other = groups(2)
+    syncing = threading.Thread(target=WeightSender(trainer).send_weights, args=([("w", torch.ones(4))],))
+    syncing.start()
+    other.group.store.wait([weight_transport.LINK_KEY])
+    port = json.loads(other.group.store.get(weight_transport.LINK_KEY))["port"]
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(greeting)
+        worker = Worker(Engine(), other)
+        assert worker.receive_weights(timeout=5) == {"version": 1}
+    syncing.join(5)
+    assert worker.weight_model.weights["w"].equal(torch.ones(4))
