@@ -154,7 +154,7 @@ class WeightSender:
         started = time.perf_counter()
         try:
             named_tensors = list(named_tensors)
-            with torch.cuda.device_of(named_tensors[0][1] if named_tensors else None):
+            with torch.cuda.device_of(next((tensor for _, tensor in named_tensors), torch.empty(0))):
                 self._agree(named_tensors)
                 self.version += 1
                 if self.loader:
