@@ -14,7 +14,8 @@
 3. Each step: generate, reward, learn, sync. The rollouts that follow a sync prove it: the engine's log-probabilities
    of the tokens it sampled must be the trainer's, or the step raises. Quantized weights are never exactly that:
    `mismatch` says how far off, truncated importance weights (grpo.py) correct for it. It hardly shows scales that a
-   sync left behind: so each quantized weight is compared with what was sent, at first and with every checkpoint.
+   sync left behind: so each quantized weight is compared with what was sent, at first, after the first and the last
+   step, and with every checkpoint.
 4. Generate again with the last weights, prove them as well, and print.
 
 The last line is `OK: ...`; on an error it is `error: ...`, and the exit status is not 0.
