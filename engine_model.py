@@ -302,11 +302,12 @@ class EngineModel:
         """Compare each quantized weight with what `receive(dtype, shape)` brings, the tensors of `wire` one by one.
 
         Returns its largest error, over the largest that rounding to the format makes there (a NaN counts as infinite),
-        and whether both its scales and its values changed since the last comparison.
+        and whether both its scales and its values changed since the last comparison. Raises WeightSyncError for weights
+        that are neither int8 nor FP8.
         """
         quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
         if unknown := {type(p).__name__ for p in quantized.values()} - {"Int8Tensor", "Float8Tensor"}:
-            raise WeightSyncError(f"weights that torchao keeps as {', '.join(unknown)} cannot be compared yet")
+            raise WeightSyncError(f"weights kept as {', '.join(unknown)} cannot be compared; int8 and FP8 can")
         traced, _ = self._trace(wire)
         last = {write.owner: name for name, writes in traced.items() for write in writes}
         sent, found = {}, dict.fromkeys(quantized, (math.inf, False))
@@ -320,7 +321,8 @@ class EngineModel:
             for owner in [owner for owner in sent if last[owner] == name]:  # all its parts are here
                 weight = quantized[owner]
                 errors = weight.dequantize(torch.float32).sub_(sent.pop(owner)).abs_().div_(_half_steps(weight))
-                digests = digest([weight.scale]), digest([weight.qdata])
+                # One scale for the whole weight may well stay what it is.
+                digests = [digest([tensor]) for tensor in (weight.scale, weight.qdata) if tensor.numel() > 1]
                 before = self.compared.get(owner, digests)
                 found[owner] = float(errors.max().nan_to_num(math.inf)), all(map(operator.ne, digests, before))
                 self.compared[owner] = digests
@@ -544,10 +546,14 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _half_steps(weight: torch.Tensor) -> torch.Tensor:
     """Half the distance from each element of a quantized tensor to the next value of its format; broadcasts to it."""
+    scale = weight.scale  # of each block of elements: a row, a part of one, a square
+    for dim, blocks in enumerate(scale.shape):
+        if blocks > 1:
+            scale = scale.repeat_interleave(weight.size(dim) // blocks, dim)
     if not weight.qdata.is_floating_point():
-        return weight.scale / 2
+        return scale / 2
     format = torch.finfo(weight.qdata.dtype)
-    return weight.qdata.float().abs_().clamp_(min=format.smallest_normal).mul_(weight.scale * format.eps / 2)
+    return weight.qdata.float().abs_().clamp_(min=format.smallest_normal).mul_(scale * format.eps / 2)
 
 
 def _strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

@@ -218,7 +218,7 @@ def main(args: argparse.Namespace) -> None:
             run.log_metrics(step, metrics)
             if step in (first_step + 1, args.steps):
                 run.show(rows, rollouts, texts)
-            if step % args.save_every == 0 or step == args.steps:
+            if run.saves(step):
                 session.wait("saving", trainer=trainer.save.remote(run.path))
                 run.draw()
 

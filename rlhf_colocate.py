@@ -283,7 +283,7 @@ def main(args: argparse.Namespace) -> None:
             if step in (first_step + 1, args.steps):
                 run.show(rows, rollouts, texts)
                 run.say("  GB: " + ", ".join(f"{name.removeprefix('memory/')} {gb:.1f}" for name, gb in memory.items()))
-            if step % args.save_every == 0 or step == args.steps:
+            if run.saves(step):
                 session.wait("saving", **each("trainer", trainers, "save", run.path))
                 run.draw()
 

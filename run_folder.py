@@ -86,10 +86,10 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     add("--output", type=Path, help="run folder (default: a new one under runs/)")
     add(
         "--save-every",
-        type=count,
+        type=interval,
         default=10,
         metavar="STEPS",
-        help="write a checkpoint, also at the end (default %(default)s)",
+        help="write a checkpoint, also at the end; 0: never, not even then (default %(default)s)",
     )
     add("--resume", type=Path, metavar="RUN_FOLDER", help="go on from the last checkpoint of that run")
     add("--verbose", action="store_true", help="show what Ray and vLLM print, which otherwise goes to run.log")
@@ -121,6 +121,10 @@ def _number(text: str, kind: Callable, least: float, what: str):
 
 def count(text: str) -> int:
     return _number(text, int, 1, "a whole number of at least 1")
+
+
+def interval(text: str) -> int:
+    return _number(text, int, 0, "a whole number of at least 0")
 
 
 def group_size(text: str) -> int:
@@ -323,6 +327,11 @@ class RunFolder:
             f" ({metrics['sync/GBps']:.2f} GB/s)"
         )
 
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step: after every so many and the last one, or never."""
+        every = self.saved["save_every"]
+        return every > 0 and (step % every == 0 or step == self.saved["steps"])
+
     def show(self, rows: list[dict], rollouts: list[Rollout], texts: list[str], count: int = 3) -> None:
         """Print the first completion of a few prompts."""
         group = len(rollouts) // len(rows)
@@ -331,6 +340,8 @@ class RunFolder:
 
     def summary(self, rollouts: list[Rollout]) -> str:
         """The last line of a run whose last weights gave these rollouts."""
+        if not self.saved["save_every"]:
+            self.draw()  # which otherwise goes with each checkpoint
         first, last = self.rows[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)
         seconds = sorted(row["time/sync"] for row in self.rows)[len(self.rows) // 2]
         return f"OK: reward {first:.3f} -> {last:.3f} in {len(self.rows)} steps, {seconds:.4f} s per sync (median)"

@@ -28,9 +28,9 @@ import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
 from peers import staging  # noqa: E402
 
+from quantization import quantize_by_torchao  # noqa: E402
 from ray_session import RaySession, run_main  # noqa: E402
 from rlhf import Engine, place  # noqa: E402
-from rlhf_online_quant import quantize_by_torchao  # noqa: E402
 from rlhf_utils import (  # noqa: E402
     SharedMemoryChannel,
     WeightSender,

@@ -23,7 +23,7 @@ from grpo import (
     token_losses,
     token_weights,
 )
-from run_folder import RunError, RunFolder, last_checkpoint, write_checkpoint
+from run_folder import RunError, RunFolder, last_checkpoint, parse_args, write_checkpoint
 from task import PROMPTS, TaskError, draw_prompts, load_prompts, load_reward, score, uppercase
 from tiny_model import build_tiny_model, byte_tokenizer
 
@@ -249,6 +249,17 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
         run.log_metrics(3, row)
     steps = [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()]
     assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("every", "steps"), [("4", [4, 8, 10]), ("1", list(range(1, 11))), ("0", [])])
+def test_checkpoints_are_written_as_often_as_asked_and_never_with_0(tmp_path, monkeypatch, every, steps):
+    command = ["rlhf.py", "--save-every", every, "--steps", "10", "--output", str(tmp_path / "run")]
+    monkeypatch.setattr("sys.argv", command)
+    with RunFolder(parse_args(argparse.ArgumentParser()), "test") as run:
+        assert [step for step in range(1, 11) if run.saves(step)] == steps
+        run.rows = [{"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}]
+        assert run.summary([Rollout([1], [2], [0.0], 1.0)]).startswith("OK: reward 0.500 -> 1.000")
+    assert (run.path / "reward.png").exists() == (every == "0")  # otherwise drawn with each checkpoint
 
 
 def test_every_epoch_draws_every_prompt_in_its_own_order():

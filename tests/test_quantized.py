@@ -8,34 +8,47 @@ import argparse
 import dataclasses
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import cpu_only
 from pair import Pair
 from test_rlhf import rows
 
+import quantization
+import rlhf_online_quant
+from engine_model import _half_steps
 from grpo import MismatchError
-from rlhf_online_quant import MAX_MISMATCH, read_torchao_config
-from rlhf_utils import WeightSyncError
+from rlhf_utils import ROUNDING_SLACK, Comparison, WeightSyncError
+from run_folder import RunError
 from tiny_model import build_tiny_model
 
 pytestmark = cpu_only
-MAX_MISMATCH = MAX_MISMATCH["cpu"]
+MAX_MISMATCH = rlhf_online_quant.MAX_MISMATCH["cpu"]
 FC1 = "model.decoder.layers.0.fc1.weight"
 
 
-@pytest.fixture(scope="module", params=["Int8DynamicActivationInt8WeightConfig", "Float8WeightOnlyConfig"])
-def pair(request, tmp_path_factory):
-    from torchao import quantization
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """An engine with each kind of weight that can be compared: int8 and FP8, with scales of rows, groups and all."""
+    from torchao import quantization as torchao
     from torchao.core.config import config_to_dict
 
-    config = json.dumps(config_to_dict(getattr(quantization, request.param)()))
+    config = torchao.FqnToConfig(
+        {
+            "re:.*layers.0.fc2": torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(32)),
+            "re:.*layers.0.*": torchao.Int8DynamicActivationInt8WeightConfig(),
+            "re:.*layers.1.fc2": torchao.Float8WeightOnlyConfig(granularity=torchao.PerTensor()),
+            "_default": torchao.Float8WeightOnlyConfig(),
+        }
+    )
     pair = Pair(
         build_tiny_model(tmp_path_factory.mktemp("model")),
         dtype="bfloat16",
         max_mismatch=MAX_MISMATCH,
         quantization="torchao",
-        hf_overrides={"quantization_config_dict_json": config},
+        hf_overrides={"quantization_config_dict_json": json.dumps(config_to_dict(config))},
     )
     yield pair
     pair.llm.llm_engine.engine_core.shutdown()
@@ -78,9 +91,15 @@ def test_comparison_sees_what_changes(pair):
     pair.sync()
     compare(pair)
     assert compare(pair) == (16, 0)  # fused and split linear layers of two workers
-    pair.set(pair.perturbed(5))
+    changed = pair.perturbed(5)
+    pair.set(changed)
     pair.sync()
     assert compare(pair) == (16, 16)
+    weight = changed["model.decoder.layers.1.fc2.weight"]  # its values change, the scale of all its elements does not
+    weight[weight.abs() < weight.abs().max() / 2] *= 1.5
+    pair.set(changed)
+    pair.sync()
+    assert compare(pair) == (16, 2)
 
 
 @pytest.mark.parametrize("growth", [1.01, 1.03, 0.97])
@@ -130,19 +149,21 @@ def test_memory_table_of_a_config_file(script, tmp_path):
 
     (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
     text = script(
-        "rlhf_online_quant.py", "--compare-memory", "--quantization-config", "int8.json", "--output", "run"
+        "rlhf_online_quant.py", "--compare-memory", "--quantization-config", "int8.json", "--tensor-parallel-size", 1
     ).finish(240)
     assert text.splitlines()[-1].startswith("OK: "), text
+    assert "/model, eager, TP=1\n" in text
+    assert "rollouts of 8 prompts x 8 completions of 16 tokens" in text
     assert "quantized by torchao's Int8WeightOnlyConfig" in text
     cells = {
         name: re.search(rf"^{name} +([\d.]+) GiB +([\d,]+) +(\d+) +([\d,]+) tokens/s$", text, re.M).groups()
         for name in ("bf16", "quantized")
     }
-    # Half of the built-in model: bytes, with the packed copies of embedding and head on CPU; in linear layers.
-    bf16, elements, channels = 505_600 + 2 * 40_960, 196_608, 1_408
+    # The built-in model: bytes, with the packed copies of embedding and head on CPU; in linear layers.
+    bf16, elements, channels = 941_568 + 2 * 81_920, 393_216, 2_304
     assert float(cells["bf16"][0]) == pytest.approx(bf16 / 2**30, rel=1e-3)
     assert float(cells["quantized"][0]) == pytest.approx((bf16 - elements + 5 * channels) / 2**30, rel=1e-3)
-    assert "OK: quantized, the weights take 0.68 of their memory in bf16" in text
+    assert "OK: quantized, the weights take 0.65 of their memory in bf16" in text
     assert cells["bf16"][1:3] == cells["quantized"][1:3]
     assert "on CPU the KV cache has a size of its own" in text
     assert all(float(speed.replace(",", "")) > 100 for *_, speed in cells.values())
@@ -164,13 +185,44 @@ def test_config_file_that_is_none_is_an_error_that_names_it(tmp_path, text, faul
     if text:
         path.write_text(text)
     with pytest.raises(argparse.ArgumentTypeError, match=f"{path}: .*{fault}"):
-        read_torchao_config(str(path))
+        quantization.read_torchao_config(str(path))
 
 
-def test_broken_config_file_ends_the_run_before_anything_starts(script, tmp_path):
-    (tmp_path / "config.json").write_text('{"_type": "Float5WeightConfig", "_data": {}}')
-    run = script("rlhf_online_quant.py", "--quantization-config", "config.json")
-    text = run.finish(60)
-    run.assert_failed_cleanly(text, [])
-    assert "config.json: Failed to find class Float5WeightConfig" in text.splitlines()[-1]
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("granularity", ["PerTensor()", "PerRow()", "PerGroup(32)", "PerBlock([16, 32])"])
+def test_half_steps_are_the_largest_error_of_rounding(dtype, granularity):
+    from torchao import quantization as torchao
+
+    tensor_class = {"int8": torchao.Int8Tensor, "fp8": torchao.Float8Tensor}[dtype]
+    granularity = eval(granularity, vars(torchao))
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    quantized = tensor_class.from_hp(weight, granularity=granularity)
+
+    def largest_error() -> float:
+        return float(((quantized.dequantize(torch.float32) - weight).abs() / _half_steps(quantized)).max())
+
+    assert 0.8 < largest_error() <= ROUNDING_SLACK
+    quantized.scale[-1] *= 1.05  # of some blocks, or all
+    assert largest_error() > ROUNDING_SLACK
+
+
+def test_run_ends_if_the_trainer_has_learned_but_no_weight_has_changed():
+    def run_compare(changed: int, learned: bool) -> None:
+        session = Mock(**{"wait.return_value": (Comparison(weights=16, changed=changed), None)})
+        rlhf_online_quant.compare(Mock(), session, Mock(), Mock(), learned)
+
+    run_compare(changed=0, learned=False)
+    run_compare(changed=1, learned=True)
+    with pytest.raises(WeightSyncError, match="has learned, but none of the engine's quantized weights has changed"):
+        run_compare(changed=0, learned=True)
+
+
+def test_memory_table_takes_no_gpu_for_a_trainer(monkeypatch):
+    reserve = Mock()
+    monkeypatch.setattr(quantization, "placement_group", reserve)
+    monkeypatch.setattr(quantization.ray, "cluster_resources", lambda: {"GPU": 1.0})
+    device, options = quantization.place_engine(1)
+    assert (device, options["scheduling_strategy"].placement_group_bundle_index) == ("cuda", 1)
+    assert [bundle.get("GPU", 0) for bundle in reserve.call_args.args[0]] == [0, 1]
+    with pytest.raises(RunError, match="--tensor-parallel-size 2 takes as many GPUs, and there are 1"):
+        quantization.place_engine(2)
