@@ -137,7 +137,7 @@ class EngineModel:
         """A loader that copies gets the parameter's own dtype; one that computes on its way, the model's."""
         return dtype_name(self.worker.model_config.dtype if write.value is None else write.destination.dtype)
 
-    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load tensors, which the reload keeps until their layer is complete."""
         with self._context():
             if not self.loading:
@@ -204,7 +204,8 @@ class EngineModel:
         """Load other weights, so that nothing that a replay leaves out can pass for right."""
         for bucket in buckets:
             first = [piece for piece in bucket if piece.begin == 0]
-            self.load([(p.name, torch.full(p.shape, 0.5, dtype=p.dtype, device=device)) for p in first])
+            # One at a time: a bucket may be the whole model, and the loader keeps them until their layer is complete.
+            self.load((p.name, torch.full(p.shape, 0.5, dtype=p.dtype, device=device)) for p in first)
         self.finish()
 
     def state_digest(self) -> int | None:
