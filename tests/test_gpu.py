@@ -127,9 +127,10 @@ def test_replay_is_recorded_anew_for_other_tensors(pair):
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_colocated_worker_reads_the_trainers_memory_until_it_moves(colocated, dtype):
+def test_colocated_worker_reads_the_trainers_memory_until_it_moves(request, colocated, dtype):
     original = restore(colocated)
     model = colocated.learner.model.to(dtype)
+    request.addfinalizer(model.float)
     colocated.connect()
     for seed, lanes in enumerate([TrainersMemory, SharedLanes]):
         assert restore(colocated) == original
@@ -138,7 +139,6 @@ def test_colocated_worker_reads_the_trainers_memory_until_it_moves(colocated, dt
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     assert restore(colocated) == original  # moved again
-    model.float()
 
 
 def test_memory_is_flat_over_200_syncs(pair):
