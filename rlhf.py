@@ -52,7 +52,8 @@ class Engine:
         options = {"worker_extension_cls": "rlhf_utils.WorkerExtension"}
         options |= {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
         if device == "cuda":
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+            if not ray.get_gpu_ids():
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(args.tensor_parallel_size))
             options |= {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
             options |= {"gpu_memory_utilization": args.gpu_memory_utilization}

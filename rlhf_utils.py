@@ -378,7 +378,7 @@ class _WeightReceiver:
         link.send(refused=refused)
         while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
             if mode == "trial":  # other weights first, so that nothing that a replay leaves out can pass for right
-                _reload(model, self.weight_buckets, _OtherWeights(self.device), range(len(self.weight_buckets)))
+                self._load_other_weights()
             else:
                 model.moves = None
             model.digest = self._load(mode)
@@ -392,6 +392,10 @@ class _WeightReceiver:
             return self._engine_model().replay(arrivals, self.device)
         _reload(self._engine_model(), self.weight_buckets, self.weight_lanes, arrivals)
         return self._engine_model().take_digest()
+
+    def _load_other_weights(self) -> None:
+        buckets = self.weight_buckets
+        _reload(self._engine_model(), buckets, _OtherWeights(self.device), range(len(buckets)))
 
     def _close_link(self, error: str | None = None) -> None:
         """Leave the session; with `error`, a trainer that is waiting raises it."""

@@ -30,7 +30,10 @@ class _Peer:
         self._close_link()
 
     def poison(self) -> None:
-        """Overwrite every parameter that can be written."""
+        """Overwrite all weights. On CPU vLLM computes with packed copies, which only a load writes."""
+        if self.device.type == "cpu":
+            self._load_other_weights()
+            return
         for parameter in self.model_runner.get_model().parameters():
             for tensor in plain_tensors(parameter.data):
                 tensor.fill_(math.nan if tensor.is_floating_point() else -1)

@@ -17,9 +17,12 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -60,6 +63,8 @@ SHAPES = {
 }
 CEILINGS = ("raw broadcast", "device copy")
 CASES = {"nccl": "1 trainer -> TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
+ROOM_BYTES = 12 << 30  # on a GPU beyond the weights: contexts, activations, KV cache, and what a way allocates
+ROUND_SECONDS = 300  # no round takes longer
 
 
 class BenchEngine(Engine):
@@ -96,20 +101,51 @@ class BenchEngine(Engine):
         return self.llm.get_world_size(*args)
 
 
+class Watched:
+    """An actor's handle that keeps the calls that were made with it."""
+
+    def __init__(self, actor):
+        self.actor, self.calls = actor, []
+
+    def __getattr__(self, method: str):
+        return SimpleNamespace(remote=lambda *args, **kwargs: self._call(getattr(self.actor, method), *args, **kwargs))
+
+    def _call(self, method, *args, **kwargs) -> ray.ObjectRef:
+        self.calls.append(method.remote(*args, **kwargs))
+        return self.calls[-1]
+
+
 class BenchTrainer:
     """The parameters of one model, and every way to bring them to the engine. A way's method returns seconds."""
 
-    def __init__(self, model: str, args: argparse.Namespace, device: str):
+    def __init__(self, model: str, args: argparse.Namespace, device: str, engine):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(os.cpu_count())
         torch.manual_seed(0)
         self.device, self.topology, self.group, self.handles = torch.device(device, 0), args.topology, None, []
+        self.engine, self.thread = Watched(engine), ThreadPoolExecutor(1)
         dtype = getattr(torch, args.trainer_dtype)
         with self.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
         self.model = model.requires_grad_(False)
         self.parameters = dict(self.model.named_parameters())
+
+    def run(self, method: str, *args):
+        """What a method gives that calls the engine. Raises the engine's error, for which most would wait for ever."""
+        self.engine.calls.clear()
+        running, deadline = self.thread.submit(getattr(self, method), *args), time.monotonic() + ROUND_SECONDS
+        while not wait([running], timeout=5).done:  # looking takes time, which is none of the way's
+            for call in list(self.engine.calls):
+                try:
+                    ray.get(call, timeout=0)
+                except ray.exceptions.GetTimeoutError:
+                    pass
+                except ray.exceptions.RayError as error:
+                    raise WeightSyncError(f"the engine failed: {getattr(error, 'cause', error)}") from error
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"{method} was not done within {ROUND_SECONDS} s")
+        return running.result()
 
     def address(self) -> tuple[str, int]:
         from vllm.utils.network_utils import get_open_port
@@ -130,11 +166,11 @@ class BenchTrainer:
         """Let go of what the last way has allocated."""
         self.sender = self.native = None
 
-    def ceiling(self, engine, nbytes: int) -> float:
+    def ceiling(self, nbytes: int) -> float:
         """Broadcast, or copy on this device, one buffer as often as makes `nbytes`."""
         buffer = torch.zeros(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
         if self.topology == "nccl":
-            ref = engine.rpc.remote("raw_broadcast", nbytes)
+            ref = self.engine.rpc.remote("raw_broadcast", nbytes)
             self.group.broadcast(buffer, src=0)  # both sides are there now
         else:
             target = torch.empty_like(buffer)
@@ -148,32 +184,33 @@ class BenchTrainer:
             ray.get(ref)
         return seconds * nbytes / (nbytes // buffer.numel() * buffer.numel())
 
-    def one_rpc_a_parameter(self, engine) -> float:
+    def one_rpc_a_parameter(self) -> float:
         """The protocol of vLLM's example: a call to the workers, a broadcast and a wait for each parameter."""
         started = time.perf_counter()
         for name, parameter in self.parameters.items():
             dtype = str(parameter.dtype).split(".")[-1]
-            ref = engine.rpc.remote("upstream_update_weight", name, dtype, tuple(parameter.shape))
+            ref = self.engine.rpc.remote("upstream_update_weight", name, dtype, tuple(parameter.shape))
             self.group.broadcast(parameter, src=0)
             ray.get(ref)
-        ray.get(engine.reset_prefix_cache.remote())
+        ray.get(self.engine.reset_prefix_cache.remote())
         return time.perf_counter() - started
 
-    def zmq_buckets(self, engine, device_id: str) -> float:
+    def zmq_buckets(self, device_id: str) -> float:
         """The protocol of vLLM's colocation example: a buffer of twice the largest tensor, filled again and again."""
         import zmq
 
         started = time.perf_counter()
         buffer = shared_buffer(2 * max(p.nbytes for p in self.parameters.values()), self.device)
         address = f"ipc:///tmp/sync-{os.getpid()}"
-        ref = engine.rpc.remote("upstream_update_weights_from_ipc", {device_id: address})
+        ref = self.engine.rpc.remote("upstream_update_weights_from_ipc", {device_id: address})
         with zmq.Context() as context, context.socket(zmq.REQ) as socket:
             socket.bind(address)
 
             def ask(message) -> None:
                 self._synchronize()
                 socket.send_pyobj(message)
-                socket.recv()
+                if error := socket.recv():
+                    raise WeightSyncError(f"the engine failed: {error.decode()}")
 
             ask(share_tensor(buffer))
             items, offset = [], 0
@@ -188,10 +225,10 @@ class BenchTrainer:
             ask(items)
             ask(None)
         ray.get(ref)
-        ray.get(engine.reset_prefix_cache.remote())
+        ray.get(self.engine.reset_prefix_cache.remote())
         return time.perf_counter() - started
 
-    def connect_native(self, engine, packed: bool, address: str, port: int, world_size: int) -> None:
+    def connect_native(self, packed: bool, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -205,15 +242,15 @@ class BenchTrainer:
         else:
             info = IPCTrainerInitInfo(**options)
         self.native = WeightTransferTrainerFactory.trainer_init(
-            info, client=RayVLLMWeightSyncClient(engine), source=ModuleSource(self.model)
+            info, client=RayVLLMWeightSyncClient(self.engine), source=ModuleSource(self.model)
         )
 
-    def native_engine(self, engine) -> float:
+    def native_engine(self) -> float:
         """vLLM's own weight transfer."""
         started = time.perf_counter()
         self.native.send_weights()
         self._synchronize()
-        ray.get(engine.reset_prefix_cache.remote())
+        ray.get(self.engine.reset_prefix_cache.remote())
         return time.perf_counter() - started
 
     def open_sender(self, replay: bool) -> None:
@@ -222,9 +259,9 @@ class BenchTrainer:
             self.handles = [channel.handles]
         self.sender = WeightSender(channel if self.topology == "ipc" else self.group, replay=replay)
 
-    def ours(self, engine, expected_loader: str) -> float:
+    def ours(self, expected_loader: str) -> float:
         """WeightSender; the engine waits already, with an empty prefix cache, as it does during a learning step."""
-        ref = engine.receive_weights.remote(*self.handles)
+        ref = self.engine.receive_weights.remote(*self.handles)
         time.sleep(0.05)
         self.report = self.sender.send_weights(self.parameters.items())
         assert ray.get(ref), "the engine does not serve what was sent"
@@ -242,6 +279,22 @@ def place_together(args: argparse.Namespace) -> tuple[str, dict, dict]:
     return "cuda" if gpus else "cpu", {"num_gpus": 0.5 if gpus else 0}, {"num_gpus": 0.5 if gpus else 0}
 
 
+def check_memory(args: argparse.Namespace, total: int) -> None:
+    """Raises RunError if a GPU of `total` bytes cannot hold what the topology puts on it, with all that it takes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[args.shape]))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    trainer, worker = numel * getattr(torch, args.trainer_dtype).itemsize, 2 * numel // args.tensor_parallel_size
+    weights = trainer + worker if args.topology == "ipc" else max(trainer, worker)
+    if weights + ROOM_BYTES > total:
+        raise RunError(
+            f"{args.shape} from {args.trainer_dtype} puts {weights / 2**30:.1f} GiB of weights on one GPU and takes up"
+            f" to {ROOM_BYTES >> 30} GiB beside them: more than its {total / 2**30:.1f} GiB"
+        )
+
+
 class Bench:
     """One trainer, one engine, and the rows of the table so far."""
 
@@ -250,6 +303,8 @@ class Bench:
         self.ipc = args.topology == "ipc"
         device, trainer_options, engine_options = (place_together if self.ipc else place)(args)
         self.gpu = device == "cuda"
+        if self.gpu:
+            check_memory(args, device_kind()[1])
         model = run.path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
@@ -257,12 +312,16 @@ class Bench:
         more |= {"worker_extension_cls": "peers.ColocatePeerExtension" if self.ipc else "peers.PeerExtension"}
         more |= {"weight_transfer_config": {"backend": args.topology}} if self.gpu else {}
         more |= {"distributed_executor_backend": "uni"} if self.ipc else {}
+        # The engine generates nothing. What it takes beyond the weights is little, and depends on no free memory.
+        more |= {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
         more |= {"dtype": "bfloat16"} | quantize_by_torchao(None)[0] if args.quantized else {}
-        # The engine first: vLLM's memory profiling wants no company.
         self.engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
         session.farewells.append(self.engine.shutdown.remote)
-        session.wait("starting", engine=self.engine.start.remote())
-        self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device)
+        self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device, self.engine)
+        session.wait("starting", engine=self.engine.start.remote(), trainer=self.trainer.address.remote())
+
+    def run_way(self, method: str, *args):
+        return self.session.wait(method, trainer=self.trainer.run.remote(method, *args))[0]
 
     def ask_trainer(self, method: str, *args):
         return self.session.wait(method, trainer=getattr(self.trainer, method).remote(*args))[0]
@@ -296,7 +355,7 @@ class Bench:
         for _ in range(self.args.rounds):
             if name not in CEILINGS:
                 self.ask_workers("poison")
-            seconds.append(self.ask_trainer(method, self.engine, *args))
+            seconds.append(self.run_way(method, *args))
         exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
         median = statistics.median(seconds[min(2, len(seconds) - 1) :])
         row = {"way": name, "seconds": median, "GBps": self.nbytes / median / 1e9, "exact": exact, "rounds": seconds}
@@ -314,7 +373,7 @@ def main(args: argparse.Namespace) -> None:
         bench = Bench(run, session, args)
         case = CASES[args.topology].format(tp=args.tensor_parallel_size)
         bench.open_sender(replay=False)
-        bench.ask_trainer("ours", bench.engine, "reload")
+        bench.run_way("ours", "reload")
         bench.nbytes = bench.ask_trainer("nbytes")
         run.say(f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}")
         bench.reference = bench.ask_workers("digest")
@@ -328,7 +387,7 @@ def main(args: argparse.Namespace) -> None:
             bench.measure("one RPC a parameter", "one_rpc_a_parameter")
         for packed in (False, True) if bench.gpu else ():
             bench.release()
-            bench.ask_trainer("connect_native", bench.engine, packed, *bench.address())
+            bench.run_way("connect_native", packed, *bench.address())
             bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")
         bench.open_sender(replay=False)
         bench.measure("ours, reload", "ours", "reload")
@@ -340,7 +399,7 @@ def main(args: argparse.Namespace) -> None:
 
 def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: int) -> None:
     """Write the results, and fail if a way left other weights than a reload does."""
-    results = {"shape": args.shape, "device": device_name(), "nbytes": nbytes, "ways": rows}
+    results = {"shape": args.shape, "device": device_kind()[0], "nbytes": nbytes, "ways": rows}
     results |= {
         name: getattr(args, name) for name in ("topology", "quantized", "trainer_dtype", "tensor_parallel_size")
     }
@@ -361,14 +420,15 @@ def line(row: dict) -> str:
     )
 
 
-def device_name() -> str:
-    import subprocess
-
+def device_kind() -> tuple[str, int]:
+    """The name of this machine's GPUs, and the bytes of the smallest; without one, "CPU" and 0."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return "CPU"
-    return listing.splitlines()[0].partition(": ")[2].partition(" (")[0]
+        return "CPU", 0
+    gpus = [line.rsplit(", ", 1) for line in listing.splitlines()]
+    return gpus[0][0], min(int(mebibytes) for _, mebibytes in gpus) << 20
 
 
 def draw(results: dict, path: Path) -> None:
@@ -403,9 +463,9 @@ if __name__ == "__main__":
     parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--quantized", action="store_true", help="an engine of FP8 weights (CPU: int8)")
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path, help="folder (default: a new one under runs/)")
     parser.add_argument("--verbose", action="store_true", help="show what Ray and vLLM print")
-    parser.set_defaults(resume=None, seed=0, enforce_eager=True, max_model_len=256)
+    # Of an engine whose KV cache has a size, vLLM only asks that so much of the GPU is free when it starts.
+    parser.set_defaults(resume=None, seed=0, enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.1)
     run_main(main, parser.parse_args())

@@ -104,9 +104,9 @@ def title_of(process: psutil.Process) -> str:
 
 @pytest.fixture
 def script(tmp_path):
-    """Start a script: script("rlhf.py", "--steps", 3) in an empty folder."""
+    """Start a script: script("rlhf.py", "--steps", 3, CUDA_VISIBLE_DEVICES="0") in an empty folder."""
 
-    def start(name: str, *arguments) -> Script:
-        return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments))
+    def start(name: str, *arguments, **environment: str) -> Script:
+        return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments), **environment)
 
     return start

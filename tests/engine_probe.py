@@ -5,14 +5,21 @@ import torch
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 
 
-class Probe(WorkerExtension):
+def gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of this GPU in use by this process's tensors, and by all that the driver knows of; on CPU none."""
+    if device.type == "cpu":
+        return 0, 0
+    free, total = torch.cuda.mem_get_info(device)
+    return torch.cuda.memory_allocated(device), total - free
+
+
+class _Probe:
     def digest(self) -> int:
         """Of what is served now, whether or not a sync brought it."""
         return self._engine_model().take_digest()
 
-    def gpu_memory(self) -> int:
-        """Bytes of it in use by this worker's tensors."""
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+    def gpu_memory(self) -> tuple[int, int]:
+        return gpu_memory(self.device)
 
     def flip_bit(self, name: str) -> None:
         """Flip the lowest bit of one element of a served parameter."""
@@ -58,10 +65,12 @@ class Probe(WorkerExtension):
             model.load_weights = tampered
 
 
-class ColocateProbe(ColocateWorkerExtension):
-    def digest(self) -> int:
-        """Of what is served now, whether or not a sync brought it."""
-        return self._engine_model().take_digest()
+class Probe(_Probe, WorkerExtension):
+    pass
+
+
+class ColocateProbe(_Probe, ColocateWorkerExtension):
+    pass
 
 
 def _exchange(name: str) -> str:

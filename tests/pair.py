@@ -11,30 +11,41 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from engine_probe import gpu_memory
 
 import rlhf
 from grpo import GRPOConfig, Learner, Rollout
 from ray_session import shared_memory_of
-from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 
 PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"
 MAX_MISMATCH = rlhf.MAX_MISMATCH[DEVICE.type]
-MAX_HOST_GROWTH = 8 << 20  # bytes; 200 of the smallest weights of the built-in model are more
+# Bytes by which 200 syncs may let grow what is counted in pages or segments: 200 of the smallest weights of the
+# built-in model are more than 8 MiB of host memory, 200 times all of a worker's weights more than 32 MiB of a GPU.
+MAX_GROWTH = {"host": 8 << 20, "driver": 32 << 20}
 
 
 class Pair:
-    """A trainer in this process (on GPUs: on the first), an engine beside it (on the next ones)."""
+    """A trainer in this process (on GPUs: on the first), an engine beside it: on the next ones, the weights sent by
+    broadcast, or, `colocated`, its one worker on the trainer's own device, which they share."""
 
-    def __init__(self, model: Path, tensor_parallel_size: int = 2, max_mismatch: float = MAX_MISMATCH, **options):
+    def __init__(
+        self,
+        model: Path,
+        tensor_parallel_size: int = 2,
+        max_mismatch: float = MAX_MISMATCH,
+        colocated: bool = False,
+        **options,
+    ):
         config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=max_mismatch)
         self.learner = Learner(str(model), config, DEVICE)
         self.original = {name: tensor.clone() for name, tensor in self.learner.model.named_parameters()}
-        self.world_size = 1 + tensor_parallel_size
+        self.world_size, self.colocated, self.handles = 1 + tensor_parallel_size, colocated, []
         from vllm import LLM
 
-        with _environment(tensor_parallel_size):
+        with _environment(tensor_parallel_size, first_gpu=0 if colocated else 1):
             self.llm = LLM(
                 model=str(model),
                 enforce_eager=True,
@@ -42,7 +53,7 @@ class Pair:
                 distributed_executor_backend="mp",
                 kv_cache_memory_bytes=128 << 20,
                 logprobs_mode="processed_logprobs",
-                worker_extension_cls="engine_probe.Probe",
+                worker_extension_cls="engine_probe.ColocateProbe" if colocated else "engine_probe.Probe",
                 **{"dtype": DTYPE} | options,
             )
         self.thread = ThreadPoolExecutor(1)
@@ -65,6 +76,10 @@ class Pair:
         return self.start(method, *args).result()
 
     def connect(self) -> None:
+        if self.colocated:
+            channel = SharedMemoryChannel(DEVICE)
+            self.handles, self.sender = [channel.handles], WeightSender(channel)
+            return
         from vllm.utils.network_utils import get_open_port
 
         port = get_open_port()
@@ -76,7 +91,7 @@ class Pair:
     def sync(self, tensors=None, reset_prefix_cache: bool = True) -> SyncReport:
         if reset_prefix_cache:
             self.llm.reset_prefix_cache()
-        receiving = self.start("receive_weights")
+        receiving = self.start("receive_weights", *self.handles)
         try:
             return self.sender.send_weights(self.learner.named_tensors().items() if tensors is None else tensors)
         finally:
@@ -116,14 +131,16 @@ class Pair:
         return {name: t + 0.02 * noise[name] for name, t in self.original.items()}
 
     def footprint(self) -> dict[str, int]:
-        """What both sides hold: bytes of host, shared and GPU memory, and open file descriptors."""
+        """What both sides hold: open file descriptors, and bytes of host memory, of shared memory, of tensors on GPUs,
+        and of those GPUs as the driver counts, with all that is not torch's (a GPU that both sides share twice)."""
         gc.collect()  # what earlier tests of this process left
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        on_gpus = torch.cuda.memory_allocated(DEVICE) if DEVICE.type == "cuda" else 0
+        tensors, driver = zip(gpu_memory(DEVICE), *self.rpc("gpu_memory"), strict=True)
         return {
             "host": sum(process.memory_info().rss for process in family),
             "shared": sum(os.path.getsize(file) for file in shared_memory_of(family)),
-            "gpu": on_gpus + sum(self.rpc("gpu_memory")),
+            "gpu": sum(tensors),
+            "driver": sum(driver),
             "descriptors": sum(process.num_fds() for process in family),
         }
 
@@ -138,8 +155,7 @@ def assert_memory_is_flat(pair: Pair, syncs: int) -> None:
     after = pair.footprint()
     pair.mismatch()
     grown = {name: after[name] - before[name] for name in after}
-    assert grown.pop("host") < MAX_HOST_GROWTH, (before, after)
-    assert all(growth <= 0 for growth in grown.values()), (before, after)
+    assert all(growth <= MAX_GROWTH.get(name, 0) for name, growth in grown.items()), (before, after)
 
 
 def swap_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -147,16 +163,21 @@ def swap_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensors[re.sub(r"\.([01])\.", lambda n: f".{1 - int(n[1])}.", name, count=1)] for name in tensors}
 
 
+def gpus(which: slice) -> str:
+    """Some of the GPUs that this process may use, for CUDA_VISIBLE_DEVICES."""
+    every = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    return ",".join(every.split(",")[which])
+
+
 @contextmanager
-def _environment(workers: int) -> Iterator[None]:
+def _environment(workers: int, first_gpu: int) -> Iterator[None]:
     """What the engine's processes inherit: where the code lies, and their share of cores or GPUs."""
     tests = Path(__file__).parent
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}
     if DEVICE.type == "cuda":
         # By now this process uses the first GPU; hidden from the workers, it does not count as one of theirs.
-        every_gpu = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(every_gpu.split(",")[1 : 1 + workers])
+        variables["CUDA_VISIBLE_DEVICES"] = gpus(slice(first_gpu, first_gpu + workers))
     else:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))
     with pytest.MonkeyPatch.context() as patch:
