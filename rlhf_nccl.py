@@ -11,10 +11,13 @@
 
 1. Place: one Ray placement group, a bundle for the trainer and one for each engine worker.
 2. Generate with dummy weights: nonsense. Connect trainer and workers, sync, and generate again: the greedy tokens must
-   be the trainer's own.
+   be the trainer's own, and the log-probabilities of sampled ones the trainer's.
 3. Each step: generate, reward, learn, sync. The rollouts that follow a sync prove it: the engine's log-probabilities
    of the tokens it sampled must be the trainer's, or the step raises.
 4. Generate again with the last weights, prove them as well, and print.
+
+A 7B with --backend ipc: fp32 weights, gradients and Adam's state are 114 of an H200's 140 GiB, so the engine's 0.3 does
+not fit beside them; by arithmetic, not measured, --gpu-memory-utilization 0.13 --max-model-len 512 does.
 
 Take this script where vLLM's supported API is what counts: no code of ours runs in the engine's workers, and vLLM's
 other transports and its HTTP server are driven in the same way. Take rlhf.py where the sync itself counts: it checks
@@ -29,7 +32,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import ray
@@ -39,7 +42,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo import GRPOConfig, Learner, MismatchError, Rollout
 from ray_session import RaySession, die_with_children, run_main
-from rlhf_utils import SyncReport, WeightSyncError, transfer_init_info, weight_source
+from rlhf_utils import NativeSender, SyncReport, WeightSyncError, check_native_api, worker_error
 from run_folder import (
     RunError,
     RunFolder,
@@ -54,16 +57,14 @@ from task import draw_prompts, load_prompts, load_reward, score
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that fp32, bf16, FP8 arithmetic explain
 MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # between logits that count as tied: a few bf16 steps
 WIRE_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}  # the engine's: half the bytes of the fp32 master weights
-BUFFER_BYTES = 1 << 30  # in which tensors are packed, if none of them is larger
 IPC_SHARE = 0.5  # of the one GPU, to Ray, for trainer and engine each
-ENGINE_DEAD = "EngineDeadError", "failed: cancelled"  # what vLLM says when a process of the engine has ended
-CONNECT_SECONDS, STUCK_SECONDS = 60, 15  # a transfer in which nothing has moved for so long has failed
 
 
 class Engine:
     """A Ray actor around vllm.LLM. It has no GPU of its own: vLLM's workers take the placement group's bundles."""
 
     def __init__(self, model: str, args: argparse.Namespace, device: str, **more):
+        check_native_api()
         options = {"load_format": "dummy", "quantization": args.quantization and "fp8_per_tensor"}
         options |= {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
         if device == "cuda":
@@ -130,7 +131,7 @@ class Engine:
         self.llm.sleep(level=0)  # the scheduler pauses; weights and KV cache stay where they are
 
     def transfer(self, method: str, *args) -> None:
-        """One of the four calls of a weight transfer, which the trainer makes (`EngineClient`)."""
+        """One of the four calls of a weight transfer, which the trainer makes (`NativeSender`)."""
         getattr(self.llm, method)(*args)
 
     def wake_up(self) -> str:
@@ -145,79 +146,30 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-class EngineClient:
-    """The engine as vLLM's trainer side calls it, by Ray: vLLM's protocol `VLLMWeightSyncClient`.
-
-    vLLM looks at how `update_weights` went once all is sent, and to a worker that has failed all never is. `failed`
-    raises the engine's error at once.
-    """
-
-    def __init__(self, engine):
-        self.engine, self.version, self.failed = engine, 0, Future()
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self._call("init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        self._call("start_weight_update")
-
-    def update_weights(self, update_info: dict) -> None:
-        self._call("update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.version += 1
-        self._call("finish_weight_update", str(self.version))
-
-    def _call(self, method: str, *args) -> None:
-        try:
-            ray.get(self.engine.transfer.remote(method, *args))
-        except ray.exceptions.RayError as error:
-            died = isinstance(error, ray.exceptions.RayActorError) or any(said in str(error) for said in ENGINE_DEAD)
-            reason = "died: one of vLLM's processes ended" if died else f"failed: {error.cause}"
-            self.failed.set_exception(WeightSyncError(f"the engine {reason}"))
-            raise
-
-
 class Trainer:
     """A Ray actor around the learner, and rank 0 of the group that the weights travel in."""
 
     def __init__(self, model: str, initial: str, config: GRPOConfig, device: str, args: argparse.Namespace):
+        check_native_api()
         torch.set_num_threads(os.cpu_count())  # Ray sets one thread
         self.learner = Learner(model, config, torch.device(device, 0), args.seed, initial)  # Ray shows it one GPU
         if args.resume:
             self.learner.load_state(Path(model))
-        self.source = weight_source(self.learner.model, WIRE_DTYPE[device])
-        self.thread, self.precision = ThreadPoolExecutor(1), args.quantization or device
+        self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
 
     def connect(self, engine, backend: str, world_size: int) -> None:
         """Make this actor's transfer engine; it makes those of the engine's workers."""
-        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory as Factory
-
-        self.client = EngineClient(engine)
-        self.sizes = [tensor.nbytes for _, tensor in self.source.iter_full()]
-        buffer_bytes = max(*self.sizes, min(BUFFER_BYTES, sum(self.sizes)))
-        init_info = transfer_init_info(backend, ray.util.get_node_ip_address(), world_size, buffer_bytes)
-        self.transfer = self._watched(
-            lambda: Factory.trainer_init(init_info, client=self.client, source=self.source), CONNECT_SECONDS
+        self.sender = NativeSender(
+            lambda method, *args: ray.get(engine.transfer.remote(method, *args)),
+            self.learner.named_tensors,
+            self.wire_dtype,
+            backend,
+            ray.util.get_node_ip_address(),
+            world_size,
         )
 
-    def send_weights(self) -> tuple[str, int, int]:
-        """Start, update, finish, all by vLLM. Returns the weights' version, and how many tensors and bytes it has."""
-        if self.learner.device.type == "cuda":
-            torch.cuda.synchronize()  # vLLM packs in streams of its own, which do not wait for the optimizer
-        self._watched(self.transfer.send_weights, STUCK_SECONDS)
-        return str(self.client.version), len(self.sizes), sum(self.sizes)
-
-    def _watched(self, call: Callable, seconds: float):
-        """The result of a call that may wait for ever, unless the engine fails or nothing moves for some seconds."""
-        self.source.taken = time.monotonic()
-        running, failed = self.thread.submit(call), self.client.failed
-        while not wait([running, failed], timeout=1, return_when=FIRST_COMPLETED).done:
-            if time.monotonic() - self.source.taken > seconds:
-                raise WeightSyncError(f"the weight transfer is stuck: nothing has moved for {seconds} s")
-        if running.done() and running.exception():
-            wait([failed], timeout=5)  # the engine's error explains this one, and may come a moment later
-        return (failed if failed.done() else running).result()
+    def send_weights(self) -> SyncReport:
+        return self.sender.send_weights()
 
     @torch.no_grad()
     def prove_greedy(self, rollouts: list[Rollout]) -> str:
@@ -228,10 +180,11 @@ class Trainer:
             with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
                 logits = self.learner.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             chosen = logits.gather(1, ids[0, 1:, None])[:, 0]  # the logits at one position are of the token at the next
-            gaps += (logits.max(-1).values - chosen)[len(rollout.prompt_ids) - 1 :].tolist()
-        if not max(gaps) <= MAX_GREEDY_GAP[self.precision]:  # a NaN does not pass
-            raise MismatchError(f"the engine's greedy tokens are not the trainer's, by logits of {max(gaps):.3g}")
-        return f"{gaps.count(0)} of {len(gaps)} greedy tokens are the trainer's own"
+            gaps.append((logits.max(-1).values - chosen)[len(rollout.prompt_ids) - 1 :])
+        gaps = torch.cat(gaps)
+        if not gaps.max() <= MAX_GREEDY_GAP[self.precision]:  # a NaN, which is its own maximum, does not pass
+            raise MismatchError(f"the engine's greedy tokens are not the trainer's, by logits of {gaps.max():.3g}")
+        return f"{int((gaps == 0).sum())} of {len(gaps)} greedy tokens are the trainer's own"
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         return self.learner.learn(rollouts)
@@ -246,22 +199,36 @@ class Trainer:
         return write_checkpoint(run_folder, self.learner.step, self.learner.save)
 
 
+class NativeRunFolder(RunFolder):
+    """A run's folder, in whose log the driver finds what vLLM keeps from the trainer: the error of a worker."""
+
+    def __enter__(self) -> "NativeRunFolder":
+        super().__enter__()
+        self.log_begin = self.log_file.stat().st_size if self.log_file else 0  # an earlier part is of a resumed run
+        return self
+
+    def tick(self, text: str, seconds: int) -> None:
+        super().tick(text, seconds)
+        if self.log_file and text == "syncing" and self._worker_error():
+            self.keep_log_tail()  # by now the traceback is whole
+            raise WeightSyncError(f"the engine failed, with a traceback in run.log: {self._worker_error()}")
+
+    def _worker_error(self) -> str | None:
+        return worker_error(self.log_file.read_bytes()[self.log_begin :].decode(errors="replace"))
+
+
 def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
     """Reserve the topology. Returns the device, and the Ray options that put trainer and engine in their places."""
     gpus = int(ray.cluster_resources().get("GPU", 0))
     shared = args.backend == "ipc"
-    args.tensor_parallel_size = args.tensor_parallel_size or (1 if shared else 2)
-    args.gpu_memory_utilization = args.gpu_memory_utilization or (0.3 if shared else 0.8)
     wanted = 1 if shared else 1 + args.tensor_parallel_size
     if not gpus and (shared or args.quantization):
         raise RunError("--backend ipc and --quantization fp8 want a GPU, and Ray sees none")
     if shared and args.tensor_parallel_size > 1:
         raise RunError("--backend ipc: the engine shares the trainer's one GPU, so --tensor-parallel-size must be 1")
-    if shared and "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        raise RunError("CUDA IPC cannot share such memory: take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF")
     if 0 < gpus < wanted:
         raise RunError(
-            f"rlhf_nccl.py wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for the engine, and"
+            f"this topology wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for the engine, and"
             f" there are {gpus}: lower --tensor-parallel-size, or let both share one with --backend ipc"
         )
     bundles = [{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2
@@ -282,7 +249,7 @@ def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
 
 def main(args: argparse.Namespace) -> None:
     prompts, reward = load_prompts(args.prompts), load_reward(args.reward)
-    with RunFolder(args, "rlhf_nccl") as run, RaySession(run, args.ray_address) as session:
+    with NativeRunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
         initial, model = choose_models(run, args, device)
@@ -309,10 +276,10 @@ def main(args: argparse.Namespace) -> None:
         session.wait("connecting", trainer=trainer.connect.remote(engine, backend, 1 + tp))
         report = sync(session, trainer, engine)
         rollouts, texts = generate(session, engine, rows, reward, greedy, first_step)
-        (proof,) = session.wait("proving", trainer=trainer.prove_greedy.remote(rollouts))
+        sampled, _ = generate(session, engine, rows, reward, args, first_step)
         run.say(
             f"first sync, by vLLM's {backend} backend: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB\n"
-            f"{proof}; the mismatch of sampled ones must stay below {config.max_mismatch:g}"
+            f"{prove_first_sync(session, trainer, rollouts, sampled)}, of at most {config.max_mismatch:g}"
         )
         run.show(rows, rollouts, texts)
 
@@ -355,15 +322,30 @@ def generate(
     return [Rollout(*output[:3], value) for output, value in zip(outputs, rewards, strict=True)], texts
 
 
+def prove_first_sync(session: RaySession, trainer, greedy: list[Rollout], sampled: list[Rollout]) -> str:
+    """Returns what was found. Both, as of a quantized engine the log-probabilities alone can be a proof."""
+    (proof,) = session.wait("proving", trainer=trainer.prove_greedy.remote(greedy))
+    (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(sampled))
+    return f"{proof}; the sampled ones' mismatch is {mismatch:.1e}"
+
+
 def sync(session: RaySession, trainer, engine) -> SyncReport:
-    """Pause the engine, bring it to the trainer's weights, and let it go on."""
+    """Pause the engine, bring it to the trainer's weights, and let it go on: all of it is the report's time."""
     started = time.perf_counter()
     session.wait("syncing", engine=engine.sleep.remote())
-    ((version, tensors, nbytes),) = session.wait("syncing", trainer=trainer.send_weights.remote())
+    (report,) = session.wait("syncing", trainer=trainer.send_weights.remote())
     (served,) = session.wait("syncing", engine=engine.wake_up.remote())
-    if served != version:
-        raise RunError(f"after sync {version}, the engine serves version {served}")
-    return SyncReport(int(version), tensors, nbytes, time.perf_counter() - started, "reload")
+    if served != str(report.version):
+        raise RunError(f"after sync {report.version}, the engine serves version {served}")
+    return replace(report, seconds=time.perf_counter() - started)
+
+
+def engine_size(args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with what depends on the backend, where it was not given: the engine's GPUs, its share of each."""
+    shared = args.backend == "ipc"
+    args.tensor_parallel_size = args.tensor_parallel_size or (1 if shared else 2)
+    args.gpu_memory_utilization = args.gpu_memory_utilization or (0.3 if shared else 0.8)
+    return args
 
 
 if __name__ == "__main__":
@@ -374,4 +356,4 @@ if __name__ == "__main__":
     parser.add_argument("--gpu-memory-utilization", type=float, help="share of each engine GPU (0.8; ipc: 0.3)")
     parser.add_argument("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")
     parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
-    run_main(main, parse_args(parser))
+    run_main(main, engine_size(parse_args(parser)))

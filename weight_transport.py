@@ -93,12 +93,17 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
     communicator = PyNcclCommunicator(group, device=device)
+    refuse_disabled(communicator)
+    return communicator
+
+
+def refuse_disabled(communicator) -> None:
+    """Raise a WeightSyncError if vLLM built a communicator whose broadcasts do nothing."""
     if communicator.disabled:
         raise WeightSyncError(
             "vLLM built a disabled NCCL communicator, which would broadcast nothing: NCCL is absent or too old for this"
             " vLLM, VLLM_DISABLE_PYNCCL is set, or the group has one rank (world_size must count trainer and workers)"
         )
-    return communicator
 
 
 # --- The link: messages between the trainer and one worker ------------------------------------------------------------
@@ -480,6 +485,13 @@ def _map_memory(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
     return torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
 
 
+def refuse_expandable_segments() -> None:
+    """Raise a WeightSyncError if this process has GPU memory of a kind that no other can map."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            raise WeightSyncError(f"{name} has expandable_segments:True, whose memory CUDA IPC cannot share: unset it")
+
+
 def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:
     """The tensor behind `share_tensor`'s, or torch's `reduce_tensor`'s, handle, in the sender's memory.
 
@@ -543,11 +555,8 @@ class SharedMemoryChannel:
     """
 
     def __init__(self, device: torch.device):
-        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-            if device.type == "cuda" and "expandable_segments:True" in os.environ.get(name, ""):
-                raise WeightSyncError(
-                    f"{name} has expandable_segments:True, whose memory CUDA IPC cannot share: unset it"
-                )
+        if device.type == "cuda":
+            refuse_expandable_segments()
         self.device = device
         self.folder = tempfile.mkdtemp(prefix="weight-sync-")  # which nobody else may enter
         self.server = socket.socket(socket.AF_UNIX)

@@ -1,7 +1,7 @@
 """A vLLM plugin, for tests: a fault in one of the engine's workers while it loads what a sync brings.
 
-The fault is the text of the file that $ENGINE_FAULT names, once it exists: "raise", or "hang", which is said in a file
-beside it.
+The fault is the text of the file that $ENGINE_FAULT names, once it exists: "raise", while the first worker waits as for
+the rest of a broadcast; or "hang", which is said in a file beside it.
 """
 
 import os
@@ -16,9 +16,12 @@ def register() -> None:
     load, fault = OPTForCausalLM.load_weights, Path(os.environ["ENGINE_FAULT"])
 
     def load_weights(model, weights):
-        if fault.exists() and get_tensor_model_parallel_rank() == 1:
-            if fault.read_text() == "raise":
-                raise ValueError("this worker cannot load")
+        kind, rank = fault.read_text() if fault.exists() else None, get_tensor_model_parallel_rank()
+        if kind == "raise" and rank == 0:
+            time.sleep(3600)
+        elif kind == "raise":
+            raise ValueError("this worker cannot load")
+        elif kind == "hang" and rank == 1:
             fault.with_name("hanging").touch()
             time.sleep(3600)
         return load(model, weights)

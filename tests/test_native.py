@@ -10,16 +10,19 @@ import random
 import re
 import time
 from argparse import Namespace
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from conftest import ROOT, cpu_only
+from safetensors.torch import load_file
+from test_architectures import build
 
 import rlhf_nccl
+import rlhf_utils
 from grpo import GRPOConfig, Learner, MismatchError, Rollout
-from rlhf_utils import WeightSyncError, transfer_init_info, weight_source
+from rlhf_utils import NativeSender, WeightSyncError, check_native_api, transfer_init_info, weight_source, worker_error
 from tiny_model import build_tiny_model
 
 DEAD_SIDE_SECONDS = 30
@@ -57,7 +60,10 @@ def fault(tmp_path, monkeypatch):
 @cpu_only
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("raise", r"the engine failed: .* ValueError\(.this worker cannot load.\)"), ("hang", "the engine died")],
+    [
+        ("raise", r"the engine failed, with a traceback in run\.log: .* ValueError\(.this worker cannot load.\)"),
+        ("hang", "the engine died"),
+    ],
     ids=["raises", "killed"],
 )
 def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault, kind, message):
@@ -76,6 +82,8 @@ def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault,
     print(text)
     run.assert_failed_cleanly(text, family)
     assert re.search(message, text.splitlines()[-1])
+    if kind == "raise":
+        assert 'raise ValueError("this worker cannot load")' in (tmp_path / "run" / "run.log").read_text()
 
 
 @cpu_only
@@ -94,7 +102,7 @@ def test_one_gpu(monkeypatch, backend, workers, message):
     monkeypatch.setattr(rlhf_nccl.ray, "cluster_resources", lambda: {"GPU": 1.0})
     args = Namespace(backend=backend, tensor_parallel_size=workers, quantization=None, gpu_memory_utilization=None)
     with pytest.raises(rlhf_nccl.RunError, match=message):
-        rlhf_nccl.place(args)
+        rlhf_nccl.place(rlhf_nccl.engine_size(args))
 
 
 # --- The transport and the source, in this process --------------------------------------------------------------------
@@ -166,18 +174,11 @@ def pair(tmp_path_factory):
     pair.llm.llm_engine.engine_core.shutdown()
 
 
-def source_of(tensors: dict[str, torch.Tensor]):
-    """The source of a model that has these parameters."""
-    model = Namespace(named_parameters=tensors.items)
-    return weight_source(model, torch.float32)
-
-
 @pytest.fixture
 def trainer():
     """The script's trainer actor, but for what needs an engine."""
     trainer = object.__new__(rlhf_nccl.Trainer)
-    trainer.precision, trainer.thread, trainer.source = "cpu", ThreadPoolExecutor(1), Namespace()
-    trainer.client = Namespace(failed=Future())
+    trainer.precision = "cpu"
     return trainer
 
 
@@ -189,7 +190,9 @@ def test_source_that_disagrees_with_the_engine(pair, trainer):
         pair.mismatch()  # dummy weights
     with pytest.raises(MismatchError):
         trainer.prove_greedy(pair.rollouts(temperature=0))
-    pair.sync(weight_source(model, torch.float32), buffer_bytes=1 << 18)  # the size of the largest tensor
+    pair.sync(
+        weight_source(pair.learner.named_tensors, torch.float32), buffer_bytes=1 << 18
+    )  # the size of the largest tensor
     assert pair.buckets > 4
     assert pair.mismatch() < 1e-5
     assert trainer.prove_greedy(pair.rollouts(temperature=0)).startswith("16 of 16 greedy tokens")
@@ -198,14 +201,14 @@ def test_source_that_disagrees_with_the_engine(pair, trainer):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter + 0.02 * torch.randn_like(parameter)).bfloat16())
-    pair.sync(weight_source(model, torch.bfloat16))
+    pair.sync(weight_source(pair.learner.named_tensors, torch.bfloat16))
     assert pair.buckets == 1
     assert pair.mismatch() < 1e-5
 
     with torch.no_grad():
         tensors[WEIGHT].mul_(2)
     del tensors[WEIGHT]
-    pair.sync(source_of(tensors))  # vLLM has nothing to say about a missing name
+    pair.sync(weight_source(lambda: tensors, torch.float32))  # vLLM has nothing to say about a missing name
     with pytest.raises(MismatchError):
         pair.mismatch()
     for name, tensor, message in [
@@ -214,30 +217,173 @@ def test_source_that_disagrees_with_the_engine(pair, trainer):
         (WEIGHT, torch.ones(128, 64), "AssertionError"),
     ]:
         with pytest.raises(Exception, match=re.escape(f"{name} {list(tensor.shape)}: ") + f".*{message}"):
-            pair.sync(source_of({name: tensor}))
+            pair.sync(weight_source(lambda sent={name: tensor}: sent, torch.float32))
 
 
-def test_wait_for_vllm_ends(trainer):
-    assert trainer._watched(lambda: "sent", seconds=1) == "sent"
+@pytest.mark.parametrize("precision", ["cpu", "fp8"])
+def test_nan_is_no_greedy_token(trainer, precision):
+    logits = torch.zeros(1, 4, 5)
+    trainer.learner = Namespace(model=lambda **_: Namespace(logits=logits), device=torch.device("cpu"))
+    trainer.precision, rollouts = precision, [Rollout([1, 2], [3, 4], [0.0, 0.0], 0.0)]
+    assert trainer.prove_greedy(rollouts) == "2 of 2 greedy tokens are the trainer's own"
+    logits[0, 2] = torch.nan
+    with pytest.raises(MismatchError, match="by logits of nan"):
+        trainer.prove_greedy(rollouts)
+
+
+@pytest.mark.parametrize("architecture", ["Mixtral", "Qwen3Moe", "OPT"])
+def test_source_has_the_checkpoints_names(tmp_path, architecture):
+    build(architecture, tmp_path)
+    learner = Learner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
+    source, saved = weight_source(learner.named_tensors, torch.bfloat16), load_file(tmp_path / "model.safetensors")
+    metadata = source.metadata() if callable(source.metadata) else source.metadata
+    assert {(meta.name, meta.shape) for meta in metadata} == {(name, tuple(t.shape)) for name, t in saved.items()}
+    assert all(tensor.equal(saved[name].bfloat16()) for name, tensor in source)
+
+
+# --- The sender, with a transport that does what a test says ----------------------------------------------------------
+
+TENSORS = {"small": torch.ones(3), "large": torch.ones(1000)}
+
+
+class Transport:
+    """vLLM's trainer side and its communicator, and the engine."""
+
+    disabled = False
+
+    def __init__(self, monkeypatch):
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+        def trainer_init(init_info, *, client, source):
+            self.init_info, self.model_update_group = init_info, self
+            return self
+
+        monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", trainer_init)
+
+    def send_weights(self) -> None:
+        pass
+
+    def call(self, method: str, *args) -> None:
+        pass
+
+    def sender(self, backend: str = "nccl") -> NativeSender:
+        return NativeSender(self.call, lambda: TENSORS, torch.bfloat16, backend, "127.0.0.1", 3)
+
+
+@pytest.fixture
+def transport(monkeypatch):
+    return Transport(monkeypatch)
+
+
+def test_pack_holds_the_largest_tensor(transport, monkeypatch):
+    monkeypatch.setattr(rlhf_utils, "PACK_BYTES", 100)
+    transport.sender()
+    assert transport.init_info.packed_buffer_size_bytes == 2000
+    monkeypatch.setattr(rlhf_utils, "PACK_BYTES", 1 << 30)
+    transport.sender()
+    assert transport.init_info.packed_buffer_size_bytes == 2006
+
+
+def test_disabled_communicator_is_refused(transport):
+    transport.disabled = True
+    with pytest.raises(WeightSyncError, match="disabled NCCL communicator, which would broadcast nothing"):
+        transport.sender()
+    transport.sender("ipc")  # has none
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_that_ipc_cannot_share_is_refused(transport, monkeypatch, name):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    with pytest.raises(WeightSyncError, match=f"{name} has expandable_segments:True"):
+        transport.sender("ipc")
+    transport.sender("nccl")
+
+
+def test_wait_for_vllm_ends(transport, monkeypatch):
+    sender = transport.sender()
+    assert sender.send_weights().nbytes == 2006
+    transport.send_weights = functools.partial(int, "of the trainer's own")
     with pytest.raises(ValueError, match="of the trainer's own"):
-        trainer._watched(functools.partial(int, "of the trainer's own"), seconds=1)
+        sender.send_weights()
+
+    transport.send_weights = functools.partial(time.sleep, 1.5)
+    monkeypatch.setattr(rlhf_utils, "STUCK_SECONDS", 0.5)
     with pytest.raises(WeightSyncError, match=r"nothing has moved for 0\.5 s"):
-        trainer._watched(functools.partial(time.sleep, 3), seconds=0.5)
+        transport.sender().send_weights()
+    monkeypatch.setattr(rlhf_utils, "SLOWEST_BYTES_PER_SECOND", 500)
+    transport.sender().send_weights()  # a slow network takes 4 s for what is on the wire
 
-    trainer.client.failed.set_exception(WeightSyncError("the engine died"))
-    for call in (functools.partial(time.sleep, 3), functools.partial(int, "the connection closed")):
+    for call in (functools.partial(time.sleep, 1.5), functools.partial(int, "the connection closed")):
+        transport.send_weights, sender = call, transport.sender()
+        sender.failed.set_exception(WeightSyncError("the engine died"))
         with pytest.raises(WeightSyncError, match="the engine died"):
-            trainer._watched(call, seconds=30)
+            sender.send_weights()
 
 
-def test_unknown_api_is_an_error_that_says_which_versions_work(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ray.exceptions.RayTaskError("update", "Traceback ...", ValueError("the worker's")), "run.log: the worker's"),
+        (ray.exceptions.ActorDiedError(), "the engine died: one of vLLM's processes ended"),
+        (RuntimeError("EngineDeadError: it ended"), "the engine died: one of vLLM's processes ended"),
+        (ray.exceptions.RaySystemError("no cause"), "no cause"),
+        (ray.exceptions.GetTimeoutError("too late"), "run.log: too late"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_first_error_of_the_engine_ends_the_sync(transport, error, message):
+    def call(method: str, *args) -> None:
+        raise error if method == "start_weight_update" else ValueError("that follows from it")
+
+    def send_weights() -> None:
+        with pytest.raises(type(error)):
+            sender.start_weight_update()
+        time.sleep(1.5)
+
+    transport.call, transport.send_weights = call, send_weights
+    sender = transport.sender()
+    with pytest.raises(WeightSyncError, match=message):
+        sender.send_weights()
+    with pytest.raises(ValueError, match="that follows from it"):
+        sender.finish_weight_update()
+
+
+LOG = """\
+(Engine pid=7) (EngineCore pid=8) INFO 11-20 21:00:00 [core.py:1] before
+(Engine pid=7) (Worker_TP1 pid=9) ERROR 11-20 21:00:01 [multiproc_executor.py:1063] WorkerProc hit an exception.
+(Engine pid=7) (Worker_TP1 pid=9) ERROR 11-20 21:00:01 [multiproc_executor.py:1063] Traceback (most recent call last):
+(Engine pid=7) (Worker_TP1 pid=9) ERROR 11-20 21:00:01 [multiproc_executor.py:1063]   File "model.py", line 1, in load
+(Engine pid=7) (Worker_TP0 pid=5) INFO 11-20 21:00:01 [core.py:1] between
+(Engine pid=7) (Worker_TP1 pid=9) ERROR 11-20 21:00:01 [multiproc_executor.py:1063]     weights.load()
+(Engine pid=7) (Worker_TP1 pid=9) ERROR 11-20 21:00:01 [multiproc_executor.py:1063] ValueError: cannot load
+(Engine pid=7) (EngineCore pid=8) ERROR 11-20 21:00:02 [core.py:1] RuntimeError: after
+"""
+
+
+def test_error_of_a_worker_that_vllm_does_not_wait_for_is_in_the_log(tmp_path):
+    assert worker_error(LOG) == "ValueError: cannot load"
+    assert worker_error(LOG.replace("(Engine pid=7)", "\x1b[36m(Engine pid=7)\x1b[0m")) == "ValueError: cannot load"
+    assert worker_error(LOG.replace("WorkerProc hit", "Something hit")) is None
+
+    (tmp_path / "run.log").write_text(LOG)  # of a run that is resumed now
+    folder = rlhf_nccl.NativeRunFolder(Namespace(resume=tmp_path, output=None, verbose=False), "rlhf_nccl")
+    with pytest.raises(WeightSyncError, match=r"traceback in run\.log: OSError: of this run$"), folder as run:
+        run.tick("syncing", 1)
+        with run.log_file.open("a") as file:
+            file.write(LOG.replace("ValueError: cannot load", "OSError: of this run"))
+        run.tick("generating", 1)
+        run.tick("syncing", 1)
+
+
+# --- Versions of vLLM -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def later_source(monkeypatch):
+    """What vLLM 0.33 asks of a source and 0.32 does not."""
     from vllm.distributed import weight_transfer
 
-    model = torch.nn.Linear(2, 3)
-
     class LaterSource:
-        """What vLLM 0.33 asks of a source and 0.32 does not."""
-
         def __init_subclass__(cls):
             if not isinstance(cls.__dict__["metadata"], functools.cached_property):
                 raise TypeError("metadata must be a cached_property")
@@ -246,16 +392,69 @@ def test_unknown_api_is_an_error_that_says_which_versions_work(monkeypatch):
             raise NotImplementedError
 
     monkeypatch.setattr(weight_transfer, "WeightSource", LaterSource)
-    source = weight_source(model, torch.bfloat16)
-    assert [(meta.name, meta.shape) for meta in source.metadata] == [("weight", (3, 2)), ("bias", (3,))]
-    assert [(name, tensor.dtype) for name, tensor in source.iter_full()] == [
-        ("weight", torch.bfloat16),
-        ("bias", torch.bfloat16),
-    ]
 
-    monkeypatch.delattr(weight_transfer, "WeightSource")
-    with pytest.raises(WeightSyncError, match=r"that of 0\.32 and 0\.33 is known\): cannot import name 'WeightSource'"):
-        weight_source(model, torch.bfloat16)
+
+def test_source_is_what_either_version_takes(later_source):
+    source = weight_source(lambda: TENSORS, torch.bfloat16)
+    assert [(meta.name, meta.shape) for meta in source.metadata] == [("small", (3,)), ("large", (1000,))]
+    sent = [(name, tensor.dtype) for name, tensor in source.iter_full()]
+    assert sent == [("small", torch.bfloat16), ("large", torch.bfloat16)]
+    assert transfer_init_info("nccl", "127.0.0.1", 3, 1).packed_num_buffers == 2
+
+
+def test_one_buffer_where_two_are_not_kept_apart(monkeypatch):
+    from vllm.distributed import weight_transfer
+
+    monkeypatch.setattr(weight_transfer, "WeightSource", object)  # without vLLM 0.33's iter_full
+    assert transfer_init_info("nccl", "127.0.0.1", 3, 1).packed_num_buffers == 1
+
+
+RL = "vllm.entrypoints.rl.offline.RLOfflineMixin"
+TRANSFER = "vllm.distributed.weight_transfer"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{RL}.init_weight_transfer_engine",
+        f"{RL}.start_weight_update",
+        f"{RL}.update_weights",
+        f"{RL}.finish_weight_update",
+        f"{RL}.get_weight_version",
+        "vllm.LLM.sleep",
+        "vllm.LLM.wake_up",
+        f"{TRANSFER}.WeightTransferEngineFactory.register_engine",
+        f"{TRANSFER}.WeightTransferTrainerFactory.register_engine",
+        f"{TRANSFER}.WeightTransferTrainerFactory.trainer_init",
+        f"{TRANSFER}.ParamMeta",
+        f"{TRANSFER}.WeightSource",
+        f"{TRANSFER}.packed_tensor.pack_tensors",
+        f"{TRANSFER}.packed_tensor.unpack_tensor",
+        "vllm.model_executor.model_loader.reload.initialize_layerwise_reload",
+        "vllm.model_executor.model_loader.reload.finalize_layerwise_reload",
+        "vllm.engine.arg_utils.EngineArgs",
+        "vllm.model_executor.layers.quantization.QUANTIZATION_METHODS",
+    ],
+)
+def test_other_api_is_an_error_that_says_which_versions_work(monkeypatch, name):
+    check_native_api()
+    monkeypatch.delattr(name)
+    with pytest.raises(WeightSyncError, match=rf"\(that of 0\.32 and 0\.33 is known\): .*{name.split('.')[-1]}"):
+        check_native_api()
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("vllm.LLM.sleep", lambda self: None, "too many positional arguments"),
+        ("vllm.engine.arg_utils.EngineArgs", lambda model="": None, "weight_transfer_config"),
+        ("vllm.model_executor.layers.quantization.QUANTIZATION_METHODS", ["fp8"], "fp8_per_tensor"),
+    ],
+)
+def test_api_of_other_arguments_is_such_an_error(monkeypatch, name, other, message):
+    monkeypatch.setattr(name, other)
+    with pytest.raises(WeightSyncError, match=rf"0\.32 and 0\.33 is known\): .*{message}"):
+        check_native_api()
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc", "gloo"])
