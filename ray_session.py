@@ -29,6 +29,7 @@ class RaySession:
         self.run, self.address = run, address
         self.farewells: list[Callable[[], ray.ObjectRef]] = []  # calls that end an actor's own processes
         self.shared_memory: set[str] = set()  # seen in use by processes of this session
+        self.phases: set[str] = set()  # that have ended at least once
         self.ray_processes: list[psutil.Process] = []  # of a node that was started here
 
     def __enter__(self) -> "RaySession":
@@ -105,11 +106,15 @@ class RaySession:
             if seconds > PHASE_SECONDS:
                 raise RunError(f"{phase} was not done within {PHASE_SECONDS:.0f} s")
             if not ready:
-                self._note_shared_memory()  # while it is in use: of a process that is killed it is not known
+                self._note_shared_memory()
                 self.run.tick(phase, round(seconds))
+        if phase not in self.phases:  # what it has made, it has made the first time
+            self.phases.add(phase)
+            self._note_shared_memory()
         return ray.get(list(refs.values()))
 
     def _note_shared_memory(self) -> None:
+        """Note what is in use now: when a process has been killed, nobody knows any more what it had mapped."""
         self.shared_memory |= shared_memory_of(psutil.Process().children(recursive=True))
 
     def _blame(self, phase: str, refs: dict[str, ray.ObjectRef]) -> Exception:
