@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -150,8 +151,13 @@ def die_with_children() -> None:
     """End this actor as soon as one of the processes it has started by now ends.
 
     vLLM's `LLM` waits for ever for an engine core that was killed; an actor that is gone is noticed by all who wait.
+    Ray ends an actor without asking it; what shared memory its processes leave is removed by one that outlives them,
+    on a node of a cluster, which is not the driver's to clean up.
     """
-    children = psutil.Process().children()
+    family, children = psutil.Process().children(recursive=True), psutil.Process().children()
+    arguments = [" ".join(shared_memory_of(family)), *(str(process.pid) for process in family)]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(["setsid", "--fork", "sh", "-c", _REMOVE_AFTER, "sh", *arguments], check=True, **quiet)
 
     def watch() -> None:
         while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
@@ -159,6 +165,10 @@ def die_with_children() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+# A process that has ended maps nothing, also while nobody has asked for its exit status.
+_REMOVE_AFTER = "files=$1; shift; for pid; do while grep -qs . /proc/$pid/maps; do sleep 1; done; done; rm -f $files"
 
 
 def _interrupt(*_) -> None:
