@@ -2,8 +2,9 @@
 
 When the third `syncing` begins: `kill` a process whose title contains that, `interrupt` or `terminate` the run, `fill`
 the disk of its folder, `take` the port that the trainer has chosen. A sync is over in 20 ms; the one of the fault is
-held open by stopping the engine's workers before it, until the fault has happened. When that was, and the driver's
-processes of that moment, go to fault.json.
+held open by stopping the engine's workers before it, until the fault has happened. What is to happen while `starting`
+does so as soon as there is such a process. When it happened, and the driver's processes of that moment, go to
+fault.json.
 """
 
 import json
@@ -32,7 +33,7 @@ def wait_with_fault(session: RaySession, phase: str, **refs) -> list:
         seen.append(phase)
     if phase == "starting":
         if fault_begins(phase, refs):
-            threading.Thread(target=kill_when_started, daemon=True).start()
+            threading.Thread(target=act_when_started, args=[session], daemon=True).start()
         return wait(session, phase, **refs)
     if not family:  # look ahead of time: most phases are over in the time that this takes
         family.extend(psutil.Process().children(recursive=True))
@@ -71,12 +72,12 @@ def act(session: RaySession) -> None:
         fill(session.run.path / "filler")
 
 
-def kill_when_started() -> None:
-    while not (victims := processes(TARGET[0])):
+def act_when_started(session: RaySession) -> None:
+    while not processes(TARGET[0]):
         time.sleep(0.01)
         family[:] = psutil.Process().children(recursive=True)
     note()
-    victims[0].kill()
+    act(session)
 
 
 def processes(title: str) -> list[psutil.Process]:

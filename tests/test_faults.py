@@ -7,12 +7,16 @@ pytest tests/test_faults.py -m slow    every process killed in every phase, in e
 import itertools
 import json
 import re
+import socket
 import subprocess
 import time
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, cpu_only
+
+from rlhf_utils import WeightSyncError, stateless_init_process_group
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30
@@ -23,10 +27,10 @@ FAULTS = [  # --resume keeps the options, so that all but the first have one wor
     ("rlhf_nccl.py", "learning 2 kill raylet/raylet", "Ray's raylet died while learning"),
     ("rlhf.py", "starting 1 kill VLLM::Worker", "the engine (died|failed) while starting"),
     ("rlhf.py", "syncing 3 fill", "the trainer failed while saving: .*No space left on device"),
-    ("rlhf.py", "connecting 1 take", r"no group at [\d.:]+: .*Address already in use"),
-    ("rlhf.py", "learning 2 interrupt", "interrupted"),
+    ("rlhf.py", "starting 1 interrupt VLLM::Worker", "interrupted"),
     ("rlhf.py", "syncing 3 terminate", "interrupted"),
 ]
+TAKEN = r"no group at [\d.:]+: .*Address already in use"
 SCRIPTS = ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py"]
 VICTIMS = {"VLLM::Worker": "engine", "VLLM::EngineCore": "engine", "ray::Trainer": "trainer", "raylet/raylet": "raylet"}
 PHASES = ("generating 4", "learning 2", "syncing 3", "saving 2", "starting 1")
@@ -37,6 +41,10 @@ NOTICED = {
     ("trainer", "generating"): "generating|learning",
     ("trainer", "starting"): "starting|loading",
 }
+OTHERS = [
+    ("rlhf.py", "learning 2 interrupt", "interrupted"),
+    ("rlhf.py", "connecting 1 take", TAKEN),
+]
 IN_SYNC = r"died: its connection to the weight sync closed|the engine died: one of vLLM's processes ended"
 
 
@@ -66,6 +74,7 @@ def small_disk(tmp_path):
     "faults",
     [
         pytest.param(FAULTS, id="one-of-each"),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
         *(pytest.param(every_kill(name), id=f"{name}-every-kill", marks=pytest.mark.slow) for name in SCRIPTS),
     ],
 )
@@ -100,3 +109,8 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
         assert text.splitlines()[-1].startswith("OK: "), text
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, done + 3))
+
+
+def test_taken_port_is_an_error_that_names_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(WeightSyncError, match=TAKEN):
+        stateless_init_process_group("127.0.0.1", taken.getsockname()[1], 0, 2, torch.device("cpu"))
