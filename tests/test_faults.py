@@ -6,9 +6,12 @@ pytest tests/test_faults.py -m slow    every process killed in every phase, in e
 
 import itertools
 import json
+import os
 import re
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 
 import psutil
@@ -114,3 +117,40 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
 def test_taken_port_is_an_error_that_names_it():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(WeightSyncError, match=TAKEN):
         stateless_init_process_group("127.0.0.1", taken.getsockname()[1], 0, 2, torch.device("cpu"))
+
+
+OF_AN_ENGINE = """
+import mmap, sys, time
+
+with open(sys.argv[1], "r+b") as file:
+    mapped = mmap.mmap(file.fileno(), 0)
+print(flush=True)
+time.sleep(600)
+"""
+ACTOR = """
+import subprocess, sys, time
+from ray_session import die_with_children
+
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.PIPE)
+child.stdout.readline()
+die_with_children()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_an_engine_goes_with_it_when_its_actor_is_killed():
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", delete=False) as file:
+        file.write(bytes(4096))
+    command = [sys.executable, "-c", ACTOR, OF_AN_ENGINE, file.name]
+    actor = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    engine = psutil.Process(int(actor.stdout.readline()))
+    actor.kill()
+    actor.wait()
+    time.sleep(2)
+    assert os.path.exists(file.name)  # the engine may still be using it
+    engine.kill()
+    deadline = time.monotonic() + 10
+    while os.path.exists(file.name):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
