@@ -24,6 +24,8 @@ from ray_session import RaySession
 
 PHASE, COUNT, ACT, *TARGET = sys.argv[1].split()
 COUNT = int(COUNT)
+# rlhf_nccl.py first pauses the engine, which takes its workers.
+BEFORE_SYNC = ("syncing", COUNT) if sys.argv[2].endswith("rlhf_nccl.py") else ("learning", COUNT - 1)
 seen, family, stopped, taken = [], [], [], []
 wait = RaySession.wait
 
@@ -49,7 +51,7 @@ def wait_with_fault(session: RaySession, phase: str, **refs) -> list:
     results = wait(session, phase, **refs)
     if now and ACT == "take":
         taken.append(socket.create_server(results[0]))
-    if PHASE == "syncing" and phase == "learning" and seen.count(phase) == COUNT - 1 and not stopped:
+    if PHASE == "syncing" and (phase, seen.count(phase)) == BEFORE_SYNC and not stopped:
         stopped.extend(processes("VLLM::Worker"))
         for worker in stopped:
             worker.suspend()
