@@ -46,8 +46,7 @@ def wait_with_fault(session: RaySession, phase: str, **refs) -> list:
         try:
             act(session)
         finally:
-            for worker in stopped:
-                worker.send_signal(signal.SIGCONT)
+            resume(stopped)
     results = wait(session, phase, **refs)
     if now and ACT == "take":
         taken.append(socket.create_server(results[0]))
@@ -80,6 +79,14 @@ def act_when_started(session: RaySession) -> None:
         family[:] = psutil.Process().children(recursive=True)
     note()
     act(session)
+
+
+def resume(workers: list[psutil.Process]) -> None:
+    for worker in workers:
+        try:
+            worker.resume()
+        except psutil.NoSuchProcess:
+            pass  # it is the victim
 
 
 def processes(title: str) -> list[psutil.Process]:
