@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -29,6 +30,7 @@ class RaySession:
         self.run, self.address = run, address
         self.farewells: list[Callable[[], ray.ObjectRef]] = []  # calls that end an actor's own processes
         self.shared_memory: set[str] = set()  # seen in use by processes of this session
+        self.phases: set[str] = set()  # that have ended at least once
         self.ray_processes: list[psutil.Process] = []  # of a node that was started here
 
     def __enter__(self) -> "RaySession":
@@ -105,11 +107,15 @@ class RaySession:
             if seconds > PHASE_SECONDS:
                 raise RunError(f"{phase} was not done within {PHASE_SECONDS:.0f} s")
             if not ready:
-                self._note_shared_memory()  # while it is in use: of a process that is killed it is not known
+                self._note_shared_memory()
                 self.run.tick(phase, round(seconds))
+        if phase not in self.phases:  # what it has made, it has made the first time
+            self.phases.add(phase)
+            self._note_shared_memory()
         return ray.get(list(refs.values()))
 
     def _note_shared_memory(self) -> None:
+        """Note what is in use now: when a process has been killed, nobody knows any more what it had mapped."""
         self.shared_memory |= shared_memory_of(psutil.Process().children(recursive=True))
 
     def _blame(self, phase: str, refs: dict[str, ray.ObjectRef]) -> Exception:
@@ -145,8 +151,13 @@ def die_with_children() -> None:
     """End this actor as soon as one of the processes it has started by now ends.
 
     vLLM's `LLM` waits for ever for an engine core that was killed; an actor that is gone is noticed by all who wait.
+    Ray ends an actor without asking it; what shared memory its processes leave is removed by one that outlives them,
+    on a node of a cluster, which is not the driver's to clean up.
     """
-    children = psutil.Process().children()
+    family, children = psutil.Process().children(recursive=True), psutil.Process().children()
+    arguments = [" ".join(shared_memory_of(family)), *(str(process.pid) for process in family)]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(["setsid", "--fork", "sh", "-c", _REMOVE_AFTER, "sh", *arguments], check=True, **quiet)
 
     def watch() -> None:
         while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
@@ -154,6 +165,10 @@ def die_with_children() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+# A process that has ended maps nothing, also while nobody has asked for its exit status.
+_REMOVE_AFTER = "files=$1; shift; for pid; do while grep -qs . /proc/$pid/maps; do sleep 1; done; done; rm -f $files"
 
 
 def _interrupt(*_) -> None:

@@ -177,7 +177,30 @@ def choose_models(run: "RunFolder", args: argparse.Namespace, device: str) -> tu
         from tiny_model import build_tiny_model
 
         build_tiny_model(initial, args.seed)
-    return initial, str(last_checkpoint(run.path, of_model=initial)) if args.resume else check_model(initial)
+    model = str(last_checkpoint(run.path, of_model=initial)) if args.resume else check_model(initial)
+    if args.ray_address:
+        check_nodes(
+            sorted(path for path in {initial, model} if os.path.isdir(path)), "GPU" if device == "cuda" else "CPU"
+        )
+    return initial, model
+
+
+def check_nodes(folders: list[str], resource: str) -> None:
+    """Raise RunError if a node where Ray may put the trainer or the engine, one with this resource, lacks a folder."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    lacking = ray.remote(lambda: [folder for folder in folders if not os.path.isdir(folder)])
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
+    answers = [
+        lacking.options(num_cpus=0, scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes
+    ]
+    for node, missing in zip(nodes, ray.get(answers, timeout=60), strict=True):
+        if missing:
+            raise RunError(
+                f"{missing[0]} is not on the node {node['NodeManagerAddress']}: on a cluster, a model's folder, and the"
+                " --output of a run to --resume, must be on every node at the same path, or on a disk that all share"
+            )
 
 
 def check_model(model: str) -> str:

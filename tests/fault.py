@@ -1,8 +1,10 @@
 """Run a script, with a fault at a chosen moment: python fault.py "syncing 3 kill VLLM::Worker_TP1" rlhf.py --steps 30
 
 When the third `syncing` begins: `kill` a process whose title contains that, `interrupt` or `terminate` the run, `fill`
-the disk of its folder, `take` the port that the trainer has chosen. When it happened, and the driver's processes of
-that moment, go to fault.json.
+the disk of its folder, `take` the port that the trainer has chosen. A sync is over in 20 ms; the one of the fault is
+held open by stopping the engine's workers before it, until the fault has happened. What is to happen while `starting`
+does so as soon as there is such a process. When it happened, and the driver's processes of that moment, go to
+fault.json.
 """
 
 import json
@@ -21,51 +23,81 @@ sys.path.insert(0, os.path.dirname(sys.argv[2]))
 from ray_session import RaySession
 
 PHASE, COUNT, ACT, *TARGET = sys.argv[1].split()
-seen, family, taken = [], [], []
+COUNT = int(COUNT)
+# rlhf_nccl.py first pauses the engine, which takes its workers.
+BEFORE_SYNC = ("syncing", COUNT) if sys.argv[2].endswith("rlhf_nccl.py") else ("learning", COUNT - 1)
+seen, family, stopped, taken = [], [], [], []
 wait = RaySession.wait
 
 
 def wait_with_fault(session: RaySession, phase: str, **refs) -> list:
-    seen.append(phase)
-    now = phase == PHASE and seen.count(phase) == int(COUNT)
+    if seen[-1:] != [phase]:  # several calls in a row are one phase
+        seen.append(phase)
     if phase == "starting":
-        threading.Thread(target=kill_when_started, daemon=True).start() if now else None
+        if fault_begins(phase, refs):
+            threading.Thread(target=act_when_started, args=[session], daemon=True).start()
         return wait(session, phase, **refs)
-    if not family:  # look ahead of time: a sync is over in the time that this takes
+    if not family:  # look ahead of time: most phases are over in the time that this takes
         family.extend(psutil.Process().children(recursive=True))
+    now = fault_begins(phase, refs)
     if now:
+        time.sleep(1 if stopped else 0)  # by now, all that is not stopped is busy with the sync
         note()
-        if ACT == "kill":
-            next(victims()).kill()
-        elif ACT == "interrupt":
-            os.killpg(0, signal.SIGINT)  # as Ctrl-C does: every process of the terminal's foreground group
-        elif ACT == "terminate":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif ACT == "fill":
-            fill(session.run.path / "filler")
+        try:
+            act(session)
+        finally:
+            resume(stopped)
     results = wait(session, phase, **refs)
     if now and ACT == "take":
         taken.append(socket.create_server(results[0]))
+    if PHASE == "syncing" and (phase, seen.count(phase)) == BEFORE_SYNC and not stopped:
+        stopped.extend(processes("VLLM::Worker"))
+        for worker in stopped:
+            worker.suspend()
     return results
 
 
-def kill_when_started() -> None:
-    victim = None
-    while not victim:
+def fault_begins(phase: str, refs: dict) -> bool:
+    at = phase == PHASE and seen.count(phase) == COUNT and not os.path.exists("fault.json")
+    return at and (phase != "syncing" or any(name.startswith("trainer") for name in refs))  # who sends the weights
+
+
+def act(session: RaySession) -> None:
+    if ACT == "kill":
+        processes(TARGET[0])[0].kill()
+    elif ACT == "interrupt":
+        os.killpg(0, signal.SIGINT)  # as Ctrl-C does: every process of the terminal's foreground group
+    elif ACT == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif ACT == "fill":
+        fill(session.run.path / "filler")
+
+
+def act_when_started(session: RaySession) -> None:
+    while not processes(TARGET[0]):
         time.sleep(0.01)
         family[:] = psutil.Process().children(recursive=True)
-        victim = next(victims(), None)
     note()
-    victim.kill()
+    act(session)
 
 
-def victims():
+def resume(workers: list[psutil.Process]) -> None:
+    for worker in workers:
+        try:
+            worker.resume()
+        except psutil.NoSuchProcess:
+            pass  # it is the victim
+
+
+def processes(title: str) -> list[psutil.Process]:
+    found = []
     for process in family:
         try:
-            if TARGET[0] in " ".join(process.cmdline()):
-                yield process
+            if title in " ".join(process.cmdline()):
+                found.append(process)
         except psutil.Error:
-            pass
+            pass  # it has ended
+    return found
 
 
 def fill(path: Path) -> None:

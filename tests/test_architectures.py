@@ -1,6 +1,7 @@
 """Syncs of whole families of models into a real vLLM engine: what is sent is served, and comes back bit for bit.
 
-pytest tests/test_architectures.py
+pytest tests/test_architectures.py             each at TP=2, three of them at TP=1
+pytest tests/test_architectures.py -m slow     the others at TP=1
 """
 
 import pytest
@@ -62,13 +63,20 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
     assert all(tensor.untyped_storage().data_ptr() in memory for tensor in sent.values())
 
 
+def at_both_sizes(architecture: str) -> list:
+    """A case of each size. Most of TP=1, where nothing is split, are left to those who ask for them."""
+    marks = [NOT_ON_CPU] if architecture in ("Mixtral", "Qwen3Moe") else []
+    slow = [] if architecture in ("GPT2", "Qwen2", "Phi3") else [pytest.mark.slow]
+    return [
+        pytest.param(
+            architecture, size, id=f"{architecture}-TP{size}", marks=[pytest.mark.gpu(1 + size, or_cpu=True), *more]
+        )
+        for size, more in ((1, marks + slow), (2, marks))
+    ]
+
+
 @pytest.mark.parametrize(
-    "tensor_parallel_size",
-    [pytest.param(size, marks=pytest.mark.gpu(1 + size, or_cpu=True)) for size in (1, 2)],
-)
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=NOT_ON_CPU) if name in ("Mixtral", "Qwen3Moe") else name for name in ARCHITECTURES],
+    ("architecture", "tensor_parallel_size"), [case for name in ARCHITECTURES for case in at_both_sizes(name)]
 )
 def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_size):
     build(architecture, tmp_path)

@@ -8,10 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT, Script, cpu_only, title_of
+
+from ray_session import shared_memory_of
+from tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30
@@ -48,8 +52,12 @@ class Hosts:
         return [psutil.Process(int(pid)) for pid in ip(f"netns pids {self.name[host]}").split()]
 
     def switch_off(self, host: str) -> None:
-        for process in self.processes(host):
+        processes = self.processes(host)
+        shared_memory = shared_memory_of(processes)
+        for process in processes:
             process.kill()
+        for file in shared_memory:
+            Path(file).unlink(missing_ok=True)  # the two hosts have one /dev/shm
 
 
 def ip(command: str) -> str:
@@ -112,15 +120,23 @@ def test_run_over_two_nodes_ends_when_the_cable_is_cut_and_goes_on_when_it_is_ba
             hosts, A, ray_folder, "--head", "--port=6379", f"--temp-dir={ray_folder}", "--include-dashboard=false"
         )
         start_ray(hosts, B, ray_folder, f"--address={A}:6379")
+        alone = build_tiny_model(Path(ray_folder) / "model")  # where host B has another disk
+        run = start_run(hosts, tmp_path, "--model", str(alone))
+        text = run.finish(120)
+        run.assert_failed_cleanly(text, [])
+        assert f"error: {alone} is not on the node {B}: " in text.splitlines()[-1], text
+
         run = start_run(hosts, tmp_path, "--output", "run", "--save-every", "1", "--steps", "10000")
         run.wait_for("step     2/")
-        where = {title: place_of(hosts, title) for title in ("ray::Trainer", "ray::Engine", "VLLM::Worker_TP1")}
-        assert where["ray::Trainer"] != where["ray::Engine"] == where["VLLM::Worker_TP1"], where
+        where = {title: place_of(hosts, title) for title in ("ray::Trainer", "ray::Engine", "VLLM::Worker")}
+        assert where["ray::Trainer"] != where["ray::Engine"] == where["VLLM::Worker"], where
         hosts.plug("down")
         cut = time.monotonic()
         text = run.finish(90)
         print(text)
         assert time.monotonic() - cut < FAULT_SECONDS
+        psutil.wait_procs([p for p in hosts.processes(A) if "VLLM" in title_of(p)], timeout=20)  # Ray ends them
+        time.sleep(2)
         run.assert_failed_cleanly(text, [])
         assert "with its Ray node" in text.splitlines()[-1] or "over the network" in text.splitlines()[-1]
 
@@ -145,7 +161,8 @@ def start_ray(hosts: Hosts, host: str, folder: str, *arguments: str) -> None:
 
 
 def start_run(hosts: Hosts, folder, *arguments: str) -> Script:
-    command = hosts.on(A, sys.executable, str(ROOT / "rlhf.py"), "--ray-address", f"{A}:6379", *arguments)
+    options = ["--ray-address", f"{A}:6379", "--tensor-parallel-size", "1"]
+    command = hosts.on(A, sys.executable, str(ROOT / "rlhf.py"), *options, *arguments)
     return Script(folder, *command, **ENVIRONMENT)
 
 

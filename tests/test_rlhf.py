@@ -5,11 +5,17 @@ pytest tests/test_rlhf.py
 
 import json
 import random
+import runpy
+import shutil
+import sys
 import time
 
 import psutil
 import pytest
-from conftest import cpu_only
+from conftest import ROOT, Script, cpu_only
+
+from run_folder import RunError, last_checkpoint, write_checkpoint
+from tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 
@@ -18,48 +24,61 @@ def rows(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_default_run_learns_and_proves_every_sync(script, tmp_path):
-    started = time.monotonic()
-    text = script("rlhf.py", "--seed", random.randrange(1000), "--output", "run").finish(180)
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    """The folder of a run with the default arguments."""
+    folder, started = tmp_path_factory.mktemp("default"), time.monotonic()
+    text = Script(
+        folder, sys.executable, str(ROOT / "rlhf.py"), "--seed", str(random.randrange(1000)), "--output", "run"
+    ).finish(180)
     assert time.monotonic() - started < 180
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    metrics = rows(tmp_path / "run")
+    return folder / "run"
+
+
+def test_default_run_learns_and_proves_every_sync(default_run):
+    metrics = rows(default_run)
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-4
-    assert {p.name for p in (tmp_path / "run").iterdir()} >= {
+    assert {p.name for p in default_run.iterdir()} >= {
         "args.json", "reward.png", "run.log", "tensorboard", "checkpoint-000020", "checkpoint-000030",
     }  # fmt: skip
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-000030")
-    AutoTokenizer.from_pretrained(tmp_path / "run" / "checkpoint-000030")
+    AutoModelForCausalLM.from_pretrained(default_run / "checkpoint-000030")
+    AutoTokenizer.from_pretrained(default_run / "checkpoint-000030")
 
 
-def test_resume_continues_as_if_never_interrupted(script, tmp_path):
-    whole = script("rlhf.py", "--steps", 4, "--save-every", 2, "--output", "whole").finish(180)
-    assert "OK: " in whole, whole
-    first = script("rlhf.py", "--steps", 2, "--output", "parts").finish(180)
-    assert "OK: " in first, first
-    second = script("rlhf.py", "--resume", "parts", "--steps", 4).finish(180)
-    assert "OK: " in second, second
-    timeless = [
-        [{name: value for name, value in row.items() if not name.startswith(("time/", "sync/"))} for row in rows(run)]
-        for run in (tmp_path / "whole", tmp_path / "parts")
-    ]
-    assert timeless[0] == timeless[1]
+REWARD = """
+import task
+calls = []
+
+def reward(prompts, completions, **columns):
+    calls.append(1)
+    if len(calls) > 10:
+        raise ValueError('no luck')
+    return task.uppercase(prompts, completions, **columns)
+"""
 
 
-def test_reward_that_raises(script, tmp_path):
-    (tmp_path / "mine.py").write_text("def reward(prompts, completions, **columns):\n    raise ValueError('no luck')\n")
-    run = script("rlhf.py", "--reward", "mine:reward")
-    while not (family := run.descendants()) or not any("EngineCore" in " ".join(p.cmdline()) for p in family):
-        time.sleep(0.5)
+def test_resume_continues_as_if_never_interrupted_until_the_reward_raises(default_run, script, tmp_path):
+    shutil.copytree(default_run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-000030")  # as if it had been killed before
+    (tmp_path / "mine.py").write_text(REWARD)
+    run = script("rlhf.py", "--resume", "run", "--reward", "mine:reward")
+    run.wait_for_step(tmp_path / "run", 21)
+    family = run.descendants()
     text = run.finish(180)
     run.assert_failed_cleanly(text, family)
-    assert text.splitlines()[-1] == "error: the reward reward raised ValueError: no luck (mine.py, line 2)"
+    assert text.splitlines()[-1] == "error: the reward reward raised ValueError: no luck (mine.py, line 8)"
+    timeless = [
+        [{name: value for name, value in row.items() if not name.startswith(("time/", "sync/"))} for row in rows(run)]
+        for run in (default_run, tmp_path / "run")
+    ]
+    assert timeless[0] == timeless[1]
 
 
 def test_too_few_gpus_is_an_error_that_says_how_many_there_are(monkeypatch):
@@ -75,40 +94,47 @@ def test_too_few_gpus_is_an_error_that_says_how_many_there_are(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--prompts", "none.jsonl"], "error: cannot read the prompts file none.jsonl"),
+        (["--reward", "nope:reward"], "error: --reward nope:reward cannot be imported"),
+        (["--resume", "nowhere"], "error: --resume nowhere: not a run folder"),
+        (["--group-size", "1"], "error: argument --group-size: '1' is not a whole number of at least 2"),
+    ],
+)
+def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rlhf.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "rlhf.py"), run_name="__main__")
+    said = [capsys.readouterr().err, str(ended.value.code)]  # by the parser, or by Python as it exits
+    assert ended.value.code
+    assert message in "".join(said)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         (["--model", "/no/such/model"], "cannot load the model /no/such/model: no such folder"),
-        (["--prompts", "none.jsonl"], "cannot read the prompts file none.jsonl"),
-        (["--reward", "nope:reward"], "--reward nope:reward cannot be imported"),
-        (["--resume", "nowhere"], "not a run folder"),
-        (["--group-size", "1"], "at least 2"),
         (["--ray-address", "127.0.0.1:1"], "cannot reach Ray at 127.0.0.1:1"),
     ],
 )
-def test_bad_arguments_end_before_anything_starts(script, arguments, message):
+def test_what_is_not_there_ends_the_run_before_an_actor_starts(script, arguments, message):
     run = script("rlhf.py", *arguments)
     text = run.finish(60)
     run.assert_failed_cleanly(text, [])
     assert message in text.splitlines()[-1]
 
 
-def test_resume_refuses_another_model(script, tmp_path):
-    import torch
-
-    from grpo import GRPOConfig, Learner
-    from run_folder import write_checkpoint
-    from tiny_model import build_tiny_model
-
+def test_resume_refuses_another_model(tmp_path):
     model = build_tiny_model(tmp_path / "model")
-    learner = Learner(str(model), GRPOConfig(group_size=2, max_tokens=4), torch.device("cpu"))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "args.json").write_text("{}")
-    write_checkpoint(tmp_path / "run", 0, learner.save)
     other = json.loads((model / "config.json").read_text()) | {"hidden_size": 64}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(json.dumps(other))
-    run = script("rlhf.py", "--resume", "run", "--model", "other")
-    text = run.finish(60)
-    run.assert_failed_cleanly(text, [])
-    assert "is a checkpoint of another model" in text
+    (tmp_path / "run").mkdir()
+    write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
+    assert last_checkpoint(tmp_path / "run", str(model)).name == "checkpoint-000007"
+    with pytest.raises(RunError, match="checkpoint-000007 is a checkpoint of another model"):
+        last_checkpoint(tmp_path / "run", str(tmp_path / "other"))
 
 
 def test_importing_a_script_starts_nothing():

@@ -1,0 +1,68 @@
+"""The whole loop for half an hour: as much memory at the end as after the first minutes.
+
+SOAK_SECONDS=1800 pytest tests/test_soak.py -m slow -s
+"""
+
+import json
+import os
+import time
+
+import psutil
+import pytest
+from conftest import Script, cpu_only, title_of
+
+from ray_session import shared_memory_of
+
+pytestmark = cpu_only
+SECONDS = float(os.environ.get("SOAK_SECONDS", "1800"))
+MAX_GROWTH = 64e6  # bytes of private memory, of all processes together: 2 % of what they hold
+PASSING = ("sh ", "sleep", "grep")  # the shell that outlives an engine, and what it runs
+
+
+@pytest.mark.slow
+def test_memory_of_the_whole_loop_is_flat(script, tmp_path):
+    run = tmp_path / "run"
+    process = script("rlhf.py", "--steps", 1_000_000, "--save-every", 10, "--output", "run")
+    process.wait_for_step(run, 1)
+    started, samples = time.monotonic(), []
+    try:
+        for share in (0, 1 / 6, 1 / 2, 1):
+            while time.monotonic() - started < share * SECONDS:
+                assert process.process.poll() is None, process.text()
+                time.sleep(1)
+            samples.append(footprint(process))
+            steps = len((run / "metrics.jsonl").read_text().splitlines())
+            print(f"{time.monotonic() - started:6.0f} s  step {steps}  {samples[-1]}")
+    finally:
+        family = process.descendants()
+        process.process.terminate()
+    text = process.finish(60)
+    process.assert_failed_cleanly(text, family)
+    assert text.splitlines()[-1] == "error: interrupted", text
+
+    before, after = samples[1], samples[-1]
+    assert after["processes"] == before["processes"], samples
+    assert after["descriptors"] <= before["descriptors"], samples
+    assert after["shared files"] <= before["shared files"], samples
+    assert sum(after["private MB"].values()) - sum(before["private MB"].values()) < MAX_GROWTH / 1e6, samples
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["logprobs/mismatch"] for row in rows) < 1e-4
+    assert rows[-1]["reward/mean"] > 0.9
+
+
+def footprint(script: Script) -> dict:
+    """What the run's processes hold, their private memory by what they are."""
+    family = [psutil.Process(script.process.pid), *script.descendants()]
+    family = [process for process in family if not title_of(process).startswith(PASSING)]
+    private = dict.fromkeys(("driver", "trainer", "engine", "Ray"), 0.0)
+    for process in family:
+        title = title_of(process)
+        engine = "VLLM" in title or "ray::Engine" in title
+        side = "engine" if engine else "trainer" if "ray::Trainer" in title else "Ray"
+        private["driver" if process is family[0] else side] += process.memory_full_info().uss / 1e6
+    return {
+        "private MB": {side: round(megabytes, 1) for side, megabytes in private.items()},
+        "processes": len(family),
+        "descriptors": sum(process.num_fds() for process in family),
+        "shared files": len(shared_memory_of(family)),
+    }
