@@ -45,6 +45,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from copies import Copies
@@ -231,18 +232,26 @@ class WeightSender:
 
     def _first_sync(self) -> None:
         """Reload; then, if every worker has recorded its copies, let replay show that it gives the same bits."""
-        answers = self._transmit("first")
-        refusals = [answer["refused"] for answer in answers if answer["refused"]]
-        if refusals:
-            self.loader = f"reload: {refusals[0]}"
-        elif all(answer["same"] for answer in self._transmit("trial")):
+        if refused := self._first_true([answer["refused"] for answer in self._transmit("first")]):
+            self.loader = f"reload: {refused}"
+        elif not self._first_true([not answer["same"] for answer in self._transmit("trial")]):
             self.loader = "replay"
-        elif all(answer["same"] for answer in self._transmit("repair")):
+        elif not self._first_true([not answer["same"] for answer in self._transmit("repair")]):
             self.loader = "reload: replay did not reproduce it bit for bit"
         else:
             raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
         for link in self.links:
             link.send(mode="end")
+
+    def _first_true(self, values: list):
+        """The first true value, if any, also of the ranks among which tensors are sharded: each has asked its own
+        worker, but a pass gathers from all of them, so that they must go the same way."""
+        for mesh in dict.fromkeys(tensor.device_mesh for tensor in self.sharded.values()):
+            for group in mesh.get_all_groups():
+                everyones = [None] * group.size()
+                dist.all_gather_object(everyones, next(filter(None, values), None), group)
+                values = everyones
+        return next(filter(None, values), None)
 
     def _transmit(self, mode: str) -> list[dict]:
         """One pass of all bytes, and the workers' answers to it."""

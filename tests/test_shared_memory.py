@@ -6,6 +6,7 @@ pytest tests/test_shared_memory.py
 import os
 import threading
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -128,12 +129,31 @@ def test_trainer_that_dies_ends_the_workers_wait():
     process.join()
 
 
+class ReplayingEngine(Engine):
+    """Replays, to this digest, unless it refuses to."""
+
+    def __init__(self, refusal=None, replayed=0):
+        super().__init__()
+        self.refusal, self.replayed = refusal, replayed
+
+    def record(self, buckets, lanes):
+        return self.refusal
+
+    def state_digest(self):
+        return 0
+
+    def replay(self, arrivals, device):
+        list(arrivals)
+        return self.replayed
+
+
 def _sharded_rank(rank, port, failures):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    address, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=address, timeout=timeout, rank=rank, world_size=2)
     rlhf_utils.STAGING_BYTES = rlhf_utils.LANES * 1024  # `w` has 8,400 bytes: it is cut
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
@@ -147,10 +167,23 @@ def _sharded_rank(rank, port, failures):
         received = receiving.worker.weight_model.weights
         if not all(same_bits(received[n], t.bfloat16() if n == "w" else t) for n, t in whole.items()):
             failures.put(rank)
+    for engines, loader in (
+        ([ReplayingEngine(), ReplayingEngine()], "replay"),
+        ([ReplayingEngine(refusal="not here"), ReplayingEngine()], "reload: not here"),
+        ([ReplayingEngine(), ReplayingEngine(replayed=1)], "reload: replay did not reproduce it bit for bit"),
+    ):
+        channel = SharedMemoryChannel(CPU)
+        receiving = Receiving(Worker(engines[rank], channel.handles), syncs=2)
+        sender = WeightSender(channel)
+        for _ in range(2):
+            report = sender.send_weights(shards.items())
+            if report.loader != loader:
+                failures.put((rank, report))
+        receiving.join(10)
     dist.destroy_process_group()
 
 
-def test_shards_of_two_ranks_are_gathered_bucket_by_bucket():
+def test_shards_of_two_ranks_are_gathered_bucket_by_bucket_and_loaded_in_the_same_way():
     from vllm.utils.network_utils import get_open_port
 
     context = mp.get_context("spawn")
