@@ -51,6 +51,7 @@ from torch.distributed.tensor import DTensor
 from copies import Copies
 from engine_model import EngineModel, repack_tied_layers
 from weight_transport import (
+    CONNECT_SECONDS,
     LANES,
     BroadcastChannel,
     BroadcastLanes,
@@ -522,35 +523,39 @@ class ColocateWorkerExtension(_WeightReceiver):
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
         """Load weights from a buffer of the trainer on this device, as vLLM's colocation example sends them.
 
-        `zmq_handles` has an address by device id, at which the trainer's REQ socket is bound. It sends, and this
-        answers each with b"" or the traceback of what failed: a handle of a uint8 buffer (`reduce_tensor`'s, or
-        `share_tensor`'s); then, as often as it fills the buffer, a list with name, shape, dtype and offset in bytes of
-        every tensor in it; at the end None. What it sends are pickles: the address must be private. Raises
-        WeightSyncError if the trainer is silent for `timeout` seconds.
+        `zmq_handles` has an address by device id, at which the trainer's REQ socket is bound. It sends: a handle of a
+        uint8 buffer (`reduce_tensor`'s, or `share_tensor`'s); then, as often as it fills the buffer, a list with name,
+        shape, dtype and offset in bytes of every tensor in it; at the end None. This answers each with b"" or, once
+        something has failed, the traceback of that, and raises it at the end. What the trainer sends are pickles: the
+        address must be private. Raises WeightSyncError if the trainer is silent for `timeout` seconds.
         """
         import zmq
 
+        buffer, error, message = None, None, ()
         with zmq.Context() as context, context.socket(zmq.REP) as socket_:
             socket_.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
             socket_.setsockopt(zmq.LINGER, 1000)
             socket_.connect(zmq_handles[self.report_device_id()])
-            try:
-                buffer = None
-                while (message := socket_.recv_pyobj()) is not None:
+            while message is not None:
+                try:
+                    message = socket_.recv_pyobj()
                     if isinstance(message, tuple):
                         buffer = rebuild_ipc(message, self.device.index)
-                    else:
+                    elif message and not error:
                         weights = [(item["name"], _item(buffer, **item).clone()) for item in message]
                         self._engine_model().load_some(weights)
                     synchronize(self.device)  # the trainer may fill the buffer anew
-                    socket_.send(b"")
-                del buffer
-                socket_.send(b"")
-            except zmq.Again as error:
-                raise WeightSyncError(f"the trainer sent nothing for {timeout:.0f} s") from error
-            except Exception as error:
-                socket_.send(_reason(error).encode())
-                raise
+                except zmq.Again as silence:
+                    raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.0f} s") from silence
+                except Exception as failure:
+                    error = error or failure
+                    # A trainer that does not look at the answers goes on to the end; one that does may say no more.
+                    socket_.setsockopt(zmq.RCVTIMEO, int(min(timeout, CONNECT_SECONDS) * 1000))
+                if message is None:
+                    buffer = None
+                socket_.send(_reason(error).encode() if error else b"")
+        if error:
+            raise error
 
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, dict[str, tuple]]) -> None:
         """Load weights straight from the memory of the trainer on this device.
@@ -558,8 +563,14 @@ class ColocateWorkerExtension(_WeightReceiver):
         `ipc_handles` has, by device id, a handle (`reduce_tensor`'s, or `share_tensor`'s) by parameter name. vLLM lets
         them pass with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
-        handles = ipc_handles[self.report_device_id()]
-        weights = [(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()]
+        weights, held = [], 0
+        for name, handle in ipc_handles[self.report_device_id()].items():
+            theirs = rebuild_ipc(handle, self.device.index)
+            if weights and held + theirs.nbytes > STAGING_BYTES // LANES:
+                self._engine_model().load_some(weights)
+                weights, held = [], 0
+            weights.append((name, theirs.clone()))
+            held += theirs.nbytes
         self._engine_model().load_some(weights)
         synchronize(self.device)
 
