@@ -16,6 +16,7 @@ In a torch.distributed group, the ranks are one learner: FSDP2 shards weights, g
 and each computes on its share of the rollouts. All are given the same ones, and the result is that of a single rank.
 """
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,7 +298,9 @@ class Learner:
         if offload_optimizer:
             self.offload.to_host()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize()
+            torch.cuda.ipc_collect()  # what an engine had mapped and has let go, such as the buffers of a closed sync
             torch.cuda.empty_cache()
 
     def save(self, folder: Path | None) -> None:
