@@ -118,21 +118,25 @@ class Engine:
                 self.llm.release_kv_cache_memory()
             self.asleep = True
 
-    def receive_weights(self, handles: dict[str, str]) -> bool:
+    def receive_weights(self, handles: dict[str, str]) -> tuple[bool, float]:
         """Take part in a sync with the ranks of these handles, and be awake after it. Returns whether every worker
-        serves exactly what was sent."""
+        serves exactly what was sent, and the seconds that waking took."""
+        started = time.perf_counter()
         if self.asleep and self.sleep_weights:
             self.llm.wake_up(tags=["weights"])
+        waking = time.perf_counter() - started
         for result in self.llm.collective_rpc("receive_weights", args=(handles,)):
             if "error" in result:
                 raise WeightSyncError(result["error"])
         # The prefix cache holds keys and values of the old weights.
         if not self.llm.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
+        started = time.perf_counter()
         if self.asleep and not self.llm.wake_up(tags=["kv_cache"]):
             raise RunError("vLLM did not wake up")
+        waking += time.perf_counter() - started
         self.asleep = False
-        return all(self.llm.collective_rpc("check_weights_changed"))
+        return all(self.llm.collective_rpc("check_weights_changed")), waking
 
     def memory(self) -> dict[str, float]:
         """GB that vLLM's processes hold on CPU. (On a GPU, the rank beside them sees what they hold.)"""
@@ -192,8 +196,8 @@ class Trainer:
             self.learner.save(None)
 
     def memory(self) -> dict[str, float]:
-        """GB: the most that this rank has held of its GPU since the last call, and what all others hold of it now, the
-        engine and the CUDA contexts; on CPU, what this rank holds now."""
+        """GB: the most that this rank's tensors have held of its GPU since the last call, and all else that is held of
+        it now: by the engine, and by the CUDA contexts of both; on CPU, what this rank holds now."""
         if self.learner.device.type == "cpu":
             return {"trainer": psutil.Process().memory_info().rss / 1e9}
         free, total = torch.cuda.mem_get_info()
@@ -260,7 +264,7 @@ def main(args: argparse.Namespace) -> None:
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(session, run, engines, handles)
-        report = sync(session, trainers, engines, handles)
+        report, _ = sync(session, trainers, engines, handles)
         memory = measure(session, "loading", trainers, engines)
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
 
@@ -269,16 +273,13 @@ def main(args: argparse.Namespace) -> None:
             started = time.perf_counter()
             rows = draw_prompts(prompts, args.prompts_per_step, step, args.seed)
             rollouts, texts = generate(session, engines, rows, reward, args, step)
-            generated = time.perf_counter()
+            metrics = {"time/rollout": time.perf_counter() - started}
             memory |= measure(session, "generating", trainers, engines)
-            session.wait("sleeping", **each("engine", engines, "sleep"))
-            metrics, *_ = session.wait("learning", **each("trainer", trainers, "learn", ray.put(rollouts)))
-            learned = time.perf_counter()
+            metrics |= learn(session, trainers, engines, rollouts)
             memory |= measure(session, "learning", trainers, engines)
-            report = sync(session, trainers, engines, handles)
+            report, seconds = sync(session, trainers, engines, handles)
             memory |= measure(session, "syncing", trainers, engines)
-            metrics |= {"time/rollout": generated - started, "time/train": learned - generated}
-            metrics |= {"time/sync": report.seconds, "sync/GBps": report.gigabytes_per_second}
+            metrics |= seconds | {"sync/GBps": report.gigabytes_per_second}
             run.log_metrics(step, metrics | memory)
             if step in (first_step + 1, args.steps):
                 run.show(rows, rollouts, texts)
@@ -334,18 +335,36 @@ def generate(
     return [Rollout(*output[:3], value) for output, value in zip(outputs, rewards, strict=True)], texts
 
 
-def sync(session: RaySession, trainers: list, engines: list, handles: list[dict]) -> SyncReport:
-    """Send the trainers' weights to the engines, each rank to the worker beside it, and wake engines that sleep."""
+def learn(session: RaySession, trainers: list, engines: list, rollouts: list[Rollout]) -> dict[str, float]:
+    """One learning step of the ranks, for which the engines go to sleep. Returns its metrics."""
+    started = time.perf_counter()
+    session.wait("sleeping", **each("engine", engines, "sleep"))
+    asleep = time.perf_counter()
+    metrics, *_ = session.wait("learning", **each("trainer", trainers, "learn", ray.put(rollouts)))
+    return metrics | {"time/sleep": asleep - started, "time/train": time.perf_counter() - asleep}
+
+
+def sync(
+    session: RaySession, trainers: list, engines: list, handles: list[dict]
+) -> tuple[SyncReport, dict[str, float]]:
+    """Send the trainers' weights to the engines, each rank to the worker beside it, and wake engines that sleep.
+
+    Returns rank 0's report of the transfer, and the seconds: of all, from weights that are ready to engines that may
+    generate, prefix-cache reset and digests included, and of the slowest engine's waking, which is part of it.
+    """
+    started = time.perf_counter()
     sending = each("trainer", trainers, "send_weights")
     receiving = {f"engine{i}": engine.receive_weights.remote(handles[i]) for i, engine in enumerate(engines)}
     report, *results = session.wait("syncing", **sending, **receiving)
-    if not all(results[len(trainers) - 1 :]):
+    served, waking = zip(*results[len(trainers) - 1 :], strict=True)
+    if not all(served):
         raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
-    return report
+    return report, {"time/sync": time.perf_counter() - started, "time/wake": max(waking)}
 
 
 def measure(session: RaySession, phase: str, trainers: list, engines: list) -> dict[str, float]:
-    """GB of memory in a phase that ends: the most that any trainer rank has held, and that any engine holds now."""
+    """GB of memory in a phase that ends: the most that the tensors of any trainer rank have held, and what any engine
+    holds now, all CUDA contexts included. Since torch keeps what it has had, that is the engine's most as well."""
     answers = session.wait(phase, **each("trainer", trainers, "memory"), **each("engine", engines, "memory"))
     return {f"memory/{phase}/{side}": max(a.get(side, 0.0) for a in answers) for side in ("trainer", "engine")}
 

@@ -33,6 +33,7 @@ def test_two_ranks_and_two_engines_learn_and_other_numbers_of_them_go_on(script,
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-4
+    assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "sleep", "train", "sync"))
     for phase in ("loading", "generating", "learning", "syncing"):
         assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
         assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
@@ -142,7 +143,9 @@ def test_engine_wakes_in_the_order_that_needs_least_memory(sleep_weights, expect
     for _ in range(2):
         engine.llm.calls.clear()
         engine.sleep()
-        assert engine.receive_weights({})
+        served, waking = engine.receive_weights({})
+        assert served
+        assert 0 < waking < 1
         calls = [call if call != sync else "SYNC" for call in engine.llm.calls]
         assert ", ".join(calls) == expected + ", collective_rpc check_weights_changed"
     engine.llm.calls.clear()
