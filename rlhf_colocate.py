@@ -75,7 +75,8 @@ class Engine:
         die_with_children()
 
     def start(self) -> None:
-        """Returns once the engine has started, as any call does."""
+        """Returns once the engine has started, with the digests of what it has loaded from disk."""
+        self.from_disk = self.llm.collective_rpc("weight_digests")
 
     def device_ids(self) -> list[str]:
         return self.llm.collective_rpc("report_device_id")
@@ -116,6 +117,7 @@ class Engine:
             self.llm.sleep(level=2 if self.sleep_weights else 0)  # 2 keeps no copy of the weights: a sync follows
             if not self.sleep_weights:
                 self.llm.release_kv_cache_memory()
+                self.llm.collective_rpc("empty_cache")  # of what generating took, as level 2 does by itself
             self.asleep = True
 
     def receive_weights(self, handles: dict[str, str]) -> tuple[bool, float]:
@@ -137,6 +139,19 @@ class Engine:
         waking += time.perf_counter() - started
         self.asleep = False
         return all(self.llm.collective_rpc("check_weights_changed")), waking
+
+    def serves_checkpoint(self) -> bool:
+        """Whether the first sync, of the model that this engine had loaded from disk, brought the same bits. Those of
+        another dtype may differ where a loader computes.
+
+        After a sleep of level 2, vLLM restores parameters and buffers alone. Raises RunError if the layers keep other
+        tensors that are no more what they were.
+        """
+        now = self.llm.collective_rpc("weight_digests")
+        same = all(served == before for (served, _), (before, _) in zip(now, self.from_disk, strict=True))
+        if same and self.sleep_weights and now != self.from_disk:
+            raise RunError("layers of this model keep tensors that vLLM loses in its sleep: not with --sleep-weights")
+        return same
 
     def memory(self) -> dict[str, float]:
         """GB that vLLM's processes hold on CPU. (On a GPU, the rank beside them sees what they hold.)"""
@@ -265,8 +280,12 @@ def main(args: argparse.Namespace) -> None:
         # 2. Connect, and serve what the trainer holds
         handles = connect(session, run, engines, handles)
         report, _ = sync(session, trainers, engines, handles)
+        same = all(session.wait("comparing", **each("engine", engines, "serves_checkpoint")))
         memory = measure(session, "loading", trainers, engines)
-        run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
+        run.say(
+            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
+            f" what the engines had loaded from disk; from now on by {report.loader}"
+        )
 
         # 3. Generate, reward, learn, sync
         for step in range(first_step + 1, args.steps + 1):

@@ -520,6 +520,16 @@ class ColocateWorkerExtension(_WeightReceiver):
 
         return self._receive(timeout, connect)
 
+    def weight_digests(self) -> tuple[int | None, int | None]:
+        """Digests of what this worker serves, and of that with all other tensors that its model's layers keep."""
+        model = self._engine_model()
+        return model.take_digest(), model.state_digest()
+
+    def empty_cache(self) -> None:
+        """Give back the GPU memory that torch keeps for tensors to come."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
         """Load weights from a buffer of the trainer on this device, as vLLM's colocation example sends them.
 

@@ -5,6 +5,7 @@ pytest tests/test_colocate.py
 
 import argparse
 import json
+import re
 import time
 
 import pytest
@@ -26,6 +27,7 @@ def test_two_ranks_and_two_engines_learn_and_other_numbers_of_them_go_on(script,
     run = tmp_path / "run"
     text = script("rlhf_colocate.py", "--offload-optimizer", "--save-every", 30, "--output", "run").finish(240)
     assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engines had loaded", text, re.M)
     table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
     assert [line.split() for line in table] == [["cpu:0", "0", "0", "0"], ["cpu:0", "1", "1", "0"]]
     metrics = rows(run)
@@ -132,8 +134,8 @@ class RecordedLLM:
 @pytest.mark.parametrize(
     ("sleep_weights", "expected"),
     [
-        (False, "sleep 0, release_kv_cache_memory, SYNC, reset_prefix_cache, wake_up ['kv_cache']"),
-        (True, "sleep 2, wake_up ['weights'], SYNC, reset_prefix_cache, wake_up ['kv_cache']"),
+        (False, "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, SYNC"),
+        (True, "sleep 2, wake_up ['weights'], SYNC"),
     ],
 )
 def test_engine_wakes_in_the_order_that_needs_least_memory(sleep_weights, expected):
@@ -147,10 +149,29 @@ def test_engine_wakes_in_the_order_that_needs_least_memory(sleep_weights, expect
         assert served
         assert 0 < waking < 1
         calls = [call if call != sync else "SYNC" for call in engine.llm.calls]
-        assert ", ".join(calls) == expected + ", collective_rpc check_weights_changed"
+        after = "reset_prefix_cache, wake_up ['kv_cache'], collective_rpc check_weights_changed"
+        assert ", ".join(calls) == f"{expected}, {after}"
     engine.llm.calls.clear()
     engine.receive_weights({})  # without a sleep before
     assert not any("wake_up" in call for call in engine.llm.calls)
+
+
+@pytest.mark.parametrize("sleep_weights", [False, True])
+def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(sleep_weights):
+    engine = object.__new__(rlhf_colocate.Engine)
+    engine.llm, engine.sleep_weights = argparse.Namespace(), sleep_weights
+    engine.llm.collective_rpc = lambda method: engine.digests
+    engine.digests = [(1, 2), (3, 4)]
+    engine.start()
+    assert engine.serves_checkpoint()
+    engine.digests = [(1, 2), (5, 6)]
+    assert not engine.serves_checkpoint()  # other weights, so that the other tensors may be others as well
+    engine.digests = [(1, 2), (3, 5)]
+    if sleep_weights:
+        with pytest.raises(RunError, match="vLLM loses in its sleep"):
+            engine.serves_checkpoint()
+    else:
+        assert engine.serves_checkpoint()
 
 
 def test_rank_and_worker_on_different_devices_are_refused(tmp_path):
