@@ -283,7 +283,8 @@ class Learner:
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Views of the model's tensors, named and shaped as in its checkpoint, which is how an engine loads them.
 
-        The modules differ from that where transformers fuses what checkpoints keep apart: a mixture's experts.
+        The modules differ from that where transformers fuses what checkpoints keep apart: a mixture's experts, which
+        are views of the fused tensors. `shard` refuses such a model.
         """
         from transformers.core_model_loading import revert_weight_conversion
 

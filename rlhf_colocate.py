@@ -38,6 +38,7 @@ from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSync
 from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, write_checkpoint
 from sharding import join_ranks
 from task import draw_prompts, load_prompts, load_reward, score
+from weight_transport import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
 GPU_SHARE = 0.4  # of a GPU, as Ray counts: a trainer rank and an engine worker fit on one
@@ -226,6 +227,8 @@ def place(args: argparse.Namespace) -> tuple[str, list[dict], list[tuple[list[in
     and for every engine the bundles of its workers, which are those of as many ranks, and its Ray options."""
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
+    if gpus:
+        refuse_expandable_segments()
     tp = args.tensor_parallel_size = args.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
     args.engines = args.engines or max(1, (gpus or 2) // tp)
     wanted, there = args.engines * tp, gpus or int(resources["CPU"])

@@ -13,6 +13,7 @@ import ray
 from conftest import cpu_only
 
 import rlhf_colocate
+from rlhf_utils import WeightSyncError
 from run_folder import RunError
 
 DEAD_SIDE_SECONDS = 30
@@ -115,6 +116,12 @@ def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
 def test_more_workers_than_gpus_is_an_error_that_says_how_many_there_are(ray_with_four_gpus):
     with pytest.raises(RunError, match=r"wants 6 GPUs.* 3 engines, and there are 4"):
         rlhf_colocate.place(topology(engines=3, tensor_parallel_size=2))
+
+
+def test_expandable_segments_are_refused_before_anything_starts(ray_with_four_gpus, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
+        rlhf_colocate.place(topology())
 
 
 class RecordedLLM:

@@ -277,6 +277,6 @@ def test_handles_take_no_second_model(monkeypatch):
 
 
 def test_expandable_segments_are_refused(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(WeightSyncError, match=r"expandable_segments:True, whose memory CUDA IPC cannot share"):
         SharedMemoryChannel(torch.device("cuda", 0))
