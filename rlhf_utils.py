@@ -46,7 +46,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from copies import Copies
 from engine_model import EngineModel, repack_tied_layers
@@ -63,6 +63,7 @@ from weight_transport import (
     TrainersMemory,
     WeightSyncError,
     broadcast,
+    bucket_nbytes,
     connect_group,
     connect_path,
     device_id_of,
@@ -140,16 +141,17 @@ class WeightSender:
         self.sources = self.metadata = self.lanes = None
         self.buckets: list[list[Piece]] = []
         self.packing: list[Copies] = []
-        self.sharded: dict[str, torch.Tensor] = {}
+        self.group, self.rank = None, 0  # of the ranks among which the tensors are sharded, and of this one
         self.nbytes, self.loader = 0, ""
 
     @torch.no_grad()
     def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
         """Bring every engine worker to these weights, named as in the Hugging Face checkpoint, any dtype.
 
-        Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors are gathered a bucket at
-        a time, so that every rank of their mesh calls this together. Raises WeightSyncError, also with the workers'
-        own errors; the session is closed then, and a new one needs a new channel on both sides.
+        Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors, sharded by rows as FSDP2
+        does, are gathered a bucket at a time, so that every rank of their mesh calls this together. Raises
+        WeightSyncError, also with the workers' own errors; the session is closed then, and a new one needs a new
+        channel on both sides.
         """
         if self.closed:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
@@ -184,19 +186,15 @@ class WeightSender:
         tensors = _without_ties(named_tensors)
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         moved = isinstance(self.lanes, TrainersMemory)  # the workers read where the tensors no longer are
-        self.packing = []
+        self.packing, (self.group, self.rank) = [], _ranks_of(tensors)
         if metadata != self.metadata or moved:
             self.lanes = None  # its memory goes before the new one's comes
             self._preflight(metadata, tensors, direct=not moved)
-        self.sharded = {name: tensor for name, tensor in tensors.items() if _local(tensor) is not tensor}
         if not isinstance(self.lanes, TrainersMemory):
             for i, bucket in enumerate(self.buckets):
-                pairs = []
-                for piece in bucket:
-                    if piece.name not in self.sharded:
-                        part = part_of(tensors[piece.name], piece)
-                        pairs.append((self.lanes.view(i, piece).view(part.shape), part))
-                self.packing.append(Copies(self.lanes.buffers[0].device, pairs))
+                views = [self.lanes.view(i, piece) for piece in bucket]
+                pairs = [self._part(tensors[p.name], p, view) for p, view in zip(bucket, views, strict=True)]
+                self.packing.append(Copies(views[0].device, [pair for pair in pairs if pair]))
         self.sources = sources
 
     def _preflight(self, metadata: list, tensors: dict[str, torch.Tensor], direct: bool) -> None:
@@ -247,11 +245,10 @@ class WeightSender:
     def _first_true(self, values: list):
         """The first true value, if any, also of the ranks among which tensors are sharded: each has asked its own
         worker, but a pass gathers from all of them, so that they must go the same way."""
-        for mesh in dict.fromkeys(tensor.device_mesh for tensor in self.sharded.values()):
-            for group in mesh.get_all_groups():
-                everyones = [None] * group.size()
-                dist.all_gather_object(everyones, next(filter(None, values), None), group)
-                values = everyones
+        if self.group is not None:
+            everyones = [None] * self.group.size()
+            dist.all_gather_object(everyones, next(filter(None, values), None), self.group)
+            values = everyones
         return next(filter(None, values), None)
 
     def _transmit(self, mode: str) -> list[dict]:
@@ -262,26 +259,41 @@ class WeightSender:
         for link in self.links:
             link.send(mode=mode, version=self.version)
         started: list[Callable[[], bool]] = []
-        for i, copies in enumerate(self.packing):
+        for i in range(len(self.packing)):
             if i >= LANES:
                 wait_until(started[i - LANES], self.links, deadline)
-            copies.run()
-            self._gather(i)
+            self._pack(i)
             started.append(self.lanes.start(i))
         for done in started[-LANES:]:
             wait_until(done, self.links, deadline)
         return [link.recv(max(0.0, deadline - time.monotonic())) for link in self.links]
 
-    def _gather(self, i: int) -> None:
-        """Fill bucket `i` with what is sharded: a collective of the trainer's ranks, who all have these buckets."""
-        for piece in self.buckets[i]:
-            if piece.name in self.sharded:
-                if piece.begin == 0:
-                    self.gathered = self.sharded[piece.name].to(piece.dtype).full_tensor()
-                view = self.lanes.view(i, piece)
-                view.copy_(part_of(self.gathered, piece).reshape(view.shape))
-                if piece.begin + piece.count == self.gathered.numel():
-                    self.gathered = None  # one whole tensor at a time
+    def _part(self, tensor: torch.Tensor, piece: Piece, view: torch.Tensor) -> tuple | None:
+        """(destination, source) of what this rank brings of a piece, whose place in a bucket is `view`, if anything:
+        its own rows, and only the first rank what is not sharded."""
+        if not isinstance(tensor, DTensor):
+            part = part_of(tensor, piece)
+            return None if self.rank else (view.view(part.shape), part)
+        rows, local = -(-tensor.shape[0] // self.group.size()), tensor.to_local()  # as torch.chunk shares them out
+        first = self.rank * rows * (tensor.numel() // tensor.shape[0])
+        begin, end = max(piece.begin, first), min(piece.begin + piece.count, first + local.numel())
+        if begin >= end:
+            return None
+        return view[begin - piece.begin : end - piece.begin], local.view(-1)[begin - first : end - first]
+
+    def _pack(self, i: int) -> None:
+        """Fill bucket `i`, together with the other ranks if it is sharded: each adds its bytes to the others' zeros.
+
+        A sum moves twice what gathering would, but its result is in place: there is no other memory and no other copy,
+        and rows may be on one rank only.
+        """
+        if self.group is None:
+            self.packing[i].run()
+            return
+        bucket = self.lanes.buffers[i % LANES][: bucket_nbytes(self.buckets[i])]
+        bucket.zero_()
+        self.packing[i].run()
+        dist.all_reduce(bucket, group=self.group)
 
     @torch.no_grad()
     def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
@@ -327,6 +339,20 @@ def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, to
     if not tensors:
         raise WeightSyncError("there is nothing to send: the model has no parameters")
     return tensors
+
+
+def _ranks_of(tensors: dict[str, torch.Tensor]) -> tuple[dist.ProcessGroup | None, int]:
+    """The group of the ranks among which DTensors are sharded, and this rank in it; None without DTensors."""
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            over = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+            if [tensor.placements[dim] for dim in over] != [Shard(0)]:
+                raise WeightSyncError(f"{name} is placed as {tensor.placements}: only rows are gathered")
+            found[tensor.device_mesh.get_group(over[0])] = tensor.device_mesh.get_local_rank(over[0])
+    if len(found) > 1:
+        raise WeightSyncError("the tensors are sharded over different groups of ranks")
+    return next(iter(found.items()), (None, 0))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

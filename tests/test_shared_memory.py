@@ -159,11 +159,14 @@ def _sharded_rank(rank, port, failures):
     rlhf_utils.STAGING_BYTES = rlhf_utils.LANES * 1024  # `w` has 8,400 bytes: it is cut
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
-    whole = {"a": torch.randn(3), "w": torch.randn(101, 20), "b": torch.randn(7)}
+    # Uneven shards, one without rows on rank 1, tensors that are cut, and one that is not sharded.
+    whole = {"a": torch.randn(1), "w": torch.randn(101, 20), "b": torch.randn(7), "u": torch.randn(2, 3, 100)}
+    whole |= {"h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
     for tensor in whole.values():
         dist.broadcast(tensor, src=0)
     mesh, sender = init_device_mesh("cpu", (2,)), WeightSender(channel)
-    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items() if name != "plain"}
+    shards["plain"] = whole["plain"]
     for _ in range(2):
         sender.send_weights(shards.items())
         received = receiving.worker.weight_model.weights
