@@ -24,7 +24,7 @@ def rows(run):
 
 
 @cpu_only
-def test_two_ranks_and_two_engines_learn_and_other_numbers_of_them_go_on(script, tmp_path):
+def test_two_ranks_and_two_engines_learn_and_one_engine_goes_on(script, tmp_path):
     run = tmp_path / "run"
     text = script("rlhf_colocate.py", "--offload-optimizer", "--save-every", 30, "--output", "run").finish(240)
     assert text.splitlines()[-1].startswith("OK: reward "), text
@@ -41,11 +41,9 @@ def test_two_ranks_and_two_engines_learn_and_other_numbers_of_them_go_on(script,
         assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
         assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
 
-    text = script("rlhf.py", "--resume", "run", "--steps", 31).finish(240)  # a single trainer
-    assert "OK: " in text, text
     options = ("--engines", 1, "--tensor-parallel-size", 2, "--steps", 10_000)
     process = script("rlhf_colocate.py", "--resume", "run", *options)
-    process.wait_for_step(run, 35)
+    process.wait_for_step(run, 33)
     for row in rows(run)[30:]:
         assert row["reward/mean"] > 0.75
         assert row["logprobs/mismatch"] < 1e-4

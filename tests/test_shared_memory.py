@@ -159,9 +159,9 @@ def _sharded_rank(rank, port, failures):
     rlhf_utils.STAGING_BYTES = rlhf_utils.LANES * 1024  # `w` has 8,400 bytes: it is cut
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
-    # Uneven shards, one without rows on rank 1, tensors that are cut, and one that is not sharded.
+    # Uneven shards, two without rows on rank 1, tensors that are cut, and one that is not sharded.
     whole = {"a": torch.randn(1), "w": torch.randn(101, 20), "b": torch.randn(7), "u": torch.randn(2, 3, 100)}
-    whole |= {"h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
+    whole |= {"e": torch.randn(1), "h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
     for tensor in whole.values():
         dist.broadcast(tensor, src=0)
     mesh, sender = init_device_mesh("cpu", (2,)), WeightSender(channel)
