@@ -205,8 +205,9 @@ def test_shards_of_two_ranks_are_gathered_bucket_by_bucket_and_loaded_in_the_sam
 class PlainSender(threading.Thread):
     """A trainer that knows vLLM's example protocol and nothing else."""
 
-    def __init__(self, address, tensors, buffer_bytes):
+    def __init__(self, address, tensors, buffer_bytes, heeds_answers=False):
         super().__init__(daemon=True)
+        self.heeds_answers = heeds_answers
         self.address, self.tensors, self.buffer_bytes, self.answers = address, tensors, buffer_bytes, []
         self.start()
 
@@ -217,8 +218,9 @@ class PlainSender(threading.Thread):
             socket.bind(self.address)
 
             def ask(message):
-                socket.send_pyobj(message)
-                self.answers.append(socket.recv())
+                if not (self.heeds_answers and any(self.answers)):
+                    socket.send_pyobj(message)
+                    self.answers.append(socket.recv())
 
             ask(share_tensor(buffer))
             items, offset = [], 0
@@ -253,6 +255,15 @@ def test_failure_over_zmq_is_answered_with_the_traceback(tmp_path):
     assert sender.answers[:2] == [b"", b""]
     assert len(sender.answers) == 5
     assert all(answer.endswith(b"ValueError: cannot load b\n") for answer in sender.answers[2:])
+
+
+def test_trainer_over_zmq_that_leaves_at_a_failure_does_not_hide_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(rlhf_utils, "CONNECT_SECONDS", 0.2)
+    sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, 256, heeds_answers=True)
+    with pytest.raises(ValueError, match="cannot load b"):
+        Worker(LoadingEngine(fail_at="b")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
+    sender.join(10)
+    assert len(sender.answers) == 3
 
 
 def test_silent_trainer_over_zmq_is_an_error(tmp_path):
