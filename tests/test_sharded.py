@@ -44,11 +44,11 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce++"]
+KINDS = ["grpo", "dr_grpo", "reinforce++"]  # one for each weighting of tokens
 
 
 def learn_all_kinds(folder, model, batches):
-    """Three steps with each kind of advantage, the last clipped to a short gradient, and their metrics."""
+    """Two steps with each kind of advantage, all clipped to a short gradient, and their metrics."""
     results = {}
     for kind in KINDS:
         changes = {"advantage": kind, "group_size": 3, "kl_coef": 0.1, "updates": 2, "micro_batch_size": 2}
@@ -63,7 +63,7 @@ def learn_all_kinds(folder, model, batches):
 
 
 def test_two_ranks_learn_what_one_learns_also_from_shares_of_unequal_size(model, tmp_path):
-    batches = [rollouts(Learner(model, config(), CPU), seed=seed, count=9) for seed in range(3)]
+    batches = [rollouts(Learner(model, config(), CPU), seed=seed, count=9) for seed in range(2)]
     learn_all_kinds(tmp_path, model, batches)
     on_ranks(2, learn_all_kinds, tmp_path, model, batches)
     ours, theirs = (torch.load(tmp_path / f"results-{ranks}.pt") for ranks in (1, 2))
