@@ -16,6 +16,7 @@ In a torch.distributed group, the ranks are one learner: FSDP2 shards weights, g
 and each computes on its share of the rollouts. All are given the same ones, and the result is that of a single rank.
 """
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -282,7 +283,8 @@ class Learner:
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Views of the model's tensors, named and shaped as in its checkpoint, which is how an engine loads them.
 
-        The modules differ from that where transformers fuses what checkpoints keep apart: a mixture's experts.
+        The modules differ from that where transformers fuses what checkpoints keep apart: a mixture's experts, which
+        are views of the fused tensors. `shard` refuses such a model.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -297,7 +299,9 @@ class Learner:
         if offload_optimizer:
             self.offload.to_host()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize()
+            torch.cuda.ipc_collect()  # what an engine had mapped and has let go, such as the buffers of a closed sync
             torch.cuda.empty_cache()
 
     def save(self, folder: Path | None) -> None:

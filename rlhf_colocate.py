@@ -38,6 +38,7 @@ from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSync
 from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, write_checkpoint
 from sharding import join_ranks
 from task import draw_prompts, load_prompts, load_reward, score
+from weight_transport import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
 GPU_SHARE = 0.4  # of a GPU, as Ray counts: a trainer rank and an engine worker fit on one
@@ -75,7 +76,8 @@ class Engine:
         die_with_children()
 
     def start(self) -> None:
-        """Returns once the engine has started, as any call does."""
+        """Returns once the engine has started, with the digests of what it has loaded from disk."""
+        self.from_disk = self.llm.collective_rpc("weight_digests")
 
     def device_ids(self) -> list[str]:
         return self.llm.collective_rpc("report_device_id")
@@ -116,23 +118,41 @@ class Engine:
             self.llm.sleep(level=2 if self.sleep_weights else 0)  # 2 keeps no copy of the weights: a sync follows
             if not self.sleep_weights:
                 self.llm.release_kv_cache_memory()
+                self.llm.collective_rpc("empty_cache")  # of what generating took, as level 2 does by itself
             self.asleep = True
 
-    def receive_weights(self, handles: dict[str, str]) -> bool:
+    def receive_weights(self, handles: dict[str, str]) -> tuple[bool, float]:
         """Take part in a sync with the ranks of these handles, and be awake after it. Returns whether every worker
-        serves exactly what was sent."""
+        serves exactly what was sent, and the seconds that waking took."""
+        started = time.perf_counter()
         if self.asleep and self.sleep_weights:
             self.llm.wake_up(tags=["weights"])
+        waking = time.perf_counter() - started
         for result in self.llm.collective_rpc("receive_weights", args=(handles,)):
             if "error" in result:
                 raise WeightSyncError(result["error"])
         # The prefix cache holds keys and values of the old weights.
         if not self.llm.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
+        started = time.perf_counter()
         if self.asleep and not self.llm.wake_up(tags=["kv_cache"]):
             raise RunError("vLLM did not wake up")
+        waking += time.perf_counter() - started
         self.asleep = False
-        return all(self.llm.collective_rpc("check_weights_changed"))
+        return all(self.llm.collective_rpc("check_weights_changed")), waking
+
+    def serves_checkpoint(self) -> bool:
+        """Whether the first sync, of the model that this engine had loaded from disk, brought the same bits. Those of
+        another dtype may differ where a loader computes.
+
+        After a sleep of level 2, vLLM restores parameters and buffers alone. Raises RunError if the layers keep other
+        tensors that are no more what they were.
+        """
+        now = self.llm.collective_rpc("weight_digests")
+        same = all(served == before for (served, _), (before, _) in zip(now, self.from_disk, strict=True))
+        if same and self.sleep_weights and now != self.from_disk:
+            raise RunError("layers of this model keep tensors that vLLM loses in its sleep: not with --sleep-weights")
+        return same
 
     def memory(self) -> dict[str, float]:
         """GB that vLLM's processes hold on CPU. (On a GPU, the rank beside them sees what they hold.)"""
@@ -192,8 +212,8 @@ class Trainer:
             self.learner.save(None)
 
     def memory(self) -> dict[str, float]:
-        """GB: the most that this rank has held of its GPU since the last call, and what all others hold of it now, the
-        engine and the CUDA contexts; on CPU, what this rank holds now."""
+        """GB: the most that this rank's tensors have held of its GPU since the last call, and all else that is held of
+        it now: by the engine, and by the CUDA contexts of both; on CPU, what this rank holds now."""
         if self.learner.device.type == "cpu":
             return {"trainer": psutil.Process().memory_info().rss / 1e9}
         free, total = torch.cuda.mem_get_info()
@@ -207,6 +227,8 @@ def place(args: argparse.Namespace) -> tuple[str, list[dict], list[tuple[list[in
     and for every engine the bundles of its workers, which are those of as many ranks, and its Ray options."""
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
+    if gpus:
+        refuse_expandable_segments()
     tp = args.tensor_parallel_size = args.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
     args.engines = args.engines or max(1, (gpus or 2) // tp)
     wanted, there = args.engines * tp, gpus or int(resources["CPU"])
@@ -260,25 +282,26 @@ def main(args: argparse.Namespace) -> None:
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(session, run, engines, handles)
-        report = sync(session, trainers, engines, handles)
+        report, _ = sync(session, trainers, engines, handles)
+        same = all(session.wait("comparing", **each("engine", engines, "serves_checkpoint")))
         memory = measure(session, "loading", trainers, engines)
-        run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
+        run.say(
+            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
+            f" what the engines had loaded from disk; from now on by {report.loader}"
+        )
 
         # 3. Generate, reward, learn, sync
         for step in range(first_step + 1, args.steps + 1):
             started = time.perf_counter()
             rows = draw_prompts(prompts, args.prompts_per_step, step, args.seed)
             rollouts, texts = generate(session, engines, rows, reward, args, step)
-            generated = time.perf_counter()
+            metrics = {"time/rollout": time.perf_counter() - started}
             memory |= measure(session, "generating", trainers, engines)
-            session.wait("sleeping", **each("engine", engines, "sleep"))
-            metrics, *_ = session.wait("learning", **each("trainer", trainers, "learn", ray.put(rollouts)))
-            learned = time.perf_counter()
+            metrics |= learn(session, trainers, engines, rollouts)
             memory |= measure(session, "learning", trainers, engines)
-            report = sync(session, trainers, engines, handles)
+            report, seconds = sync(session, trainers, engines, handles)
             memory |= measure(session, "syncing", trainers, engines)
-            metrics |= {"time/rollout": generated - started, "time/train": learned - generated}
-            metrics |= {"time/sync": report.seconds, "sync/GBps": report.gigabytes_per_second}
+            metrics |= seconds | {"sync/GBps": report.gigabytes_per_second}
             run.log_metrics(step, metrics | memory)
             if step in (first_step + 1, args.steps):
                 run.show(rows, rollouts, texts)
@@ -334,18 +357,36 @@ def generate(
     return [Rollout(*output[:3], value) for output, value in zip(outputs, rewards, strict=True)], texts
 
 
-def sync(session: RaySession, trainers: list, engines: list, handles: list[dict]) -> SyncReport:
-    """Send the trainers' weights to the engines, each rank to the worker beside it, and wake engines that sleep."""
+def learn(session: RaySession, trainers: list, engines: list, rollouts: list[Rollout]) -> dict[str, float]:
+    """One learning step of the ranks, for which the engines go to sleep. Returns its metrics."""
+    started = time.perf_counter()
+    session.wait("sleeping", **each("engine", engines, "sleep"))
+    asleep = time.perf_counter()
+    metrics, *_ = session.wait("learning", **each("trainer", trainers, "learn", ray.put(rollouts)))
+    return metrics | {"time/sleep": asleep - started, "time/train": time.perf_counter() - asleep}
+
+
+def sync(
+    session: RaySession, trainers: list, engines: list, handles: list[dict]
+) -> tuple[SyncReport, dict[str, float]]:
+    """Send the trainers' weights to the engines, each rank to the worker beside it, and wake engines that sleep.
+
+    Returns rank 0's report of the transfer, and the seconds: of all, from weights that are ready to engines that may
+    generate, prefix-cache reset and digests included, and of the slowest engine's waking, which is part of it.
+    """
+    started = time.perf_counter()
     sending = each("trainer", trainers, "send_weights")
     receiving = {f"engine{i}": engine.receive_weights.remote(handles[i]) for i, engine in enumerate(engines)}
     report, *results = session.wait("syncing", **sending, **receiving)
-    if not all(results[len(trainers) - 1 :]):
+    served, waking = zip(*results[len(trainers) - 1 :], strict=True)
+    if not all(served):
         raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
-    return report
+    return report, {"time/sync": time.perf_counter() - started, "time/wake": max(waking)}
 
 
 def measure(session: RaySession, phase: str, trainers: list, engines: list) -> dict[str, float]:
-    """GB of memory in a phase that ends: the most that any trainer rank has held, and that any engine holds now."""
+    """GB of memory in a phase that ends: the most that the tensors of any trainer rank have held, and what any engine
+    holds now, all CUDA contexts included. Since torch keeps what it has had, that is the engine's most as well."""
     answers = session.wait(phase, **each("trainer", trainers, "memory"), **each("engine", engines, "memory"))
     return {f"memory/{phase}/{side}": max(a.get(side, 0.0) for a in answers) for side in ("trainer", "engine")}
 

@@ -48,7 +48,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from copies import Copies
 from engine_model import EngineModel, repack_tied_layers
@@ -66,6 +67,7 @@ from weight_transport import (
     TrainersMemory,
     WeightSyncError,
     broadcast,
+    bucket_nbytes,
     connect_group,
     connect_path,
     device_id_of,
@@ -145,16 +147,17 @@ class WeightSender:
         self.sources = self.metadata = self.lanes = None
         self.buckets: list[list[Piece]] = []
         self.packing: list[Copies] = []
-        self.sharded: dict[str, torch.Tensor] = {}
+        self.group, self.rank = None, 0  # of the ranks among which the tensors are sharded, and of this one
         self.nbytes, self.loader = 0, ""
 
     @torch.no_grad()
     def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
         """Bring every engine worker to these weights, named as in the Hugging Face checkpoint, any dtype.
 
-        Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors are gathered a bucket at
-        a time, so that every rank of their mesh calls this together. Raises WeightSyncError, also with the workers'
-        own errors; the session is closed then, and a new one needs a new channel on both sides.
+        Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors, sharded by rows as FSDP2
+        does, are gathered a bucket at a time, so that every rank of their mesh calls this together. Raises
+        WeightSyncError, also with the workers' own errors; the session is closed then, and a new one needs a new
+        channel on both sides.
         """
         if self.closed:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
@@ -189,19 +192,15 @@ class WeightSender:
         tensors = _without_ties(named_tensors)
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         moved = isinstance(self.lanes, TrainersMemory)  # the workers read where the tensors no longer are
-        self.packing = []
+        self.packing, (self.group, self.rank) = [], _ranks_of(tensors)
         if metadata != self.metadata or moved:
             self.lanes = None  # its memory goes before the new one's comes
             self._preflight(metadata, tensors, direct=not moved)
-        self.sharded = {name: tensor for name, tensor in tensors.items() if _local(tensor) is not tensor}
         if not isinstance(self.lanes, TrainersMemory):
             for i, bucket in enumerate(self.buckets):
-                pairs = []
-                for piece in bucket:
-                    if piece.name not in self.sharded:
-                        part = part_of(tensors[piece.name], piece)
-                        pairs.append((self.lanes.view(i, piece).view(part.shape), part))
-                self.packing.append(Copies(self.lanes.buffers[0].device, pairs))
+                views = [self.lanes.view(i, piece) for piece in bucket]
+                pairs = [self._part(tensors[p.name], p, view) for p, view in zip(bucket, views, strict=True)]
+                self.packing.append(Copies(views[0].device, [pair for pair in pairs if pair]))
         self.sources = sources
 
     def _preflight(self, metadata: list, tensors: dict[str, torch.Tensor], direct: bool) -> None:
@@ -238,18 +237,25 @@ class WeightSender:
 
     def _first_sync(self) -> None:
         """Reload; then, if every worker has recorded its copies, let replay show that it gives the same bits."""
-        answers = self._transmit("first")
-        refusals = [answer["refused"] for answer in answers if answer["refused"]]
-        if refusals:
-            self.loader = f"reload: {refusals[0]}"
-        elif all(answer["same"] for answer in self._transmit("trial")):
+        if refused := self._first_true([answer["refused"] for answer in self._transmit("first")]):
+            self.loader = f"reload: {refused}"
+        elif not self._first_true([not answer["same"] for answer in self._transmit("trial")]):
             self.loader = "replay"
-        elif all(answer["same"] for answer in self._transmit("repair")):
+        elif not self._first_true([not answer["same"] for answer in self._transmit("repair")]):
             self.loader = "reload: replay did not reproduce it bit for bit"
         else:
             raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
         for link in self.links:
             link.send(mode="end")
+
+    def _first_true(self, values: list):
+        """The first true value, if any, also of the ranks among which tensors are sharded: each has asked its own
+        worker, but a pass gathers from all of them, so that they must go the same way."""
+        if self.group is not None:
+            everyones = [None] * self.group.size()
+            dist.all_gather_object(everyones, next(filter(None, values), None), self.group)
+            values = everyones
+        return next(filter(None, values), None)
 
     def _transmit(self, mode: str) -> list[dict]:
         """One pass of all bytes, and the workers' answers to it."""
@@ -259,26 +265,41 @@ class WeightSender:
         for link in self.links:
             link.send(mode=mode, version=self.version)
         started: list[Callable[[], bool]] = []
-        for i, copies in enumerate(self.packing):
+        for i in range(len(self.packing)):
             if i >= LANES:
                 wait_until(started[i - LANES], self.links, deadline)
-            copies.run()
-            self._gather(i)
+            self._pack(i)
             started.append(self.lanes.start(i))
         for done in started[-LANES:]:
             wait_until(done, self.links, deadline)
         return [link.recv(max(0.0, deadline - time.monotonic())) for link in self.links]
 
-    def _gather(self, i: int) -> None:
-        """Fill bucket `i` with what is sharded: a collective of the trainer's ranks, who all have these buckets."""
-        for piece in self.buckets[i]:
-            if piece.name in self.sharded:
-                if piece.begin == 0:
-                    self.gathered = self.sharded[piece.name].to(piece.dtype).full_tensor()
-                view = self.lanes.view(i, piece)
-                view.copy_(part_of(self.gathered, piece).reshape(view.shape))
-                if piece.begin + piece.count == self.gathered.numel():
-                    self.gathered = None  # one whole tensor at a time
+    def _part(self, tensor: torch.Tensor, piece: Piece, view: torch.Tensor) -> tuple | None:
+        """(destination, source) of what this rank brings of a piece, whose place in a bucket is `view`, if anything:
+        its own rows, and only the first rank what is not sharded."""
+        if not isinstance(tensor, DTensor):
+            part = part_of(tensor, piece)
+            return None if self.rank else (view.view(part.shape), part)
+        rows, local = -(-tensor.shape[0] // self.group.size()), tensor.to_local()  # as torch.chunk shares them out
+        first = self.rank * rows * (tensor.numel() // tensor.shape[0])
+        begin, end = max(piece.begin, first), min(piece.begin + piece.count, first + local.numel())
+        if begin >= end:
+            return None
+        return view[begin - piece.begin : end - piece.begin], local.view(-1)[begin - first : end - first]
+
+    def _pack(self, i: int) -> None:
+        """Fill bucket `i`, together with the other ranks if it is sharded: each adds its bytes to the others' zeros.
+
+        A sum moves twice what gathering would, but its result is in place: there is no other memory and no other copy,
+        and rows may be on one rank only.
+        """
+        if self.group is None:
+            self.packing[i].run()
+            return
+        bucket = self.lanes.buffers[i % LANES][: bucket_nbytes(self.buckets[i])]
+        bucket.zero_()
+        self.packing[i].run()
+        dist.all_reduce(bucket, group=self.group)
 
     @torch.no_grad()
     def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
@@ -324,6 +345,20 @@ def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, to
     if not tensors:
         raise WeightSyncError("there is nothing to send: the model has no parameters")
     return tensors
+
+
+def _ranks_of(tensors: dict[str, torch.Tensor]) -> tuple[dist.ProcessGroup | None, int]:
+    """The group of the ranks among which DTensors are sharded, and this rank in it; None without DTensors."""
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            over = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+            if [tensor.placements[dim] for dim in over] != [Shard(0)]:
+                raise WeightSyncError(f"{name} is placed as {tensor.placements}: only rows are gathered")
+            found[tensor.device_mesh.get_group(over[0])] = tensor.device_mesh.get_local_rank(over[0])
+    if len(found) > 1:
+        raise WeightSyncError("the tensors are sharded over different groups of ranks")
+    return next(iter(found.items()), (None, 0))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -521,38 +556,52 @@ class ColocateWorkerExtension(_WeightReceiver):
 
         return self._receive(timeout, connect)
 
+    def weight_digests(self) -> tuple[int | None, int | None]:
+        """Digests of what this worker serves, and of that with all other tensors that its model's layers keep."""
+        model = self._engine_model()
+        return model.take_digest(), model.state_digest()
+
+    def empty_cache(self) -> None:
+        """Give back the GPU memory that torch keeps for tensors to come."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
         """Load weights from a buffer of the trainer on this device, as vLLM's colocation example sends them.
 
-        `zmq_handles` has an address by device id, at which the trainer's REQ socket is bound. It sends, and this
-        answers each with b"" or the traceback of what failed: a handle of a uint8 buffer (`reduce_tensor`'s, or
-        `share_tensor`'s); then, as often as it fills the buffer, a list with name, shape, dtype and offset in bytes of
-        every tensor in it; at the end None. What it sends are pickles: the address must be private. Raises
-        WeightSyncError if the trainer is silent for `timeout` seconds.
+        `zmq_handles` has an address by device id, at which the trainer's REQ socket is bound. It sends: a handle of a
+        uint8 buffer (`reduce_tensor`'s, or `share_tensor`'s); then, as often as it fills the buffer, a list with name,
+        shape, dtype and offset in bytes of every tensor in it; at the end None. This answers each with b"" or, once
+        something has failed, the traceback of that, and raises it at the end. What the trainer sends are pickles: the
+        address must be private. Raises WeightSyncError if the trainer is silent for `timeout` seconds.
         """
         import zmq
 
+        buffer, error, message = None, None, ()
         with zmq.Context() as context, context.socket(zmq.REP) as socket_:
             socket_.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
             socket_.setsockopt(zmq.LINGER, 1000)
             socket_.connect(zmq_handles[self.report_device_id()])
-            try:
-                buffer = None
-                while (message := socket_.recv_pyobj()) is not None:
+            while message is not None:
+                try:
+                    message = socket_.recv_pyobj()
                     if isinstance(message, tuple):
                         buffer = rebuild_ipc(message, self.device.index)
-                    else:
+                    elif message and not error:
                         weights = [(item["name"], _item(buffer, **item).clone()) for item in message]
                         self._engine_model().load_some(weights)
                     synchronize(self.device)  # the trainer may fill the buffer anew
-                    socket_.send(b"")
-                del buffer
-                socket_.send(b"")
-            except zmq.Again as error:
-                raise WeightSyncError(f"the trainer sent nothing for {timeout:.0f} s") from error
-            except Exception as error:
-                socket_.send(_reason(error).encode())
-                raise
+                except zmq.Again as silence:
+                    raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.0f} s") from silence
+                except Exception as failure:
+                    error = error or failure
+                    # A trainer that does not look at the answers goes on to the end; one that does may say no more.
+                    socket_.setsockopt(zmq.RCVTIMEO, int(min(timeout, CONNECT_SECONDS) * 1000))
+                if message is None:
+                    buffer = None
+                socket_.send(_reason(error).encode() if error else b"")
+        if error:
+            raise error
 
     def update_weights_from_ipc_handles(self, ipc_handles: dict[str, dict[str, tuple]]) -> None:
         """Load weights straight from the memory of the trainer on this device.
@@ -560,8 +609,14 @@ class ColocateWorkerExtension(_WeightReceiver):
         `ipc_handles` has, by device id, a handle (`reduce_tensor`'s, or `share_tensor`'s) by parameter name. vLLM lets
         them pass with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
-        handles = ipc_handles[self.report_device_id()]
-        weights = [(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()]
+        weights, held = [], 0
+        for name, handle in ipc_handles[self.report_device_id()].items():
+            theirs = rebuild_ipc(handle, self.device.index)
+            if weights and held + theirs.nbytes > STAGING_BYTES // LANES:
+                self._engine_model().load_some(weights)
+                weights, held = [], 0
+            weights.append((name, theirs.clone()))
+            held += theirs.nbytes
         self._engine_model().load_some(weights)
         synchronize(self.device)
 

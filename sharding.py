@@ -34,7 +34,18 @@ def shard(model, mesh: DeviceMesh):
 
     Each is gathered for its own forward and backward pass only. Weights and optimizer state stay fp32; the compute is
     bf16 on a GPU, and gradients are summed over the ranks in fp32.
+
+    On a GPU, this rounds more than autocast, which is all that a single rank does: weights are gathered in bf16, so
+    that norms and embeddings compute with rounded ones and the residual stream is bf16, as it is in the engine. In fp32
+    they would be those of a single rank, for twice the traffic. Autocast remains, for what is no parameter.
+
+    Raises ValueError for a model whose modules fuse what its checkpoint keeps apart, a mixture's experts: every rank
+    would have to gather all experts at once to tell them apart again.
     """
+    from transformers.core_model_loading import WeightConverter
+
+    if any(isinstance(conversion, WeightConverter) for conversion in getattr(model, "_weight_conversions", None) or ()):
+        raise ValueError(f"{type(model).__name__} fuses its checkpoint's weights (experts): it trains on one rank only")
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]

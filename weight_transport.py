@@ -447,6 +447,13 @@ def broadcast(communicator, tensor: torch.Tensor, links: list[Link]) -> None:
 # --- Memory that two processes share ----------------------------------------------------------------------------------
 
 
+def refuse_expandable_segments() -> None:
+    """Raise WeightSyncError if torch is told to allocate GPU memory in a way that CUDA IPC cannot share."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in "".join(os.environ.get(name, "").lower().split()):
+            raise WeightSyncError(f"{name} has expandable_segments:True, whose memory CUDA IPC cannot share: unset it")
+
+
 def share_tensor(tensor: torch.Tensor) -> tuple:
     """A handle by which another process on this device maps a tensor's memory, with `rebuild_ipc`.
 

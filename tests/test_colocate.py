@@ -5,6 +5,7 @@ pytest tests/test_colocate.py
 
 import argparse
 import json
+import re
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import ray
 from conftest import cpu_only
 
 import rlhf_colocate
+from rlhf_utils import WeightSyncError
 from run_folder import RunError
 
 DEAD_SIDE_SECONDS = 30
@@ -22,10 +24,11 @@ def rows(run):
 
 
 @cpu_only
-def test_two_ranks_and_two_engines_learn_and_other_numbers_of_them_go_on(script, tmp_path):
+def test_two_ranks_and_two_engines_learn_and_one_engine_goes_on(script, tmp_path):
     run = tmp_path / "run"
     text = script("rlhf_colocate.py", "--offload-optimizer", "--save-every", 30, "--output", "run").finish(240)
     assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engines had loaded", text, re.M)
     table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
     assert [line.split() for line in table] == [["cpu:0", "0", "0", "0"], ["cpu:0", "1", "1", "0"]]
     metrics = rows(run)
@@ -33,15 +36,14 @@ def test_two_ranks_and_two_engines_learn_and_other_numbers_of_them_go_on(script,
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-4
+    assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "sleep", "train", "sync"))
     for phase in ("loading", "generating", "learning", "syncing"):
         assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
         assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
 
-    text = script("rlhf.py", "--resume", "run", "--steps", 31).finish(240)  # a single trainer
-    assert "OK: " in text, text
     options = ("--engines", 1, "--tensor-parallel-size", 2, "--steps", 10_000)
     process = script("rlhf_colocate.py", "--resume", "run", *options)
-    process.wait_for_step(run, 35)
+    process.wait_for_step(run, 33)
     for row in rows(run)[30:]:
         assert row["reward/mean"] > 0.75
         assert row["logprobs/mismatch"] < 1e-4
@@ -114,6 +116,12 @@ def test_more_workers_than_gpus_is_an_error_that_says_how_many_there_are(ray_wit
         rlhf_colocate.place(topology(engines=3, tensor_parallel_size=2))
 
 
+def test_expandable_segments_are_refused_before_anything_starts(ray_with_four_gpus, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
+        rlhf_colocate.place(topology())
+
+
 class RecordedLLM:
     """What an engine asks of vLLM while it sleeps, wakes and is synced, in order."""
 
@@ -131,8 +139,8 @@ class RecordedLLM:
 @pytest.mark.parametrize(
     ("sleep_weights", "expected"),
     [
-        (False, "sleep 0, release_kv_cache_memory, SYNC, reset_prefix_cache, wake_up ['kv_cache']"),
-        (True, "sleep 2, wake_up ['weights'], SYNC, reset_prefix_cache, wake_up ['kv_cache']"),
+        (False, "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, SYNC"),
+        (True, "sleep 2, wake_up ['weights'], SYNC"),
     ],
 )
 def test_engine_wakes_in_the_order_that_needs_least_memory(sleep_weights, expected):
@@ -142,12 +150,33 @@ def test_engine_wakes_in_the_order_that_needs_least_memory(sleep_weights, expect
     for _ in range(2):
         engine.llm.calls.clear()
         engine.sleep()
-        assert engine.receive_weights({})
+        served, waking = engine.receive_weights({})
+        assert served
+        assert 0 < waking < 1
         calls = [call if call != sync else "SYNC" for call in engine.llm.calls]
-        assert ", ".join(calls) == expected + ", collective_rpc check_weights_changed"
+        after = "reset_prefix_cache, wake_up ['kv_cache'], collective_rpc check_weights_changed"
+        assert ", ".join(calls) == f"{expected}, {after}"
     engine.llm.calls.clear()
     engine.receive_weights({})  # without a sleep before
     assert not any("wake_up" in call for call in engine.llm.calls)
+
+
+@pytest.mark.parametrize("sleep_weights", [False, True])
+def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(sleep_weights):
+    engine = object.__new__(rlhf_colocate.Engine)
+    engine.llm, engine.sleep_weights = argparse.Namespace(), sleep_weights
+    engine.llm.collective_rpc = lambda method: engine.digests
+    engine.digests = [(1, 2), (3, 4)]
+    engine.start()
+    assert engine.serves_checkpoint()
+    engine.digests = [(1, 2), (5, 6)]
+    assert not engine.serves_checkpoint()  # other weights, so that the other tensors may be others as well
+    engine.digests = [(1, 2), (3, 5)]
+    if sleep_weights:
+        with pytest.raises(RunError, match="vLLM loses in its sleep"):
+            engine.serves_checkpoint()
+    else:
+        assert engine.serves_checkpoint()
 
 
 def test_rank_and_worker_on_different_devices_are_refused(tmp_path):

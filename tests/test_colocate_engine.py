@@ -66,12 +66,14 @@ def engine(tmp_path_factory):
 
 
 def test_senders_bring_what_the_checkpoint_holds(engine):
-    from_disk = engine.rpc("digest")
+    from_disk, with_state = engine.rpc("digest"), engine.rpc("weight_digests")
+    assert [served for served, _ in with_state] == from_disk
     assert engine.rpc("report_device_id") == ["cpu:0", "cpu:1"]
     assert engine.rpc("check_weights_changed") == [False, False]
     assert engine.sync(engine.perturbed(1)) != from_disk
     assert engine.rpc("check_weights_changed") == [True, True]
     assert engine.sync(engine.original) == from_disk
+    assert engine.rpc("weight_digests") == with_state
     assert [report.version for report in engine.reports] == [2, 2]
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from test_learning import CPU, config, rollouts
 
 from grpo import Learner, MismatchError
+from sharding import shard
 from tiny_model import build_tiny_model
 
 
@@ -43,11 +44,11 @@ def whole(tensor):
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-KINDS = ["grpo", "dr_grpo", "rloo", "reinforce++"]
+KINDS = ["grpo", "dr_grpo", "reinforce++"]  # one for each weighting of tokens
 
 
 def learn_all_kinds(folder, model, batches):
-    """Three steps with each kind of advantage, the last clipped to a short gradient, and their metrics."""
+    """Two steps with each kind of advantage, all clipped to a short gradient, and their metrics."""
     results = {}
     for kind in KINDS:
         changes = {"advantage": kind, "group_size": 3, "kl_coef": 0.1, "updates": 2, "micro_batch_size": 2}
@@ -62,7 +63,7 @@ def learn_all_kinds(folder, model, batches):
 
 
 def test_two_ranks_learn_what_one_learns_also_from_shares_of_unequal_size(model, tmp_path):
-    batches = [rollouts(Learner(model, config(), CPU), seed=seed, count=9) for seed in range(3)]
+    batches = [rollouts(Learner(model, config(), CPU), seed=seed, count=9) for seed in range(2)]
     learn_all_kinds(tmp_path, model, batches)
     on_ranks(2, learn_all_kinds, tmp_path, model, batches)
     ours, theirs = (torch.load(tmp_path / f"results-{ranks}.pt") for ranks in (1, 2))
@@ -76,6 +77,16 @@ def test_two_ranks_learn_what_one_learns_also_from_shares_of_unequal_size(model,
         assert change > 0.02
         assert difference < 1e-5 * change
         assert metrics[0]["grad_norm"] > 0.01  # so clipping was seen
+
+
+def test_fused_experts_are_not_sharded(tmp_path):
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    MixtralForCausalLM(MixtralConfig(**small, **heads)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MixtralForCausalLM fuses its checkpoint's weights"):
+        shard(AutoModelForCausalLM.from_pretrained(tmp_path), mesh=None)
 
 
 def learn_from_a_bad_share(folder, model, batch):

@@ -5,7 +5,7 @@ pytest tests/test_shared_memory.py
 
 import os
 import threading
-import time
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -42,7 +42,10 @@ class Worker(ColocateWorkerExtension):
 class LoadingEngine(Engine):
     """Takes tensors some at a time, as the protocols of vLLM's example bring them."""
 
+    most = 0  # bytes at a time
+
     def load_some(self, weights):
+        self.most = max(self.most, sum(weight.nbytes for _, weight in weights))
         self.load(weights)
 
 
@@ -128,29 +131,64 @@ def test_trainer_that_dies_ends_the_workers_wait():
     process.join()
 
 
+class ReplayingEngine(Engine):
+    """Replays, to this digest, unless it refuses to."""
+
+    def __init__(self, refusal=None, replayed=0):
+        super().__init__()
+        self.refusal, self.replayed = refusal, replayed
+
+    def record(self, buckets, lanes):
+        return self.refusal
+
+    def state_digest(self):
+        return 0
+
+    def replay(self, arrivals, device):
+        list(arrivals)
+        return self.replayed
+
+
 def _sharded_rank(rank, port, failures):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    address, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=address, timeout=timeout, rank=rank, world_size=2)
     rlhf_utils.STAGING_BYTES = rlhf_utils.LANES * 1024  # `w` has 8,400 bytes: it is cut
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
-    whole = {"a": torch.randn(3), "w": torch.randn(101, 20), "b": torch.randn(7)}
+    # Uneven shards, two without rows on rank 1, tensors that are cut, and one that is not sharded.
+    whole = {"a": torch.randn(1), "w": torch.randn(101, 20), "b": torch.randn(7), "u": torch.randn(2, 3, 100)}
+    whole |= {"e": torch.randn(1), "h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
     for tensor in whole.values():
         dist.broadcast(tensor, src=0)
     mesh, sender = init_device_mesh("cpu", (2,)), WeightSender(channel)
-    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
+    shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items() if name != "plain"}
+    shards["plain"] = whole["plain"]
     for _ in range(2):
         sender.send_weights(shards.items())
         received = receiving.worker.weight_model.weights
         if not all(same_bits(received[n], t.bfloat16() if n == "w" else t) for n, t in whole.items()):
             failures.put(rank)
+    for engines, loader in (
+        ([ReplayingEngine(), ReplayingEngine()], "replay"),
+        ([ReplayingEngine(refusal="not here"), ReplayingEngine()], "reload: not here"),
+        ([ReplayingEngine(), ReplayingEngine(replayed=1)], "reload: replay did not reproduce it bit for bit"),
+    ):
+        channel = SharedMemoryChannel(CPU)
+        receiving = Receiving(Worker(engines[rank], channel.handles), syncs=2)
+        sender = WeightSender(channel)
+        for _ in range(2):
+            report = sender.send_weights(shards.items())
+            if report.loader != loader:
+                failures.put((rank, report))
+        receiving.join(10)
     dist.destroy_process_group()
 
 
-def test_shards_of_two_ranks_are_gathered_bucket_by_bucket():
+def test_shards_of_two_ranks_are_gathered_bucket_by_bucket_and_loaded_in_the_same_way():
     from vllm.utils.network_utils import get_open_port
 
     context = mp.get_context("spawn")
@@ -167,8 +205,9 @@ def test_shards_of_two_ranks_are_gathered_bucket_by_bucket():
 class PlainSender(threading.Thread):
     """A trainer that knows vLLM's example protocol and nothing else."""
 
-    def __init__(self, address, tensors, buffer_bytes):
+    def __init__(self, address, tensors, buffer_bytes, heeds_answers=False):
         super().__init__(daemon=True)
+        self.heeds_answers = heeds_answers
         self.address, self.tensors, self.buffer_bytes, self.answers = address, tensors, buffer_bytes, []
         self.start()
 
@@ -179,8 +218,9 @@ class PlainSender(threading.Thread):
             socket.bind(self.address)
 
             def ask(message):
-                socket.send_pyobj(message)
-                self.answers.append(socket.recv())
+                if not (self.heeds_answers and any(self.answers)):
+                    socket.send_pyobj(message)
+                    self.answers.append(socket.recv())
 
             ask(share_tensor(buffer))
             items, offset = [], 0
@@ -208,15 +248,22 @@ def test_buckets_over_zmq(tmp_path):
 
 def test_failure_over_zmq_is_answered_with_the_traceback(tmp_path):
     worker = Worker(LoadingEngine(fail_at="b"))
-    sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, 4096)
+    sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, buffer_bytes=256)
     with pytest.raises(ValueError, match="cannot load b"):
         worker.update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
-    started = time.monotonic()
-    while len(sender.answers) < 2:
-        assert time.monotonic() - started < 10
-        time.sleep(0.01)
-    assert sender.answers[0] == b""
-    assert sender.answers[1].endswith(b"ValueError: cannot load b\n")
+    sender.join(10)  # it comes to its end without a look at the answers
+    assert sender.answers[:2] == [b"", b""]
+    assert len(sender.answers) == 5
+    assert all(answer.endswith(b"ValueError: cannot load b\n") for answer in sender.answers[2:])
+
+
+def test_trainer_over_zmq_that_leaves_at_a_failure_does_not_hide_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(rlhf_utils, "CONNECT_SECONDS", 0.2)
+    sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, 256, heeds_answers=True)
+    with pytest.raises(ValueError, match="cannot load b"):
+        Worker(LoadingEngine(fail_at="b")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
+    sender.join(10)
+    assert len(sender.answers) == 3
 
 
 def test_silent_trainer_over_zmq_is_an_error(tmp_path):
@@ -235,7 +282,15 @@ def test_handles_by_name():
     assert worker.weight_model.weights["w"][3] == 3  # which the engine does not serve from
 
 
+def test_handles_take_no_second_model(monkeypatch):
+    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 1024)
+    buffers, worker = {str(i): shared_buffer(400, CPU).fill_(i) for i in range(5)}, Worker(LoadingEngine())
+    worker.update_weights_from_ipc_handles({"cpu:0": {name: share_tensor(buffers[name]) for name in buffers}})
+    assert all(same_bits(worker.weight_model.weights[name], buffer) for name, buffer in buffers.items())
+    assert worker.weight_model.most == 800
+
+
 def test_expandable_segments_are_refused(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
     with pytest.raises(WeightSyncError, match=r"expandable_segments:True, whose memory CUDA IPC cannot share"):
         SharedMemoryChannel(torch.device("cuda", 0))
