@@ -492,13 +492,6 @@ def _map_memory(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
     return torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
 
 
-def refuse_expandable_segments() -> None:
-    """Raise a WeightSyncError if this process has GPU memory of a kind that no other can map."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:True" in os.environ.get(name, ""):
-            raise WeightSyncError(f"{name} has expandable_segments:True, whose memory CUDA IPC cannot share: unset it")
-
-
 def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:
     """The tensor behind `share_tensor`'s, or torch's `reduce_tensor`'s, handle, in the sender's memory.
 
