@@ -1,6 +1,7 @@
 """What the tests share: a way to run a script as a user would, and one engine for the tests that need one."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ class Script:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # Where the tests run in the background of a shell, Ctrl-C is ignored, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def finish(self, timeout: float) -> str:
