@@ -14,6 +14,8 @@ import torch
 
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="drives vLLM's CPU build")
 REQUIRE_GPU = os.environ.get("REQUIRE_GPU") == "1"  # a GPU test that cannot run is a failure
+# In the background of a shell Ctrl-C is ignored, which the scripts would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -45,8 +47,6 @@ class Script:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Where the tests run in the background of a shell, Ctrl-C is ignored, and children inherit that.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def finish(self, timeout: float) -> str:
