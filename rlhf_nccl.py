@@ -41,8 +41,9 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from grpo import GRPOConfig, Learner, MismatchError, Rollout
+from native_transfer import NativeSender, check_native_api, worker_error
 from ray_session import RaySession, die_with_children, run_main
-from rlhf_utils import NativeSender, SyncReport, WeightSyncError, check_native_api, worker_error
+from rlhf_utils import SyncReport, WeightSyncError
 from run_folder import (
     RunError,
     RunFolder,

@@ -19,10 +19,11 @@ from conftest import ROOT, cpu_only
 from safetensors.torch import load_file
 from test_architectures import build
 
+import native_transfer
 import rlhf_nccl
-import rlhf_utils
 from grpo import GRPOConfig, Learner, MismatchError, Rollout
-from rlhf_utils import NativeSender, WeightSyncError, check_native_api, transfer_init_info, weight_source, worker_error
+from native_transfer import NativeSender, check_native_api, transfer_init_info, weight_source, worker_error
+from rlhf_utils import WeightSyncError
 from tiny_model import build_tiny_model
 
 DEAD_SIDE_SECONDS = 30
@@ -276,10 +277,10 @@ def transport(monkeypatch):
 
 
 def test_pack_holds_the_largest_tensor(transport, monkeypatch):
-    monkeypatch.setattr(rlhf_utils, "PACK_BYTES", 100)
+    monkeypatch.setattr(native_transfer, "PACK_BYTES", 100)
     transport.sender()
     assert transport.init_info.packed_buffer_size_bytes == 2000
-    monkeypatch.setattr(rlhf_utils, "PACK_BYTES", 1 << 30)
+    monkeypatch.setattr(native_transfer, "PACK_BYTES", 1 << 30)
     transport.sender()
     assert transport.init_info.packed_buffer_size_bytes == 2006
 
@@ -307,10 +308,10 @@ def test_wait_for_vllm_ends(transport, monkeypatch):
         sender.send_weights()
 
     transport.send_weights = functools.partial(time.sleep, 1.5)
-    monkeypatch.setattr(rlhf_utils, "STUCK_SECONDS", 0.5)
+    monkeypatch.setattr(native_transfer, "STUCK_SECONDS", 0.5)
     with pytest.raises(WeightSyncError, match=r"nothing has moved for 0\.5 s"):
         transport.sender().send_weights()
-    monkeypatch.setattr(rlhf_utils, "SLOWEST_BYTES_PER_SECOND", 500)
+    monkeypatch.setattr(native_transfer, "SLOWEST_BYTES_PER_SECOND", 500)
     transport.sender().send_weights()  # a slow network takes 4 s for what is on the wire
 
     for call in (functools.partial(time.sleep, 1.5), functools.partial(int, "the connection closed")):
