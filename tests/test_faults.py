@@ -28,10 +28,8 @@ FAULTS = [  # --resume keeps the options, so that all but the first have one wor
     ("rlhf_online_quant.py --tensor-parallel-size 1", "generating 2 kill VLLM::EngineCore", "died while generating"),
     ("rlhf_colocate.py --engines 1", "saving 2 kill ray::Trainer", "the trainer0 died while saving"),
     ("rlhf_nccl.py", "learning 2 kill raylet/raylet", "Ray's raylet died while learning"),
-    ("rlhf.py", "starting 1 kill VLLM::Worker", "the engine (died|failed) while starting"),
     ("rlhf.py", "syncing 3 fill", "the trainer failed while saving: .*No space left on device"),
     ("rlhf.py", "starting 1 interrupt VLLM::Worker", "interrupted"),
-    ("rlhf.py", "syncing 3 terminate", "interrupted"),
 ]
 TAKEN = r"no group at [\d.:]+: .*Address already in use"
 SCRIPTS = ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py"]
@@ -46,6 +44,7 @@ NOTICED = {
 }
 OTHERS = [
     ("rlhf.py", "learning 2 interrupt", "interrupted"),
+    ("rlhf.py", "syncing 3 terminate", "interrupted"),
     ("rlhf.py", "connecting 1 take", TAKEN),
 ]
 IN_SYNC = r"died: its connection to the weight sync closed|the engine died: one of vLLM's processes ended"
