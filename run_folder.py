@@ -362,7 +362,7 @@ class RunFolder:
             self.say(f"  {rollouts[i * group].reward:5.2f}  {row['prompt']!r} -> {texts[i * group]!r}")
 
     def summary(self, rollouts: list[Rollout]) -> str:
-        """The last line of a run whose last weights gave these rollouts."""
+        """The last line of a run whose last weights gave these rollouts; its picture is there from now on."""
         if not self.saved["save_every"]:
             self.draw()  # which otherwise goes with each checkpoint
         first, last = self.rows[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)

@@ -194,6 +194,8 @@ class Link:
     def _gone(self, error: Exception) -> WeightSyncError:
         if getattr(error, "errno", None) in UNREACHABLE:
             return WeightSyncError(f"{self.peer} cannot be reached over the network: {error.strerror}")
+        if isinstance(error, BlockingIOError):
+            return WeightSyncError(f"{self.peer} stopped in the middle of a message")
         return WeightSyncError(f"{self.peer} died: its connection to the weight sync closed")
 
 

@@ -273,6 +273,15 @@ def test_worker_that_fails_before_it_loads_no_longer_vouches_for_its_weights(mon
     assert not workers[1].check_weights_changed()
 
 
+def test_peer_that_stops_in_the_middle_of_a_message_is_not_called_dead(monkeypatch):
+    monkeypatch.setattr(weight_transport, "CONNECT_SECONDS", 1)
+    ours, theirs = socket.socketpair()
+    link = weight_transport.Link(ours)
+    theirs.sendall(b"\x00\x00\x00\x09half")
+    with pytest.raises(WeightSyncError, match="the other side stopped in the middle of a message"):
+        link.recv(timeout=1)
+
+
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x03abc", b""])
 def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
     monkeypatch.setattr(weight_transport, "HELLO_SECONDS", 0.2)
