@@ -52,6 +52,7 @@ class Pair:
                 tensor_parallel_size=tensor_parallel_size,
                 distributed_executor_backend="mp",
                 kv_cache_memory_bytes=128 << 20,
+                gpu_memory_utilization=0.05,  # no more has to be free: others may use these GPUs
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls="engine_probe.ColocateProbe" if colocated else "engine_probe.Probe",
                 **{"dtype": DTYPE} | options,

@@ -57,7 +57,7 @@ def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, rewa
 
 
 def start(folder, workers: int, **options) -> Pair:
-    return Pair(build_tiny_model(folder), workers, gpu_memory_utilization=0.05, **options)
+    return Pair(build_tiny_model(folder), workers, **options)
 
 
 @pytest.fixture(scope="module")
