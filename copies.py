@@ -188,7 +188,7 @@ class _Table:
             digest = torch.empty(1, dtype=torch.int64, device=self.runs.device)
         n = self.runs.size(1)
         if n:
-            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, BLOCK=4096, num_warps=8)
+            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, BLOCK=2048, num_warps=4)
 
 
 @functools.cache
@@ -199,26 +199,27 @@ def _kernel():
     @triton.jit(do_not_specialize=["runs"])
     def kernel(table, digest, runs, CAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
         column = table + tl.program_id(0)
-        source, destination = tl.load(column), tl.load(column + runs)
+        source = tl.load(column).to(tl.pointer_type(tl.float32 if CAST else tl.uint32))
+        destination = tl.load(column + runs).to(tl.pointer_type(tl.uint32))
         words = tl.load(column + 2 * runs).to(tl.int32)
-        if ALIGNED:  # then the compiler moves four words at once
+        if ALIGNED:  # of pointers, the compiler knows it from here on, and moves four words at once
             source, destination = tl.multiple_of(source, 16), tl.multiple_of(destination, 16)
             words = tl.multiple_of(words, 4)
         multiplier, offset = tl.load(column + 3 * runs).to(tl.uint32), tl.load(column + 4 * runs).to(tl.uint32)
         total = tl.zeros([BLOCK], tl.int64)
-        for begin in range(0, words, BLOCK):
+        for begin in tl.range(0, words, BLOCK, num_stages=3):  # the next blocks are under way while one is hashed
             i = begin + tl.arange(0, BLOCK)
             inside = i < words
             if CAST:
                 j = 2 * begin + tl.arange(0, 2 * BLOCK)
-                floats = tl.load(source.to(tl.pointer_type(tl.float32)) + j, j < 2 * words, 0.0)
+                floats = tl.load(source + j, j < 2 * words, 0.0)
                 halves = floats.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
                 low, high = tl.split(tl.reshape(halves, (BLOCK, 2)))
                 word = low | (high << 16)
             else:
-                word = tl.load(source.to(tl.pointer_type(tl.uint32)) + i, inside, 0)
-            if destination != 0:
-                tl.store(destination.to(tl.pointer_type(tl.uint32)) + i, word, inside)
+                word = tl.load(source + i, inside, 0)
+            if destination.to(tl.int64) != 0:
+                tl.store(destination + i, word, inside)
             x = i.to(tl.uint32) * multiplier + offset
             x = (x ^ (x >> 16)) * 0x7FEB352D
             x = (x ^ (x >> 15)) * 0x846CA68B
