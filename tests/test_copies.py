@@ -5,13 +5,15 @@ pytest tests/test_copies.py
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-from copies import Copies, digest
+from copies import Copies, _kernel, digest
 
 CPU = torch.device("cpu")
 
@@ -87,3 +89,18 @@ def test_kernel_copies_casts_and_digests():
     # Triton's interpreter runs the kernel here; without a GPU there is nothing else to run it on.
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_compiled_kernel_moves_16_bytes_at_once_where_all_is_aligned(cast):
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {"CAST": cast, "BLOCK": 2048}
+    signature = {"table": "*i64", "digest": "*i64", "runs": "i32"} | dict.fromkeys([*constants, "ALIGNED"], "constexpr")
+    for aligned in (False, True):
+        source = ASTSource(_kernel(), signature, constants | {"ALIGNED": aligned})
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+        assert bool(re.search(r"cp\.async\.cg\.shared\.global .*0x10", ptx)) == aligned  # of words only 4 bytes
+        assert ("st.global.v4.b32" in ptx) == aligned
