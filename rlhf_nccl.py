@@ -16,8 +16,9 @@
    of the tokens it sampled must be the trainer's, or the step raises.
 4. Generate again with the last weights, prove them as well, and print.
 
-A 7B with --backend ipc: fp32 weights, gradients and Adam's state are 114 of an H200's 140 GiB, so the engine's 0.3 does
-not fit beside them; by arithmetic, not measured, --gpu-memory-utilization 0.13 --max-model-len 512 does.
+With --backend ipc the optimizer's state waits in host memory while the engine generates. A 7B's weights, gradients and
+Adam's state are still 114 of an H200's 140 GiB at the end of a learning step, beside which the engine has room with
+--gpu-memory-utilization 0.13 --max-model-len 512 --micro-batch-size 4.
 
 Take this script where vLLM's supported API is what counts: no code of ours runs in the engine's workers, and vLLM's
 other transports and its HTTP server are driven in the same way. Take rlhf.py where the sync itself counts: it checks
@@ -157,6 +158,7 @@ class Trainer:
         if args.resume:
             self.learner.load_state(Path(model))
         self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
+        self.shares_gpu = args.backend == "ipc"
 
     def connect(self, engine, backend: str, world_size: int) -> None:
         """Make this actor's transfer engine; it makes those of the engine's workers."""
@@ -188,7 +190,10 @@ class Trainer:
         return f"{int((gaps == 0).sum())} of {len(gaps)} greedy tokens are the trainer's own"
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
-        return self.learner.learn(rollouts)
+        metrics = self.learner.learn(rollouts)
+        if self.shares_gpu:
+            self.learner.release_memory(offload_optimizer=True)  # for what vLLM packs, and loads it into
+        return metrics
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
         return self.learner.mismatch(rollouts)
