@@ -95,7 +95,7 @@ __all__ = [
     "stateless_init_process_group",
 ]
 
-STAGING_BYTES = 1 << 30  # memory for buckets at each end, at most; a reload takes the largest tensor besides
+STAGING_BYTES = 1000 << 20  # for buckets, at each end; with the tables of copies 1 GiB, a reload takes more besides
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 ROUNDING_SLACK = 1.001  # how much more than the error of rounding passes: comparing rounds as well
 

@@ -11,6 +11,7 @@ checkpoint-000010/    Hugging Face model and tokenizer, and trainer_state.pt to 
 
 import argparse
 import fcntl
+import gc
 import json
 import os
 import re
@@ -371,16 +372,20 @@ class RunFolder:
 
     def draw(self) -> Path:
         """Write reward.png: reward, mismatch and sync time over the steps."""
-        import matplotlib
+        picture = self.path / "reward.png"
+        self._figure().savefig(picture, dpi=120)
+        gc.collect()  # the parts of a figure refer to one another: old ones, of megabytes each, would wait for this
+        return picture
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
+    def _figure(self):
+        from matplotlib.figure import Figure
 
         steps = [row["step"] for row in self.rows]
         mean, std, mismatch, sync = (
             [row[name] for row in self.rows] for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/sync")
         )
-        figure, (top, middle, bottom) = plt.subplots(3, 1, figsize=(8, 8), sharex=True, height_ratios=(2, 1, 1))
+        figure = Figure(figsize=(8, 8))
+        top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
         top.plot(steps, mean, color="tab:blue", label="mean")
         low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
         top.fill_between(steps, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="± 1 std of the batch")
@@ -398,9 +403,7 @@ class RunFolder:
             axes.spines[["top", "right"]].set_visible(False)
         top.set_title(self.path.name)
         figure.tight_layout()
-        figure.savefig(self.path / "reward.png", dpi=120)
-        plt.close(figure)
-        return self.path / "reward.png"
+        return figure
 
 
 # Behind the names of processes and vLLM's "ERROR 11-20 21:00:00 [file.py:1]": what is indented, "Traceback", nothing.

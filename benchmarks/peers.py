@@ -8,26 +8,32 @@ from engine_model import plain_tensors
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
 
 
-def staging(device: torch.device) -> int:
-    """Bytes that torch allocated on this GPU at most since the last call, beyond what it had then; 0 on CPU."""
-    if device.type == "cpu":
-        return 0
-    peak = torch.cuda.max_memory_allocated(device) - staging.before
-    staging.before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
+class Staging:
+    """What torch allocates on a GPU beyond what it has now; on CPU nothing."""
 
+    def __init__(self, device: torch.device):
+        self.device, self.before = device, 0
+        if device.type == "cuda":
+            self.before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
 
-staging.before = 0
+    def peak(self) -> int:
+        """Bytes at most since the last call."""
+        if self.device.type == "cpu":
+            return 0
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak - self.before
 
 
 class _Peer:
     def staging(self) -> int:
-        return staging(self.device)
+        return self.staged.peak()
 
     def release(self) -> None:
-        """Let go of a session's buffers."""
+        """Let go of a session's buffers, so that what the next way allocates can be seen."""
         self._close_link()
+        self.staged = Staging(self.device)
 
     def poison(self) -> None:
         """Overwrite all weights. On CPU vLLM computes with packed copies, which only a load writes."""

@@ -9,8 +9,8 @@
 Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
 are overwritten; after it they must be, bit for bit, what a reload brings. A time is the median of the rounds after the
 first two, as the trainer sees it: from "the weights are ready" to "the engine may generate", prefix-cache reset
-included. Staging is the most that a way allocates on the GPU beyond the weights, trainer + worker, its first round
-included, in which replay is proven. Writes a table, sync.json and sync.png.
+included. Staging is the most that a way allocates on the GPU beyond the weights, trainer + worker, in the last round,
+and in the first if that differs: in it replay is proven. Writes a table, sync.json and sync.png.
 """
 
 import argparse
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
-from peers import staging  # noqa: E402
+from peers import Staging  # noqa: E402
 
 from quantization import quantize_by_torchao  # noqa: E402
 from ray_session import RaySession, run_main  # noqa: E402
@@ -160,11 +160,12 @@ class BenchTrainer:
         return self.report.nbytes
 
     def staging(self) -> int:
-        return staging(self.device)
+        return self.staged.peak()
 
     def release(self) -> None:
-        """Let go of what the last way has allocated."""
+        """Let go of what the last way has allocated, so that what the next one allocates can be seen."""
         self.sender = self.native = None
+        self.staged = Staging(self.device)
 
     def ceiling(self, nbytes: int) -> float:
         """Broadcast, or copy on this device, one buffer as often as makes `nbytes`."""
@@ -333,10 +334,8 @@ class Bench:
         return *self.ask_trainer("address"), 1 + self.args.tensor_parallel_size
 
     def release(self) -> None:
-        """Let both sides go of what the last way has allocated, so that what the next one adds can be seen."""
         self.ask_trainer("release")
         self.ask_workers("release")
-        self.staging()
 
     def open_sender(self, replay: bool) -> None:
         self.release()
@@ -351,16 +350,17 @@ class Bench:
 
     def measure(self, name: str, method: str, *args) -> None:
         """Time the trainer's method; add a row."""
-        seconds = []
+        seconds, staging = [], []
         for _ in range(self.args.rounds):
             if name not in CEILINGS:
                 self.ask_workers("poison")
             seconds.append(self.run_way(method, *args))
+            staging.append(self.staging())
         exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
         median = statistics.median(seconds[min(2, len(seconds) - 1) :])
         row = {"way": name, "seconds": median, "GBps": self.nbytes / median / 1e9, "exact": exact, "rounds": seconds}
         self.rows.append(row)
-        row |= {"share_of_ceiling": self.rows[0]["seconds"] / median, "staging": self.staging()}
+        row |= {"share_of_ceiling": self.rows[0]["seconds"] / median, "staging": staging}
         self.run.say(line(row))
 
 
@@ -413,7 +413,8 @@ def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: i
 def line(row: dict) -> str:
     exact = {None: "", True: "exact", False: "WRONG"}[row["exact"]]
     share = f"{100 * row['share_of_ceiling']:6.1f} %"
-    staging = " + ".join(f"{nbytes / 2**20:.0f}" for nbytes in row["staging"])
+    first, last = (" + ".join(f"{nbytes / 2**20:.0f}" for nbytes in row["staging"][i]) for i in (0, -1))
+    staging = last if first == last else f"{last} (first {first})"
     return (
         f"{row['way']:24} {1e3 * row['seconds']:10.2f} ms {row['GBps']:8.2f} GB/s {share} of the ceiling"
         f"  staging {staging} MiB  {exact}"
@@ -433,14 +434,12 @@ def device_kind() -> tuple[str, int]:
 
 def draw(results: dict, path: Path) -> None:
     """A bar for each way, the ceiling as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     ceiling, *rows = results["ways"]
     rows = rows[::-1]
-    figure, axes = plt.subplots(figsize=(8, 0.5 * len(rows) + 1.6))
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1.6))
+    axes = figure.subplots()
     colors = ["tab:blue" if row["way"].startswith("ours") else "tab:gray" for row in rows]
     bars = axes.barh([row["way"] for row in rows], [1e3 * row["seconds"] for row in rows], color=colors)
     axes.bar_label(bars, [f"{1e3 * row['seconds']:,.1f} ms" for row in rows], padding=4)
@@ -453,7 +452,6 @@ def draw(results: dict, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":
