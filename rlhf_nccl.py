@@ -56,7 +56,7 @@ from run_folder import (
 )
 from task import draw_prompts, load_prompts, load_reward, score
 
-MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that fp32, bf16, FP8 arithmetic explain
+MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02, "fp8": 0.15}  # mean |Δ logprob| that fp32, bf16, FP8 arithmetic explain
 MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # between logits that count as tied: a few bf16 steps
 WIRE_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}  # the engine's: half the bytes of the fp32 master weights
 IPC_SHARE = 0.5  # of the one GPU, to Ray, for trainer and engine each
