@@ -13,7 +13,8 @@ The engine's log-probabilities come with the rollouts. Their distance to the tra
 any update, is `logprobs/mismatch`: rollouts that follow a sync prove it, every token of them.
 
 In a torch.distributed group, the ranks are one learner: FSDP2 shards weights, gradients and optimizer state over them,
-and each computes on its share of the rollouts. All are given the same ones, and the result is that of a single rank.
+and each computes on its share of the rollouts. All are given the same ones, and the result is that of a single rank,
+but for how a GPU rounds (sharding.py).
 """
 
 import gc

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -69,11 +70,9 @@ class RaySession:
         for interrupt in (signal.SIGINT, signal.SIGTERM):
             signal.signal(interrupt, signal.SIG_IGN)  # this is the way out already
         self._note_shared_memory()
-        for farewell in self.farewells:
-            try:
-                ray.get(farewell(), timeout=5)
-            except Exception:  # that actor may be what failed; its processes are ended below
-                pass
+        with suppress(Exception):  # an actor may be what failed; its processes are ended below
+            refs = [farewell() for farewell in self.farewells]
+            ray.wait(refs, num_returns=len(refs), timeout=5)
         ray.shutdown()
         for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
             family = psutil.Process().children(recursive=True)

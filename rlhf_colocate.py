@@ -185,7 +185,7 @@ class Trainer:
         self.learner, self.offload_optimizer = Learner(model, config, here, args.seed, initial), args.offload_optimizer
         if args.resume:
             self.learner.load_state(Path(model))
-            self.learner.release_memory(self.offload_optimizer)
+        self.learner.release_memory(bool(args.resume) and self.offload_optimizer)  # whole tensors came before shards
         worker = 0 if device == "cuda" else self.rank % args.tensor_parallel_size  # on CPU, all share one device
         channel = SharedMemoryChannel(torch.device(device, worker))
         self.sender = WeightSender(channel)
@@ -213,7 +213,7 @@ class Trainer:
 
     def memory(self) -> dict[str, float]:
         """GB: the most that this rank's tensors have held of its GPU since the last call, and all else that is held of
-        it now: by the engine, and by the CUDA contexts of both; on CPU, what this rank holds now."""
+        it now: by the engine, and by CUDA and NCCL for both; on CPU, what this rank holds now."""
         if self.learner.device.type == "cpu":
             return {"trainer": psutil.Process().memory_info().rss / 1e9}
         free, total = torch.cuda.mem_get_info()
@@ -269,10 +269,9 @@ def main(args: argparse.Namespace) -> None:
             for bundles, options in engine_options
         ]
         session.farewells += [engine.shutdown.remote for engine in engines]
-        address, *_ = session.wait(
-            "starting", trainer0=trainers[0].address.remote(), **each("engine", engines, "start")
-        )
+        session.wait("starting", **each("engine", engines, "start"))
         session.wait("sleeping", **each("engine", engines, "sleep"))
+        (address,) = session.wait("loading", trainer0=trainers[0].address.remote())
         given = (address, model, initial, config, device, args)
         handles = session.wait("loading", **each("trainer", trainers, "load", *given))
         (first_step,) = session.wait("loading", trainer0=trainers[0].step.remote())
@@ -386,7 +385,7 @@ def sync(
 
 def measure(session: RaySession, phase: str, trainers: list, engines: list) -> dict[str, float]:
     """GB of memory in a phase that ends: the most that the tensors of any trainer rank have held, and what any engine
-    holds now, all CUDA contexts included. Since torch keeps what it has had, that is the engine's most as well."""
+    holds now, with all of CUDA's and NCCL's. Since torch keeps what it has had, that is the engine's most as well."""
     answers = session.wait(phase, **each("trainer", trainers, "memory"), **each("engine", engines, "memory"))
     return {f"memory/{phase}/{side}": max(a.get(side, 0.0) for a in answers) for side in ("trainer", "engine")}
 

@@ -263,7 +263,7 @@ class WeightSender:
         for i in range(len(self.packing)):
             if i >= LANES:
                 wait_until(started[i - LANES], self.links, deadline)
-            self._pack(i)
+            self._pack(i, deadline)
             started.append(self.lanes.start(i))
         for done in started[-LANES:]:
             wait_until(done, self.links, deadline)
@@ -282,11 +282,11 @@ class WeightSender:
             return None
         return view[begin - piece.begin : end - piece.begin], local.view(-1)[begin - first : end - first]
 
-    def _pack(self, i: int) -> None:
+    def _pack(self, i: int, deadline: float) -> None:
         """Fill bucket `i`, together with the other ranks if it is sharded: each adds its bytes to the others' zeros.
 
-        A sum moves twice what gathering would, but its result is in place: there is no other memory and no other copy,
-        and rows may be on one rank only.
+        A sum moves twice what gathering would, but its result is in place: there is no buffer beside the bucket and no
+        other copy, and rows may be on one rank only.
         """
         if self.group is None:
             self.packing[i].run()
@@ -294,7 +294,9 @@ class WeightSender:
         bucket = self.lanes.buffers[i % LANES][: bucket_nbytes(self.buckets[i])]
         bucket.zero_()
         self.packing[i].run()
-        dist.all_reduce(bucket, group=self.group)
+        summing = dist.all_reduce(bucket, group=self.group, async_op=True)
+        wait_until(summing.is_completed, self.links, deadline)  # a rank that has failed never comes
+        summing.wait()
 
     @torch.no_grad()
     def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:

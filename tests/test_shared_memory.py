@@ -149,7 +149,7 @@ class ReplayingEngine(Engine):
         return self.replayed
 
 
-def _sharded_rank(rank, port, failures):
+def _sharded_rank(rank, port, failures, done):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -185,6 +185,16 @@ def _sharded_rank(rank, port, failures):
             if report.loader != loader:
                 failures.put((rank, report))
         receiving.join(10)
+    if rank == 0:  # the other rank never comes: it has failed, say
+        weight_transport.CONNECT_SECONDS, channel = 0.5, SharedMemoryChannel(CPU)
+        receiving = Receiving(Worker(ReplayingEngine(), channel.handles))
+        with pytest.raises(WeightSyncError, match="ran into its deadline"):
+            WeightSender(channel).send_weights(shards.items())
+        receiving.join(10)
+        if "ran into its deadline" not in receiving.error:
+            failures.put(receiving.error)
+        done.set()
+    done.wait(10)
     dist.destroy_process_group()
 
 
@@ -192,8 +202,8 @@ def test_shards_of_two_ranks_are_gathered_bucket_by_bucket_and_loaded_in_the_sam
     from vllm.utils.network_utils import get_open_port
 
     context = mp.get_context("spawn")
-    failures, port = context.Queue(), get_open_port()
-    ranks = [context.Process(target=_sharded_rank, args=(rank, port, failures)) for rank in range(2)]
+    port, failures, done = get_open_port(), context.Queue(), context.Event()
+    ranks = [context.Process(target=_sharded_rank, args=(rank, port, failures, done)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
