@@ -15,6 +15,7 @@ import random
 import torch
 
 RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor has its share
+BLOCK_WORDS, WARPS = 2048, 4  # what a program of the kernel moves at a time, and with how many warps
 SHORTEST_RUN = 512  # bytes; copies made of shorter runs, such as a transposition, are torch's
 MASK = 0xFFFFFFFF
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
@@ -188,7 +189,7 @@ class _Table:
             digest = torch.empty(1, dtype=torch.int64, device=self.runs.device)
         n = self.runs.size(1)
         if n:
-            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, BLOCK=2048, num_warps=4)
+            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, BLOCK=BLOCK_WORDS, num_warps=WARPS)
 
 
 @functools.cache
@@ -202,7 +203,7 @@ def _kernel():
         source = tl.load(column).to(tl.pointer_type(tl.float32 if CAST else tl.uint32))
         destination = tl.load(column + runs).to(tl.pointer_type(tl.uint32))
         words = tl.load(column + 2 * runs).to(tl.int32)
-        if ALIGNED:  # of pointers, the compiler knows it from here on, and moves four words at once
+        if ALIGNED:  # said of the pointers, not of the numbers they were: then the compiler moves four words at once
             source, destination = tl.multiple_of(source, 16), tl.multiple_of(destination, 16)
             words = tl.multiple_of(words, 4)
         multiplier, offset = tl.load(column + 3 * runs).to(tl.uint32), tl.load(column + 4 * runs).to(tl.uint32)

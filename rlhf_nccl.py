@@ -17,8 +17,8 @@
 4. Generate again with the last weights, prove them as well, and print.
 
 With --backend ipc the optimizer's state waits in host memory while the engine generates. A 7B's weights, gradients and
-Adam's state are still 114 of an H200's 140 GiB at the end of a learning step, beside which the engine has room with
---gpu-memory-utilization 0.13 --max-model-len 512 --micro-batch-size 4.
+Adam's state are still 114 of an H200's 140 GiB when a learning step ends. An engine was seen to fit beside that with
+--gpu-memory-utilization 0.13 --max-model-len 512 --micro-batch-size 4; the sync after the step is not measured yet.
 
 Take this script where vLLM's supported API is what counts: no code of ours runs in the engine's workers, and vLLM's
 other transports and its HTTP server are driven in the same way. Take rlhf.py where the sync itself counts: it checks
@@ -56,7 +56,7 @@ from run_folder import (
 )
 from task import draw_prompts, load_prompts, load_reward, score
 
-MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02, "fp8": 0.15}  # mean |Δ logprob| that fp32, bf16, FP8 arithmetic explain
+MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that fp32, bf16, FP8 arithmetic explain
 MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # between logits that count as tied: a few bf16 steps
 WIRE_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}  # the engine's: half the bytes of the fp32 master weights
 IPC_SHARE = 0.5  # of the one GPU, to Ray, for trainer and engine each

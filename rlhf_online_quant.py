@@ -48,8 +48,8 @@ from run_folder import (
 from task import draw_prompts, load_prompts, load_reward, score
 
 # Mean |Δ logprob| that int8 and FP8 explain. In FP8, random weights of Qwen2.5-0.5B's and 7B's shapes had up to 0.095,
-# the built-in model 0.01. That a sync left nothing behind is shown by `compare`, not by this.
-MAX_MISMATCH = {"cpu": 0.1, "cuda": 0.15}
+# the built-in model 0.01: --max-mismatch raises it. That a sync left nothing behind is shown by `compare`, not by this.
+MAX_MISMATCH = {"cpu": 0.1, "cuda": 0.1}
 
 
 class Engine:
