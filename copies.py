@@ -15,7 +15,7 @@ import random
 import torch
 
 RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor has its share
-BLOCK_WORDS, WARPS = 2048, 4  # what a program of the kernel moves at a time, and with how many warps
+TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # words that the kernel moves at a time, blocks under way
 SHORTEST_RUN = 512  # bytes; copies made of shorter runs, such as a transposition, are torch's
 MASK = 0xFFFFFFFF
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
@@ -189,7 +189,7 @@ class _Table:
             digest = torch.empty(1, dtype=torch.int64, device=self.runs.device)
         n = self.runs.size(1)
         if n:
-            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, BLOCK=BLOCK_WORDS, num_warps=WARPS)
+            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, **TILING)
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def _kernel():
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["runs"])
-    def kernel(table, digest, runs, CAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    def kernel(table, digest, runs, CAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
         column = table + tl.program_id(0)
         source = tl.load(column).to(tl.pointer_type(tl.float32 if CAST else tl.uint32))
         destination = tl.load(column + runs).to(tl.pointer_type(tl.uint32))
@@ -208,7 +208,7 @@ def _kernel():
             words = tl.multiple_of(words, 4)
         multiplier, offset = tl.load(column + 3 * runs).to(tl.uint32), tl.load(column + 4 * runs).to(tl.uint32)
         total = tl.zeros([BLOCK], tl.int64)
-        for begin in tl.range(0, words, BLOCK, num_stages=3):  # the next blocks are under way while one is hashed
+        for begin in tl.range(0, words, BLOCK, num_stages=STAGES):  # the next blocks are under way while one is hashed
             i = begin + tl.arange(0, BLOCK)
             inside = i < words
             if CAST:

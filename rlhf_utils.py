@@ -158,6 +158,8 @@ class WeightSender:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
         started = time.perf_counter()
         try:
+            for link in self.links:
+                link.send(coming=True)  # the workers wake up while this side looks at its tensors
             named_tensors = list(named_tensors)
             with torch.cuda.device_of(next((tensor for _, tensor in named_tensors), torch.empty(0))):
                 self._agree(named_tensors)
@@ -267,7 +269,7 @@ class WeightSender:
             started.append(self.lanes.start(i))
         for done in started[-LANES:]:
             wait_until(done, self.links, deadline)
-        return [link.recv(max(0.0, deadline - time.monotonic())) for link in self.links]
+        return [link.recv(max(0.0, deadline - time.monotonic()), soon=True) for link in self.links]
 
     def _part(self, tensor: torch.Tensor, piece: Piece, view: torch.Tensor) -> tuple | None:
         """(destination, source) of what this rank brings of a piece, whose place in a bucket is `view`, if anything:
@@ -396,6 +398,8 @@ class _WeightReceiver:
             self.weight_link = connect()
         link = self.weight_link
         message = link.recv(timeout)
+        if "coming" in message:
+            message = link.recv(timeout, soon=True)
         if "metadata" in message:
             dtypes, problems = model.preflight(message["metadata"])
             link.send(dtypes=dtypes, problems=problems, version=model.version)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from copies import BLOCK_WORDS, WARPS, Copies, _kernel, digest
+from copies import TILING, Copies, _kernel, digest
 
 CPU = torch.device("cpu")
 
@@ -97,10 +97,11 @@ def test_compiled_kernel_moves_16_bytes_at_once_where_all_is_aligned(cast):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {"CAST": cast, "BLOCK": BLOCK_WORDS}
+    constants = TILING | {"CAST": cast}
+    options = {"num_warps": constants.pop("num_warps")}
     signature = {"table": "*i64", "digest": "*i64", "runs": "i32"} | dict.fromkeys([*constants, "ALIGNED"], "constexpr")
     for aligned in (False, True):
         source = ASTSource(_kernel(), signature, constants | {"ALIGNED": aligned})
-        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ptx"]
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
         assert bool(re.search(r"cp\.async\.cg\.shared\.global .*0x10", ptx)) == aligned  # of words only 4 bytes
         assert ("st.global.v4.b32" in ptx) == aligned
