@@ -10,6 +10,7 @@ of its tensor and its place in it. A difference of any kind goes unseen with a p
 """
 
 import functools
+import itertools
 import random
 
 import torch
@@ -192,13 +193,23 @@ class _Table:
             _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, **TILING)
 
 
+def load_kernel(device: torch.device) -> None:
+    """Bring all forms of the kernel to a GPU, which must not happen while a CUDA graph is captured."""
+    for cast, aligned in itertools.product((False, True), repeat=2):
+        empty = _Table(torch.zeros(5, 1, dtype=torch.int64), cast, device)
+        empty.aligned = aligned
+        empty.launch(None)
+
+
 @functools.cache
 def _kernel():
     import triton
     import triton.language as tl
 
     @triton.jit(do_not_specialize=["runs"])
-    def kernel(table, digest, runs, CAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    def kernel(
+        table, digest, runs, CAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+    ):
         column = table + tl.program_id(0)
         source = tl.load(column).to(tl.pointer_type(tl.float32 if CAST else tl.uint32))
         destination = tl.load(column + runs).to(tl.pointer_type(tl.uint32))

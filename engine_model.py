@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from copies import Copies, digest, digest_together
+from copies import Copies, digest, digest_together, load_kernel
 from weight_transport import Lanes, Piece, WeightSyncError, dtype_name, wire_of
 
 PROCESSED = "_already_called_process_weights_after_loading"  # a flag that vLLM's quantization methods leave on a layer
@@ -105,7 +105,7 @@ class EngineModel:
         self.digest: int | None = None  # of what a completed sync left, None where there was none
         self.version = 0
         self.moves: list[list] | None = None  # the steps of a replay, by bucket
-        self.fused = False  # do they take the digest as well?
+        self.fused, self.total = False, None  # do they take the digest as well, and where they add it up, int64 [1]
         self.compared: dict[str, tuple] = {}  # digests of quantized weights at the last comparison
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
@@ -186,7 +186,8 @@ class EngineModel:
                 return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
             if not recording.layers:
                 self.fused = digest_together([copies for (copies,) in moves], list(self.served_tensors()))
-            self.moves = _captured(moves) if recording.layers and recording.device.type == "cuda" else moves
+            self.total = torch.zeros(1, dtype=torch.int64, device=recording.device)
+            self.moves = _captured(moves, self.total) if recording.device.type == "cuda" else moves
         except NotImplementedError as reason:
             return str(reason)
         except Exception as error:  # a layer's processing that cannot be captured, memory: reload needs none of it
@@ -194,13 +195,17 @@ class EngineModel:
         return None
 
     @torch.no_grad()
-    def replay(self, arrivals: Iterator[int], device: torch.device) -> int | None:
+    def replay(self, arrivals: Iterator[int]) -> int | None:
         """Copy each bucket, as it arrives, straight to where a reload brought it. Returns the digest of all."""
-        self.digest, total = None, torch.zeros(1, dtype=torch.int64, device=device)
+        self.digest = None
         for i in arrivals:
             for step in self.moves[i]:
-                step.run(total)
-        return int(total) % 2**64 if self.fused else self.take_digest()
+                step.run(self.total)
+        if not self.fused:
+            return self.take_digest()
+        written = int(self.total) % 2**64
+        self.total.zero_()  # for the next replay, which need not wait for it
+        return written
 
     def state_digest(self) -> int | None:
         """The digest of what is served and of all other tensors that the model's layers keep, but for the KV cache.
@@ -462,23 +467,24 @@ class _ProcessedLayer:
 class _Graph:
     """Steps as one CUDA graph, which is launched without the time that Python takes for each."""
 
-    def __init__(self, steps: list, pool):
+    def __init__(self, steps: list, total: torch.Tensor, pool):
         self.steps, self.graph = steps, torch.cuda.CUDAGraph()  # keeps what the graph's addresses belong to
         # Not torch.cuda.graph, which collects garbage for each of a hundred graphs.
         with torch.cuda.stream(torch.cuda.Stream()):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             for step in steps:
-                step.run(None)
+                step.run(total)
             self.graph.capture_end()
 
     def run(self, _) -> None:
         self.graph.replay()
 
 
-def _captured(moves: list[list]) -> list[list]:
+def _captured(moves: list[list], total: torch.Tensor) -> list[list]:
+    load_kernel(total.device)
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()  # one for all: they run one after the other
-    return [[_Graph(steps, pool)] for steps in moves]
+    return [[_Graph(steps, total, pool)] for steps in moves]
 
 
 def _pairs(

@@ -431,7 +431,7 @@ class _WeightReceiver:
         """Load all buckets as they arrive; returns the digest of what was written."""
         arrivals = _arrivals(self.weight_buckets, self.weight_lanes, self.weight_link)
         if mode in ("replay", "trial"):
-            return self._engine_model().replay(arrivals, self.device)
+            return self._engine_model().replay(arrivals)
         _reload(self._engine_model(), self.weight_buckets, self.weight_lanes, arrivals)
         return self._engine_model().take_digest()
 

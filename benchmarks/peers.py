@@ -14,6 +14,7 @@ class Staging:
     def __init__(self, device: torch.device):
         self.device, self.before = device, 0
         if device.type == "cuda":
+            torch.cuda.ipc_collect()  # what the other process has let go of
             self.before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 

@@ -334,8 +334,8 @@ class Bench:
         return *self.ask_trainer("address"), 1 + self.args.tensor_parallel_size
 
     def release(self) -> None:
-        self.ask_trainer("release")
         self.ask_workers("release")
+        self.ask_trainer("release")
 
     def open_sender(self, replay: bool) -> None:
         self.release()
