@@ -45,7 +45,7 @@ class RaySession:
         environment = {"PYTHONPATH": python_path}
         options = {"runtime_env": {"env_vars": environment}, "logging_level": "warning"}
         if self.address is None:
-            # Or Ray kills, with an actor, the process that would have removed what the actor's others leave in /dev/shm.
+            # Or Ray ends, with an actor, the process that removes what the actor's others have left in /dev/shm.
             os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
             environment["TMPDIR"] = self.folder  # vLLM leaves its sockets there
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
