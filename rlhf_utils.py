@@ -340,7 +340,8 @@ def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, to
     tensors, seen = {}, set()
     for name, tensor in named_tensors:
         local = _local(tensor)
-        memory = (local.untyped_storage().data_ptr(), local.storage_offset(), tensor.shape)
+        # By identity: a shard without rows has no address.
+        memory = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape)
         if tensor.numel() and memory not in seen:
             seen.add(memory)
             tensors[name] = tensor.detach()

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 import rlhf_utils
 import weight_transport
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension
-from weight_transport import ALIGN_BYTES, GlooCommunicator, plan_buckets
+from weight_transport import ALIGN_BYTES, AWAKE_SECONDS, GlooCommunicator, plan_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -250,11 +250,20 @@ def test_trainer_that_leaves_ends_the_workers_wait():
     assert re.fullmatch(r"the trainer \(pid .*\) closed the weight sync session", receiving.error)
 
 
-def test_trainer_that_fails_before_the_first_sync_ends_the_workers_wait():
+@pytest.mark.parametrize("syncs", [0, 2])
+def test_trainer_that_fails_before_a_sync_ends_the_workers_wait(syncs):
     trainer, other = groups(2)
-    receiving = Receiving(Worker(Engine(), other))
+    receiving = Receiving(Worker(Engine(), other), syncs=syncs + 1)
+    sender = WeightSender(trainer)
+
+    def tensors():  # which take longer than a worker stays awake for them
+        time.sleep(2 * AWAKE_SECONDS)
+        yield "w", torch.ones(4)
+
+    for version in range(1, syncs + 1):
+        assert sender.send_weights(tensors()).version == version
     with pytest.raises(WeightSyncError, match="nothing to send"):
-        WeightSender(trainer).send_weights([])
+        sender.send_weights([])
     receiving.join(5)
     assert "the trainer failed: there is nothing to send" in receiving.error
 
