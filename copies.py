@@ -45,6 +45,10 @@ class Copies:
             if found:
                 self.tables.append(_Table(_cut(torch.cat(found, 1), cast), cast, device))
 
+    def writes(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.fills or self.plain or any(table.runs.size(1) for table in self.tables))
+
     def run(self, digest: torch.Tensor | None = None) -> None:
         """Run in the current stream. `digest`, int64 [1], grows by that of what `digest_together` has keyed."""
         for destination, number in self.fills:

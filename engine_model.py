@@ -7,6 +7,7 @@ own method over scratch memory. `replay` repeats just that.
 """
 
 import copy
+import gc
 import logging
 import math
 import operator
@@ -472,9 +473,11 @@ class _Graph:
         # Not torch.cuda.graph, which collects garbage for each of a hundred graphs.
         with torch.cuda.stream(torch.cuda.Stream()):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            for step in steps:
-                step.run(total)
-            self.graph.capture_end()
+            try:
+                for step in steps:
+                    step.run(total)
+            finally:
+                self.graph.capture_end()  # or this process could launch nothing any more
 
     def run(self, _) -> None:
         self.graph.replay()
@@ -484,7 +487,14 @@ def _captured(moves: list[list], total: torch.Tensor) -> list[list]:
     load_kernel(total.device)
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()  # one for all: they run one after the other
-    return [[_Graph(steps, total, pool)] for steps in moves]
+    # A bucket of another worker's rows alone leaves nothing to do here.
+    work = [[step for step in steps if not isinstance(step, Copies) or step.writes()] for steps in moves]
+    gc.collect()
+    gc.disable()  # what is freed during a capture can spoil it
+    try:
+        return [[_Graph(steps, total, pool)] if steps else [] for steps in work]
+    finally:
+        gc.enable()
 
 
 def _pairs(

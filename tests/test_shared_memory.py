@@ -144,7 +144,7 @@ class ReplayingEngine(Engine):
     def state_digest(self):
         return 0
 
-    def replay(self, arrivals, device):
+    def replay(self, arrivals):
         list(arrivals)
         return self.replayed
 
