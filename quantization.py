@@ -81,7 +81,7 @@ def compare_memory(args: argparse.Namespace, engine_class: type) -> None:
                 count, *batch = BATCH[device]
                 prompts = [row["prompt"] for row in draw_prompts(load_prompts(args.prompts), count, 1, args.seed)]
                 engine = ray.remote(engine_class).options(**options).remote(model, args, device, **more)
-                session.farewells.append(engine.shutdown.remote)
+                session.actors["engine"] = engine
                 (quantization,) = session.wait("starting", engine=engine.start.remote())
                 table += session.wait("generating", engine=engine.measure.remote(prompts, *batch, ROUNDS[device]))
     print(f"model {model}, {'eager' if args.enforce_eager else 'compiled'}, TP={args.tensor_parallel_size}")

@@ -29,12 +29,15 @@ class RaySession:
 
     def __init__(self, run: RunFolder, address: str | None):
         self.run, self.address = run, address
-        self.farewells: list[Callable[[], ray.ObjectRef]] = []  # calls that end an actor's own processes
+        self.actors: dict[str, ray.actor.ActorHandle] = {}  # a death of one of these ends every wait
+        self.pings: dict[str, ray.ObjectRef] = {}  # the last call to each, which fails if it has died
         self.shared_memory: set[str] = set()  # seen in use by processes of this session
         self.phases: set[str] = set()  # that have ended at least once
         self.ray_processes: list[psutil.Process] = []  # of a node that was started here
 
     def __enter__(self) -> "RaySession":
+        self.handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.not_ours = set(psutil.Process().children(recursive=True))
         # Whatever a killed process leaves running becomes a child of this one, and is found when the session ends.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -54,9 +57,9 @@ class RaySession:
             if self.address and ":" in self.address and "//" not in self.address:
                 host, _, port = self.address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
-            ray.init(self.address, **options)
+            ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
             signal.signal(signal.SIGTERM, _interrupt)  # Ray has put a handler of its own
-            self.ray_processes = psutil.Process().children()
+            self.ray_processes = [child for child in psutil.Process().children() if child not in self.not_ours]
         except BaseException as error:
             self.__exit__()
             if not isinstance(error, Exception):
@@ -69,15 +72,15 @@ class RaySession:
         return self
 
     def __exit__(self, *_) -> None:
-        for interrupt in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(interrupt, signal.SIG_IGN)  # this is the way out already
+        for number in self.handlers:
+            signal.signal(number, signal.SIG_IGN)  # this is the way out already
         self._note_shared_memory()
         with suppress(Exception):  # an actor may be what failed; its processes are ended below
-            refs = [farewell() for farewell in self.farewells]
+            refs = [actor.shutdown.remote() for actor in self.actors.values() if hasattr(actor, "shutdown")]
             ray.wait(refs, num_returns=len(refs), timeout=5)
         ray.shutdown()
         for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
-            family = psutil.Process().children(recursive=True)
+            family = self._family()
             for process in family:
                 try:
                     process.send_signal(stop)
@@ -87,15 +90,18 @@ class RaySession:
         for file in self.shared_memory:
             Path(file).unlink(missing_ok=True)  # a process that was killed did not
         shutil.rmtree(self.folder, ignore_errors=True)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
     def wait(self, phase: str, **refs: ray.ObjectRef) -> list:
         """Results of one call to each named actor, in order. Raises what an actor raised, or says which one died."""
-        started, pending = time.monotonic(), list(refs.values())
+        started, pending, named = time.monotonic(), list(refs.values()), len(refs)
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=1)
             failed = any(_error_of(ref) for ref in ready)
+            if not ready:  # also for an actor that nobody waits for now
+                refs = self._failed_pings() | refs
+                failed = len(refs) > named
             if failed:
                 ray.wait(pending, num_returns=len(pending), timeout=3)  # let the other side say what it saw
             for process in self.ray_processes:
@@ -115,9 +121,21 @@ class RaySession:
             self._note_shared_memory()
         return ray.get(list(refs.values()))
 
+    def _failed_pings(self) -> dict[str, ray.ObjectRef]:
+        """Pings of actors that have died. One that is busy answers later; one that has answered gets the next."""
+        for name, actor in self.actors.items():
+            ping = self.pings.get(name)
+            if ping is None or (ray.wait([ping], timeout=0)[0] and not _error_of(ping)):
+                self.pings[name] = actor.__ray_ready__.remote()
+        return {name: ping for name, ping in self.pings.items() if _error_of(ping)}
+
+    def _family(self) -> list[psutil.Process]:
+        """All processes of this session."""
+        return [child for child in psutil.Process().children(recursive=True) if child not in self.not_ours]
+
     def _note_shared_memory(self) -> None:
         """Note what is in use now: when a process has been killed, nobody knows any more what it had mapped."""
-        self.shared_memory |= shared_memory_of(psutil.Process().children(recursive=True))
+        self.shared_memory |= shared_memory_of(self._family())
 
     def _blame(self, phase: str, refs: dict[str, ray.ObjectRef]) -> Exception:
         """The error that explains the others: a death before a failed sync, that before anything else."""

@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo import GRPOConfig, Learner, Rollout
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSyncError
-from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, write_checkpoint
+from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
 from sharding import join_ranks
 from task import draw_prompts, load_prompts, load_reward, score
 from weight_transport import refuse_expandable_segments
@@ -268,15 +268,14 @@ def main(args: argparse.Namespace) -> None:
             ray.remote(Engine).options(**options).remote(model, args, device, bundles)
             for bundles, options in engine_options
         ]
-        session.farewells += [engine.shutdown.remote for engine in engines]
+        session.actors |= {f"trainer{rank}": trainer for rank, trainer in enumerate(trainers)}
+        session.actors |= {f"engine{i}": engine for i, engine in enumerate(engines)}
         session.wait("starting", **each("engine", engines, "start"))
         session.wait("sleeping", **each("engine", engines, "sleep"))
         (address,) = session.wait("loading", trainer0=trainers[0].address.remote())
         given = (address, model, initial, config, device, args)
         handles = session.wait("loading", **each("trainer", trainers, "load", *given))
         (first_step,) = session.wait("loading", trainer0=trainers[0].step.remote())
-        if first_step >= args.steps:
-            raise RunError(f"that run has done its {first_step} steps: ask for more with --steps")
         run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
@@ -397,7 +396,7 @@ if __name__ == "__main__":
     add(
         "--tensor-parallel-size", type=count, help="workers of an engine (default: 2, or 1 if the GPUs are odd or none)"
     )
-    add("--gpu-memory-utilization", type=float, default=0.4, help="an engine's share of its GPUs (default %(default)s)")
+    add("--gpu-memory-utilization", type=share, default=0.4, help="an engine's share of its GPUs (default %(default)s)")
     add("--sleep-weights", action="store_true", help="engines give back their weights' memory too while trainers learn")
     add("--offload-optimizer", action="store_true", help="its state waits in host memory while the engines generate")
     add("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")

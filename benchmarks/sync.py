@@ -317,8 +317,9 @@ class Bench:
         more |= {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
         more |= {"dtype": "bfloat16"} | quantize_by_torchao(None)[0] if args.quantized else {}
         self.engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
-        session.farewells.append(self.engine.shutdown.remote)
+        session.actors["engine"] = self.engine
         self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device, self.engine)
+        session.actors["trainer"] = self.trainer
         session.wait("starting", engine=self.engine.start.remote(), trainer=self.trainer.address.remote())
 
     def run_way(self, method: str, *args):

@@ -4,6 +4,7 @@ pytest tests/test_faults.py            one fault of each kind, each script kille
 pytest tests/test_faults.py -m slow    every process killed in every phase, in each script (10 minutes a script)
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -16,10 +17,13 @@ import time
 
 import psutil
 import pytest
+import ray
 import torch
 from conftest import ROOT, cpu_only
 
+from ray_session import RaySession
 from rlhf_utils import WeightSyncError, stateless_init_process_group
+from run_folder import RunError, RunFolder
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30
@@ -116,6 +120,22 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
 def test_taken_port_is_an_error_that_names_it():
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(WeightSyncError, match=TAKEN):
         stateless_init_process_group("127.0.0.1", taken.getsockname()[1], 0, 2, torch.device("cpu"))
+
+
+def test_death_of_an_actor_that_nobody_waits_for_ends_the_wait(tmp_path):
+    class Sleeper:
+        def sleep(self, seconds: float) -> int:
+            time.sleep(seconds)
+            return os.getpid()
+
+    args = argparse.Namespace(resume=None, output=tmp_path / "run", verbose=False)
+    with RunFolder(args, "test") as run, RaySession(run, None) as session:
+        session.actors = {name: ray.remote(Sleeper).remote() for name in ("trainer", "engine")}
+        trainer, engine = session.actors.values()
+        (pid,) = session.wait("generating", engine=engine.sleep.remote(3))
+        psutil.Process(pid).kill()
+        with pytest.raises(RunError, match="the engine died while learning"):
+            session.wait("learning", trainer=trainer.sleep.remote(60))
 
 
 OF_AN_ENGINE = """
