@@ -31,15 +31,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from grpo import GRPOConfig, Learner, Rollout
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
-from run_folder import (
-    RunError,
-    RunFolder,
-    choose_models,
-    count,
-    grpo_config,
-    parse_args,
-    write_checkpoint,
-)
+from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
 from task import draw_prompts, load_prompts, load_reward, score
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
@@ -53,7 +45,7 @@ class Engine:
         options |= {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
         if device == "cuda":
             if not ray.get_gpu_ids():
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+                os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray may hide the GPUs from an actor that asked for none
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(args.tensor_parallel_size))
             options |= {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
             options |= {"gpu_memory_utilization": args.gpu_memory_utilization}
@@ -193,10 +185,8 @@ def main(args: argparse.Namespace) -> None:
         config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
         trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
-        session.farewells.append(engine.shutdown.remote)
+        session.actors |= {"trainer": trainer, "engine": engine}
         first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())
-        if first_step >= args.steps:
-            raise RunError(f"that run has done its {first_step} steps: ask for more with --steps")
         run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
@@ -264,7 +254,7 @@ def sync(session: RaySession, trainer, listening: ray.ObjectRef) -> SyncReport:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-parallel-size", type=count, default=2, help="GPUs (CPU: core groups) of the engine")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="share of each engine GPU")
+    parser.add_argument("--gpu-memory-utilization", type=share, default=0.8, help="share of each engine GPU")
     parser.add_argument("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")
     parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
     run_main(main, parse_args(parser))

@@ -45,15 +45,7 @@ from grpo import GRPOConfig, Learner, MismatchError, Rollout
 from native_transfer import NativeSender, check_native_api, worker_error
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SyncReport, WeightSyncError
-from run_folder import (
-    RunError,
-    RunFolder,
-    choose_models,
-    count,
-    grpo_config,
-    parse_args,
-    write_checkpoint,
-)
+from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
 from task import draw_prompts, load_prompts, load_reward, score
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that fp32, bf16, FP8 arithmetic explain
@@ -155,10 +147,11 @@ class Trainer:
         check_native_api()
         torch.set_num_threads(os.cpu_count())  # Ray sets one thread
         self.learner = Learner(model, config, torch.device(device, 0), args.seed, initial)  # Ray shows it one GPU
-        if args.resume:
-            self.learner.load_state(Path(model))
         self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
         self.shares_gpu = args.backend == "ipc"
+        if args.resume:
+            self.learner.load_state(Path(model))
+            self.make_room()
 
     def connect(self, engine, backend: str, world_size: int) -> None:
         """Make this actor's transfer engine; it makes those of the engine's workers."""
@@ -191,9 +184,13 @@ class Trainer:
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         metrics = self.learner.learn(rollouts)
-        if self.shares_gpu:
-            self.learner.release_memory(offload_optimizer=True)  # for what vLLM packs, and loads it into
+        self.make_room()
         return metrics
+
+    def make_room(self) -> None:
+        """On a GPU that the engine is on as well: for what vLLM packs the weights into, and loads them into."""
+        if self.shares_gpu:
+            self.learner.release_memory(offload_optimizer=True)
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
         return self.learner.mismatch(rollouts)
@@ -210,12 +207,12 @@ class NativeRunFolder(RunFolder):
 
     def __enter__(self) -> "NativeRunFolder":
         super().__enter__()
-        self.log_begin = self.log_file.stat().st_size if self.log_file else 0  # an earlier part is of a resumed run
+        self.log_begin = self.log_file.stat().st_size  # an earlier part is of a resumed run
         return self
 
     def tick(self, text: str, seconds: int) -> None:
         super().tick(text, seconds)
-        if self.log_file and text == "syncing" and self._worker_error():
+        if text == "syncing" and self._worker_error():
             self.keep_log_tail()  # by now the traceback is whole
             raise WeightSyncError(f"the engine failed, with a traceback in run.log: {self._worker_error()}")
 
@@ -265,13 +262,13 @@ def main(args: argparse.Namespace) -> None:
         run.say(f"model {model}\nrun folder {run.path}")
         config = grpo_config(args, max_mismatch=MAX_MISMATCH[args.quantization or device])
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
-        session.farewells.append(engine.shutdown.remote)
+        session.actors["engine"] = engine
         if backend == "ipc":
             session.wait("starting", engine=engine.start.remote())  # alone on the GPU, whose memory it measures
-        trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
+        session.actors["trainer"] = trainer = (
+            ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
+        )
         first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())
-        if first_step >= args.steps:
-            raise RunError(f"that run has done its {first_step} steps: ask for more with --steps")
         run.start_metrics(first_step)
 
         # 2. Generate with dummy weights, connect, sync, and generate what the trainer would
@@ -329,7 +326,7 @@ def generate(
 
 
 def prove_first_sync(session: RaySession, trainer, greedy: list[Rollout], sampled: list[Rollout]) -> str:
-    """Returns what was found. Both, as of a quantized engine the log-probabilities alone can be a proof."""
+    """Returns what was found: by greedy tokens, and by log-probabilities, all that can prove a quantized engine's."""
     (proof,) = session.wait("proving", trainer=trainer.prove_greedy.remote(greedy))
     (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(sampled))
     return f"{proof}; the sampled ones' mismatch is {mismatch:.1e}"
@@ -359,7 +356,7 @@ if __name__ == "__main__":
     parser.add_argument("--backend", choices=("nccl", "ipc"), default="nccl", help="ipc: all on one GPU; no GPU: gloo")
     parser.add_argument("--quantization", choices=("fp8",), help="of the engine, by vLLM as the weights come")
     parser.add_argument("--tensor-parallel-size", type=count, help="GPUs of the engine (default: 2; ipc: 1)")
-    parser.add_argument("--gpu-memory-utilization", type=float, help="share of each engine GPU (0.8; ipc: 0.3)")
+    parser.add_argument("--gpu-memory-utilization", type=share, help="share of each engine GPU (0.8; ipc: 0.3)")
     parser.add_argument("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")
     parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
     run_main(main, engine_size(parse_args(parser)))

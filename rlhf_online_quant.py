@@ -36,15 +36,7 @@ from grpo import GRPOConfig, Learner, Rollout
 from quantization import compare_memory, quantize_by_torchao, read_torchao_config
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import Comparison, SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
-from run_folder import (
-    RunError,
-    RunFolder,
-    choose_models,
-    count,
-    grpo_config,
-    parse_args,
-    write_checkpoint,
-)
+from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
 from task import draw_prompts, load_prompts, load_reward, score
 
 # Mean |Δ logprob| that int8 and FP8 explain. In FP8, random weights of Qwen2.5-0.5B's and 7B's shapes had up to 0.095,
@@ -210,10 +202,8 @@ def main(args: argparse.Namespace) -> None:
         config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
         trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
-        session.farewells.append(engine.shutdown.remote)
+        session.actors |= {"trainer": trainer, "engine": engine}
         first_step, quantization = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())
-        if first_step >= args.steps:
-            raise RunError(f"that run has done its {first_step} steps: ask for more with --steps")
         run.say(f"engine weights by torchao's {quantization}")
         run.start_metrics(first_step)
 
@@ -301,7 +291,7 @@ def compare(run: RunFolder, session: RaySession, trainer, engine, learned: bool)
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensor-parallel-size", type=count, default=2, help="GPUs (CPU: core groups) of the engine")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, help="share of each engine GPU")
+    parser.add_argument("--gpu-memory-utilization", type=share, default=0.8, help="share of each engine GPU")
     parser.add_argument("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")
     parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, help="no compilation")
     parser.add_argument(

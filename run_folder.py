@@ -1,12 +1,12 @@
 """What a run leaves behind: a folder with its arguments, metrics, picture, log and checkpoints.
 
-args.json             the arguments, which --resume takes as its defaults
+args.json             the arguments, and which of them were given: those are --resume's defaults
 metrics.jsonl         one line a step
 tensorboard/          the same as TensorBoard events
 reward.png            reward, mismatch and sync time over the steps
 run.log               everything that Ray, vLLM and the actors printed
 lock                  is locked while a run goes on
-checkpoint-000010/    Hugging Face model and tokenizer, and trainer_state.pt to go on from
+checkpoint-000010/    Hugging Face model and tokenizer, and trainer_state.pt to go on from; the last two are kept
 """
 
 import argparse
@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -41,7 +42,7 @@ USER_ERRORS = (RunError, TaskError, MismatchError, DivergenceError, WeightSyncEr
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Add the arguments that every script has, and parse. With --resume, that run's arguments are the defaults."""
+    """Add the arguments that every script has, and parse. With --resume, what that run was given are the defaults."""
     add = parser.add_argument
     task = parser.add_argument_group("task")
     task.add_argument("--model", help="Hugging Face model or folder (default: the script's choice for the hardware)")
@@ -68,7 +69,10 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         help="of trainer over engine probabilities (default %(default)s)",
     )
     learning.add_argument(
-        "--kl-coef", type=float, default=0.0, help="of the KL to the initial model (0: none) (default %(default)s)"
+        "--kl-coef",
+        type=not_negative,
+        default=0.0,
+        help="of the KL to the initial model (0: none) (default %(default)s)",
     )
     learning.add_argument("--max-grad-norm", type=positive, default=1.0, help="default %(default)s")
     learning.add_argument(
@@ -82,7 +86,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         type=positive,
         help="of engine and trainer, mean |Δ logprob| (default: 1e-4 in fp32, 0.02 in bf16, more if quantized)",
     )
-    learning.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    learning.add_argument("--seed", type=interval, default=0, help="default %(default)s")
     add("--ray-address", help='of a Ray cluster to join, or "auto" (default: start Ray here, for this run)')
     add("--output", type=Path, help="run folder (default: a new one under runs/)")
     add(
@@ -90,18 +94,25 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         type=interval,
         default=10,
         metavar="STEPS",
-        help="write a checkpoint, also at the end; 0: never, not even then (default %(default)s)",
+        help=f"write a checkpoint, also at the end; keep the last {CHECKPOINTS_KEPT}; 0: none (default %(default)s)",
     )
     add("--resume", type=Path, metavar="RUN_FOLDER", help="go on from the last checkpoint of that run")
-    add("--verbose", action="store_true", help="show what Ray and vLLM print, which otherwise goes to run.log")
-    resume = parser.parse_args().resume
-    if resume:
+    add("--verbose", action="store_true", help="show what Ray and vLLM print, which goes to run.log")
+    defaults, first = vars(parser.parse_args([])), parser.parse_args()
+    if first.resume:
+        if first.output:
+            parser.error("--resume goes on in that run's folder: there is no other --output")
         try:
-            saved = json.loads((resume / "args.json").read_text())
-        except (OSError, ValueError) as error:
-            parser.error(f"--resume {resume}: not a run folder ({error})")
-        parser.set_defaults(**{name: value for name, value in saved.items() if value is not None})
-    return parser.parse_args()
+            saved = json.loads((first.resume / "args.json").read_text())
+            # The rest were that script's defaults, which need not suit another.
+            parser.set_defaults(**{name: saved[name] for name in saved["given"]})
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--resume {first.resume}: not a run folder ({error!r})")
+    args = parser.parse_args()
+    if args.model and os.path.isdir(args.model):
+        args.model = os.path.abspath(args.model)  # as the actors, and a run that goes on from elsewhere, find it
+    args.given = [name for name, value in vars(args).items() if value != defaults.get(name) and name not in _NOT_SAVED]
+    return args
 
 
 def grpo_config(args: argparse.Namespace, max_mismatch: float) -> GRPOConfig:
@@ -130,6 +141,16 @@ def interval(text: str) -> int:
 
 def group_size(text: str) -> int:
     return _number(text, int, 2, "a whole number of at least 2, which a comparison within the group needs")
+
+
+def not_negative(text: str) -> float:
+    return _number(text, float, 0.0, "a number of at least 0")
+
+
+def share(text: str) -> float:
+    if positive(text) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than the whole, 1")
+    return float(text)
 
 
 def positive(text: str) -> float:
@@ -179,6 +200,8 @@ def choose_models(run: "RunFolder", args: argparse.Namespace, device: str) -> tu
 
         build_tiny_model(initial, args.seed)
     model = str(last_checkpoint(run.path, of_model=initial)) if args.resume else check_model(initial)
+    if args.resume and (done := int(model.rpartition("-")[2])) >= args.steps:
+        raise RunError(f"that run has done its {done} steps: ask for more with --steps")
     if args.ray_address:
         check_nodes(
             sorted(path for path in {initial, model} if os.path.isdir(path)), "GPU" if device == "cuda" else "CPU"
@@ -259,24 +282,35 @@ class RunFolder:
             raise RunError(f"another run is using {self.path}") from error
         except OSError as error:
             raise RunError(f"cannot write to the run folder {self.path}: {error}") from error
-        self.log_file = None if args.verbose else self.path / "run.log"
+        self.log_file, self.verbose = self.path / "run.log", args.verbose
         self.metrics_file = self.path / "metrics.jsonl"
         self.rows: list[dict] = []
         self.screen = sys.stdout
         self.tail = ""  # of the log when an actor failed
-        self._ticking = False
+        self._ticking, self._ended = False, threading.Event()
 
     def __enter__(self) -> "RunFolder":
-        if self.log_file:
-            # File descriptors, not sys.stdout alone: the log of processes that Ray starts ends up there as well.
-            sys.stdout.flush()
-            self._saved = os.dup(1), os.dup(2)
-            self.screen = os.fdopen(os.dup(1), "w", buffering=1)
-            log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
+        # File descriptors, not sys.stdout alone: the log of processes that Ray starts ends up there as well.
+        sys.stdout.flush()
+        self._saved = os.dup(1), os.dup(2)
+        self.screen = os.fdopen(os.dup(1), "w", buffering=1)
+        log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        if self.verbose:
+            self._follower = threading.Thread(target=self._follow, args=[self.log_file.stat().st_size], daemon=True)
+            self._follower.start()
         return self
+
+    def _follow(self, begin: int) -> None:
+        """Show what the log gets, from byte `begin` on, until the end."""
+        with self.log_file.open(errors="replace") as log:
+            log.seek(begin)
+            ended = False
+            while not ended:
+                ended = self._ended.wait(0.2)
+                self.screen.write(log.read())
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
         if self.tail:
@@ -288,13 +322,15 @@ class RunFolder:
             self.say(f"the last checkpoint is whole; to go on: --resume {self.path}")
         if self._ticking:
             self.screen.write("\n")
-        if self.log_file:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for saved, descriptor in zip(self._saved, (1, 2), strict=True):
-                os.dup2(saved, descriptor)
-                os.close(saved)
-            self.screen.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.verbose:
+            self._ended.set()
+            self._follower.join()
+        for saved, descriptor in zip(self._saved, (1, 2), strict=True):
+            os.dup2(saved, descriptor)
+            os.close(saved)
+        self.screen.close()
         self.lock.close()
 
     def say(self, text: str) -> None:
@@ -314,11 +350,10 @@ class RunFolder:
 
     def keep_log_tail(self, lines: int = 12) -> None:
         """Keep the log's last lines, but for the frames of tracebacks, to explain an actor's failure."""
-        if self.log_file:
-            time.sleep(1)  # Ray brings other processes' output with a delay
-            log = re.sub(r"\x1b\[\d*m", "", self.log_file.read_text(errors="replace")).splitlines()
-            said = [line for line in log if not re.match(_FRAME, line)]
-            self.tail = "\n".join(said[-lines:])
+        time.sleep(1)  # Ray brings other processes' output with a delay
+        log = re.sub(r"\x1b\[\d*m", "", self.log_file.read_text(errors="replace")).splitlines()
+        said = [line for line in log if not re.match(_FRAME, line)]
+        self.tail = "\n".join(said[-lines:])
 
     def start_metrics(self, last_step: int) -> None:
         """Begin after `last_step`: note the arguments, drop the metrics of later steps, open TensorBoard."""

@@ -60,6 +60,8 @@ def load_prompts(path: str | None) -> list[dict]:
             raise TaskError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"]:
             raise TaskError(f'{path}, line {number}: not an object with a non-empty string "prompt"')
+        if taken := row.keys() & {"prompts", "completions"}:
+            raise TaskError(f"{path}, line {number}: a reward gets {' and '.join(sorted(taken))} from the run itself")
         if rows and row.keys() != rows[0].keys():
             raise TaskError(f"{path}, line {number}: columns {sorted(row)}, unlike line 1's {sorted(rows[0])}")
         rows.append(row)

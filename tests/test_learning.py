@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from grpo import (
     token_losses,
     token_weights,
 )
-from run_folder import RunError, RunFolder, last_checkpoint, parse_args, write_checkpoint
+from run_folder import RunError, RunFolder, choose_models, last_checkpoint, parse_args, share, write_checkpoint
 from task import PROMPTS, TaskError, draw_prompts, load_prompts, load_reward, score, uppercase
 from tiny_model import build_tiny_model, byte_tokenizer
 
@@ -251,6 +252,40 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     assert steps == [1, 2, 3]
 
 
+def test_verbose_run_shows_its_log(tmp_path, capfd):
+    args = argparse.Namespace(resume=None, output=tmp_path / "run", verbose=True, steps=3)
+    with RunFolder(args, "test") as run:
+        os.write(1, b"for the log\n")
+    assert "for the log\n" in capfd.readouterr().out
+    assert "for the log\n" in run.log_file.read_text()
+
+
+def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(tmp_path, monkeypatch):
+    def parse(default, *command):
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--gpu-memory-utilization", type=share, default=default)
+        monkeypatch.setattr("sys.argv", ["script.py", *command])
+        return parse_args(parser)
+
+    run = str(tmp_path / "run")
+    for default, command in (0.8, ["--output", run, "--group-size", "4"]), (0.4, ["--resume", run]):
+        args = parse(default, *command)
+        assert (args.group_size, args.gpu_memory_utilization) == (4, default)
+        with RunFolder(args, "test") as folder:
+            folder.start_metrics(0)
+    assert parse(0.3, "--resume", run, "--group-size", "2").group_size == 2
+
+
+def test_finished_run_is_not_resumed(tmp_path):
+    model = build_tiny_model(tmp_path / "model")
+    write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
+    args = argparse.Namespace(model=str(model), learning_rate=1e-3, resume=True, steps=7, ray_address=None)
+    with pytest.raises(RunError, match="that run has done its 7 steps: ask for more with --steps"):
+        choose_models(argparse.Namespace(path=tmp_path / "run"), args, "cpu")
+    args.steps = 8
+    assert choose_models(argparse.Namespace(path=tmp_path / "run"), args, "cpu")[1].endswith("checkpoint-000007")
+
+
 @pytest.mark.parametrize(("every", "steps"), [("4", [4, 8, 10]), ("1", list(range(1, 11))), ("0", [])])
 def test_checkpoints_are_written_as_often_as_asked_and_never_with_0(tmp_path, monkeypatch, every, steps):
     command = ["rlhf.py", "--save-every", every, "--steps", "10", "--output", str(tmp_path / "run")]
@@ -277,6 +312,7 @@ def test_every_epoch_draws_every_prompt_in_its_own_order():
         ('{"prompt": "a"}\n\n{"prompt": \n', "line 3: not JSON"),
         ('{"prompt": "a"}\n["prompt"]\n', "line 2: not an object"),
         ('{"prompt": "a", "answer": 1}\n{"prompt": "b"}\n', "line 2: columns"),
+        ('{"prompt": "a", "completions": "b"}\n', "line 1: a reward gets completions from the run itself"),
         ("\n", "has no prompts"),
     ],
 )

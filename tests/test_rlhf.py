@@ -97,7 +97,9 @@ def test_too_few_gpus_is_an_error_that_says_how_many_there_are(monkeypatch):
         (["--prompts", "none.jsonl"], "error: cannot read the prompts file none.jsonl"),
         (["--reward", "nope:reward"], "error: --reward nope:reward cannot be imported"),
         (["--resume", "nowhere"], "error: --resume nowhere: not a run folder"),
+        (["--resume", "here", "--output", "there"], "error: --resume goes on in that run's folder"),
         (["--group-size", "1"], "error: argument --group-size: '1' is not a whole number of at least 2"),
+        (["--gpu-memory-utilization", "80"], "error: argument --gpu-memory-utilization: '80' is more than the whole"),
     ],
 )
 def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys, arguments, message):
