@@ -402,7 +402,7 @@ class _Recording:
         if layer is None or parameter not in layer.loadable:
             return None, self.served[write.owner].data
         if not layer.scratch and (reason := layer.begin(self.free, self.device)):
-            raise NotImplementedError(f"{piece.name}: the engine keeps {write.owner} in another form{reason}")
+            raise NotImplementedError(f"the engine keeps {write.owner} in another form{reason}")
         return layer, layer.scratch[parameter]
 
 

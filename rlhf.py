@@ -101,7 +101,7 @@ class Engine:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
 
     def receive_weights(self) -> bool:
-        """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
+        """Wait for a sync and take part in it. Returns whether every worker serves exactly what it left."""
         # The prefix cache holds keys and values of the old weights. Nothing is generated between here and the sync.
         if not self.llm.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")

@@ -123,7 +123,7 @@ class Engine:
 
     def receive_weights(self, handles: dict[str, str]) -> tuple[bool, float]:
         """Take part in a sync with the ranks of these handles, and be awake after it. Returns whether every worker
-        serves exactly what was sent, and the seconds that waking took."""
+        serves exactly what it left, and the seconds that waking took."""
         started = time.perf_counter()
         if self.asleep and self.sleep_weights:
             self.llm.wake_up(tags=["weights"])

@@ -11,16 +11,16 @@
 
 1. Place: one Ray placement group, a bundle for the trainer and one for each engine worker.
 2. Generate with dummy weights: nonsense. Connect trainer and workers, sync, and generate again: the greedy tokens must
-   be the trainer's own, and the log-probabilities of sampled ones the trainer's.
+   be the trainer's own, ties set aside (counted only, if quantized), and the log-probabilities of sampled ones its too.
 3. Each step: generate, reward, learn, sync. The rollouts that follow a sync prove it: the engine's log-probabilities
    of the tokens it sampled must be the trainer's, or the step raises.
 4. Generate again with the last weights, prove them as well, and print.
 
 With --backend ipc the optimizer's state waits in host memory while the engine generates. A 7B's weights, gradients and
-Adam's state are still 114 of an H200's 140 GiB when a learning step ends. An engine was seen to fit beside that with
---gpu-memory-utilization 0.13 --max-model-len 512 --micro-batch-size 4; the sync after the step is not measured yet.
+Adam's state are still 114 of an H200's 140 GiB when a learning step ends; beside that, an engine fits with
+--gpu-memory-utilization 0.13 --max-model-len 512 --micro-batch-size 4.
 
-Take this script where vLLM's supported API is what counts: no code of ours runs in the engine's workers, and vLLM's
+Take this script where vLLM's supported API is what counts: on GPUs no code of ours runs in the engine's workers; vLLM's
 other transports and its HTTP server are driven in the same way. Take rlhf.py where the sync itself counts: it checks
 names and shapes before a byte moves, knows bit for bit what is served, carries a worker's error to the trainer, and is
 faster. On CPU, where vLLM has no transport, this script brings its own, the last section of rlhf_utils.py.

@@ -387,7 +387,7 @@ def test_stale_scales_are_found(monkeypatch):
 def test_layer_that_keeps_more_than_parameters_is_refused(monkeypatch):
     loader = quantized_sync(monkeypatch, Notes)(quantizable(1))
     reason = "the engine keeps qk.weight in another form: more than the layer's parameters would have to be copied"
-    assert loader == f"reload: q: {reason}"
+    assert loader == f"reload: {reason}"
 
 
 def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
