@@ -159,8 +159,8 @@ class Trainer:
     def step(self) -> int:
         return self.learner.step
 
-    def save(self, run_folder: Path) -> Path:
-        return write_checkpoint(run_folder, self.learner.step, self.learner.save)
+    def save(self, run_folder: Path) -> None:
+        write_checkpoint(run_folder, self.learner.step, self.learner.save)
 
 
 def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
