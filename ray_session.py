@@ -22,6 +22,7 @@ from run_folder import USER_ERRORS, RunError, RunFolder
 
 PHASE_SECONDS = 3600.0  # no phase of a step takes longer
 PR_SET_CHILD_SUBREAPER = 36
+TRACKER = "multiprocessing.resource_tracker"  # removes from /dev/shm what others have left, once they have all ended
 
 
 class RaySession:
@@ -50,6 +51,7 @@ class RaySession:
         if self.address is None:
             # Or Ray ends, with an actor, the process that removes what the actor's others have left in /dev/shm.
             os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
+            os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
             environment["TMPDIR"] = self.folder  # vLLM leaves its sockets there
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False, "_temp_dir": self.folder}
@@ -79,13 +81,12 @@ class RaySession:
             refs = [actor.shutdown.remote() for actor in self.actors.values() if hasattr(actor, "shutdown")]
             ray.wait(refs, num_returns=len(refs), timeout=5)
         ray.shutdown()
-        for stop in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+        for stop, spared in ((signal.SIGTERM, TRACKER), (signal.SIGKILL, TRACKER), (signal.SIGKILL, None)):
             family = self._family()
             for process in family:
-                try:
-                    process.send_signal(stop)
-                except psutil.NoSuchProcess:
-                    pass
+                with suppress(psutil.NoSuchProcess):
+                    if spared is None or spared not in " ".join(process.cmdline()):
+                        process.send_signal(stop)
             psutil.wait_procs(family, timeout=3)
         for file in self.shared_memory:
             Path(file).unlink(missing_ok=True)  # a process that was killed did not
