@@ -96,13 +96,13 @@ class RaySession:
 
     def wait(self, phase: str, **refs: ray.ObjectRef) -> list:
         """Results of one call to each named actor, in order. Raises what an actor raised, or says which one died."""
-        started, pending, named = time.monotonic(), list(refs.values()), len(refs)
+        started, pending = time.monotonic(), list(refs.values())
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=1)
             failed = any(_error_of(ref) for ref in ready)
             if not ready:  # also for an actor that nobody waits for now
-                refs = self._failed_pings() | refs
-                failed = len(refs) > named
+                dead = self._failed_pings()
+                failed, refs = bool(dead.keys() - refs.keys()), dead | refs
             if failed:
                 ray.wait(pending, num_returns=len(pending), timeout=3)  # let the other side say what it saw
             for process in self.ray_processes:

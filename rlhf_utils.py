@@ -10,10 +10,11 @@ sharded, buckets into which its ranks gather them. Beside the bytes runs one sma
 carries what the two ends must agree on, it ends the wait of either side when the other fails, and it breaks at once
 when a process dies. One sync, in order:
 
-1. Preflight, unless the tensors are those of the last sync. Each worker runs vLLM's own weight loaders over tensors
-   without storage and notes what would be copied where. A parameter that the engine does not know, lacks or shapes
-   otherwise is an error that names it, before a byte moves. The answer also says in which dtype the engine keeps each
-   parameter; that is the dtype sent, so fp32 master weights travel as bf16 to a bf16 engine.
+1. Preflight, unless the tensors are those of the last sync; while the trainer looks, the workers wake up. Each worker
+   runs vLLM's own weight loaders over tensors without storage and notes what would be copied where. A parameter that
+   the engine does not know, lacks or shapes otherwise is an error that names it, before a byte moves. The answer also
+   says in which dtype the engine keeps each parameter; that is the dtype sent, so fp32 master weights travel as bf16 to
+   a bf16 engine.
 2. The buckets. *Reload* hands the tensors to vLLM's loader inside one of its reload brackets
    (`initialize_layerwise_reload` ... `finalize_layerwise_reload`), which is right for every model, quantization and
    device: layers are loaded, repacked or quantized as they complete. *Replay* repeats just what such a load comes down

@@ -54,6 +54,7 @@ CPU = torch.device("cpu")
 tensors = [torch.randn(70_000), torch.randn(300, 7).bfloat16(), torch.randn(10), torch.randn(5, 9).bfloat16()]
 expected = digest(tensors)
 copies._has_kernel = lambda device: True
+copies.load_kernel(CPU)  # which touches no memory
 assert digest(tensors) == expected
 
 served = [torch.ones(64, 1024).bfloat16(), torch.ones(40, 2048), torch.ones(8), torch.ones(4, 4).bfloat16()]
@@ -62,6 +63,7 @@ master = torch.randn(32, 1024).bfloat16().float()  # the interpreter truncates w
 first = Copies(CPU, [(served[0][:30], rows[:30, 1024:])])
 last = Copies(CPU, [(served[0][32:], master), (served[1], columns[:, 2048:])], [(served[0][30:32], 3.0)])
 assert not first.plain and not last.plain
+assert first.writes() and last.writes() and not Copies(CPU, []).writes()
 assert digest_together([first, last], served)
 for _ in range(2):
     total = torch.zeros(1, dtype=torch.int64)
