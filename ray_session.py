@@ -22,6 +22,8 @@ from run_folder import USER_ERRORS, RunError, RunFolder
 
 PHASE_SECONDS = 3600.0  # no phase of a step takes longer
 PR_SET_CHILD_SUBREAPER = 36
+MAX_SOCKET_CHARS = 107  # of a socket's path
+RAY_SOCKET_CHARS = 82  # of it, below the folder for temporary files: /rlhf-ray-.../session_.../sockets/plasma_store
 TRACKER = "multiprocessing.resource_tracker"  # removes from /dev/shm what others have left, once they have all ended
 
 
@@ -43,7 +45,8 @@ class RaySession:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-        self.folder = tempfile.mkdtemp(prefix="rlhf-ray-")
+        beside = None if len(tempfile.gettempdir()) + RAY_SOCKET_CHARS <= MAX_SOCKET_CHARS else "/tmp"
+        self.folder = tempfile.mkdtemp(prefix="rlhf-ray-", dir=beside)
         code = os.path.dirname(os.path.abspath(__file__))
         python_path = os.pathsep.join([code, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": python_path}
@@ -96,13 +99,13 @@ class RaySession:
 
     def wait(self, phase: str, **refs: ray.ObjectRef) -> list:
         """Results of one call to each named actor, in order. Raises what an actor raised, or says which one died."""
-        started, pending = time.monotonic(), list(refs.values())
+        started, pending, answers = time.monotonic(), list(refs.values()), refs
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=1)
             failed = any(_error_of(ref) for ref in ready)
-            if not ready:  # also for an actor that nobody waits for now
+            if not ready:  # also for an actor that nobody waits for now, or that has answered already
                 dead = self._failed_pings()
-                failed, refs = bool(dead.keys() - refs.keys()), dead | refs
+                failed, answers = bool(dead), refs | dead
             if failed:
                 ray.wait(pending, num_returns=len(pending), timeout=3)  # let the other side say what it saw
             for process in self.ray_processes:
@@ -110,7 +113,7 @@ class RaySession:
                     raise RunError(f"Ray's {process.name()} died while {phase}")
             if failed:
                 self.run.keep_log_tail()
-                raise self._blame(phase, refs)
+                raise self._blame(phase, answers)
             seconds = time.monotonic() - started
             if seconds > PHASE_SECONDS:
                 raise RunError(f"{phase} was not done within {PHASE_SECONDS:.0f} s")
@@ -138,10 +141,10 @@ class RaySession:
         """Note what is in use now: when a process has been killed, nobody knows any more what it had mapped."""
         self.shared_memory |= shared_memory_of(self._family())
 
-    def _blame(self, phase: str, refs: dict[str, ray.ObjectRef]) -> Exception:
+    def _blame(self, phase: str, answers: dict[str, ray.ObjectRef]) -> Exception:
         """The error that explains the others: a death before a failed sync, that before anything else."""
-        done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)
-        errors = [(actor, error) for actor, ref in refs.items() if ref in done and (error := _error_of(ref))]
+        done, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=0)
+        errors = [(actor, error) for actor, ref in answers.items() if ref in done and (error := _error_of(ref))]
         for actor, error in errors:
             if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
                 node = " with its Ray node" if "its node has died" in str(error) else ""

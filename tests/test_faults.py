@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import psutil
@@ -122,11 +123,14 @@ def test_taken_port_is_an_error_that_names_it():
         stateless_init_process_group("127.0.0.1", taken.getsockname()[1], 0, 2, torch.device("cpu"))
 
 
-def test_death_of_an_actor_that_nobody_waits_for_ends_the_wait(tmp_path):
+def test_death_of_an_actor_that_has_answered_or_was_not_asked_ends_the_wait(tmp_path):
     class Sleeper:
         def sleep(self, seconds: float) -> int:
             time.sleep(seconds)
             return os.getpid()
+
+        def answer_and_die(self) -> None:
+            threading.Timer(1, os.abort).start()
 
     args = argparse.Namespace(resume=None, output=tmp_path / "run", verbose=False)
     with RunFolder(args, "test") as run, RaySession(run, None) as session:
@@ -136,6 +140,13 @@ def test_death_of_an_actor_that_nobody_waits_for_ends_the_wait(tmp_path):
         psutil.Process(pid).kill()
         with pytest.raises(RunError, match="the engine died while learning"):
             session.wait("learning", trainer=trainer.sleep.remote(60))
+
+        session.pings.clear()
+        session.actors["engine"] = engine = ray.remote(Sleeper).remote()
+        started = time.monotonic()
+        with pytest.raises(RunError, match="the engine died while starting"):
+            session.wait("starting", engine=engine.answer_and_die.remote(), trainer=trainer.sleep.remote(60))
+        assert time.monotonic() - started < FAULT_SECONDS
 
 
 OF_AN_ENGINE = """
