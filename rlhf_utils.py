@@ -100,6 +100,7 @@ __all__ = [
 ]
 
 STAGING_BYTES = 1000 << 20  # for buckets, at each end; with the tables of copies 1 GiB, a reload takes more besides
+REASON_BYTES = 1000  # of what one trainer rank tells the others
 ANSWER_SECONDS = 600.0  # preflight and the first sync of the largest models take less; a dead peer is noticed at once
 ROUNDING_SLACK = 1.001  # how much more than the error of rounding passes: comparing rounds as well
 
@@ -249,14 +250,18 @@ class WeightSender:
         for link in self.links:
             link.send(mode="end")
 
-    def _first_true(self, values: list):
-        """The first true value, if any, also of the ranks among which tensors are sharded: each has asked its own
-        worker, but a pass gathers from all of them, so that they must go the same way."""
-        if self.group is not None:
-            everyones = [None] * self.group.size()
-            dist.all_gather_object(everyones, next(filter(None, values), None), self.group)
-            values = everyones
-        return next(filter(None, values), None)
+    def _first_true(self, values: list) -> str:
+        """The first true value's text, if any, also of the ranks among which tensors are sharded: each has asked its
+        own worker, but a pass gathers from all of them, so that they must go the same way."""
+        text = str(next(filter(None, values), ""))
+        if self.group is None:
+            return text
+        said = torch.zeros(self.group.size(), REASON_BYTES, dtype=torch.uint8, device=self.packing[0].device)
+        mine = torch.tensor(list(text.encode()[:REASON_BYTES]), dtype=torch.uint8)
+        said[self.rank, : len(mine)] = mine
+        self._add_up(said, time.monotonic() + seconds_allowed(self.buckets))
+        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist()]
+        return next(filter(None, texts), "")
 
     def _transmit(self, mode: str) -> list[dict]:
         """One pass of all bytes, and the workers' answers to it."""
@@ -300,7 +305,11 @@ class WeightSender:
         bucket = self.lanes.buffers[i % LANES][: bucket_nbytes(self.buckets[i])]
         bucket.zero_()
         self.packing[i].run()
-        summing = dist.all_reduce(bucket, group=self.group, async_op=True)
+        self._add_up(bucket, deadline)
+
+    def _add_up(self, tensor: torch.Tensor, deadline: float) -> None:
+        """Sum a tensor over the ranks, in place."""
+        summing = dist.all_reduce(tensor, group=self.group, async_op=True)
         wait_until(summing.is_completed, self.links, deadline)  # a rank that has failed never comes
         summing.wait()
 
