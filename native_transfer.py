@@ -62,6 +62,7 @@ class NativeSender:
     def send_weights(self) -> SyncReport:
         """Start, update, finish, all by vLLM."""
         started = time.perf_counter()
+        self.version += 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # vLLM packs in streams of its own, which do not wait for the optimizer
         self._watched(self.transfer.send_weights, self.seconds_allowed)
@@ -95,7 +96,6 @@ class NativeSender:
         self._call("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.version += 1
         self._call("finish_weight_update", str(self.version))
 
     def _call(self, method: str, *args) -> None:
