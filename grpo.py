@@ -76,6 +76,7 @@ def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tenso
       standard deviation of the whole batch.
     """
     groups = rewards.view(-1, group_size)
+    groups = groups - groups[:, :1]  # equal rewards are exactly 0 from here on, which their mean need not be
     centered = groups - groups.mean(1, keepdim=True)
     if kind == "grpo":
         return (centered / (groups.std(1, keepdim=True) + 1e-4)).flatten()
@@ -161,6 +162,7 @@ class Learner:
         for turn in range(self.ranks):  # one rank after the other: a node holds one whole model at a time
             if turn == self.rank:
                 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+                _make_savable(model.generation_config)
                 model = shard(model, mesh) if mesh else model.to(self.device)
             if mesh:
                 dist.barrier()
@@ -173,8 +175,8 @@ class Learner:
         trainer's than `max_mismatch` on average.
         """
         config = self.config
-        rewards = torch.tensor([rollout.reward for rollout in rollouts])
-        advantage = advantages(rewards, config.group_size, config.advantage).to(self.device)
+        rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float64)
+        advantage = advantages(rewards, config.group_size, config.advantage).to(self.device, torch.float32)
         mask, engine_logprobs = (tensor.to(self.device) for tensor in _completion_tensors(rollouts))
         weights = token_weights(mask, config)
         tokens = mask.sum()
@@ -330,6 +332,15 @@ class Learner:
         torch.set_rng_state(state["random"])
         if "random_cuda" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.device)
+
+
+def _make_savable(generation_config) -> None:
+    """A temperature without `do_sample`, as some models come with, is what transformers loads but refuses to save."""
+    try:
+        generation_config.validate(strict=True)
+    except ValueError:
+        generation_config.do_sample = True
+        generation_config.validate(strict=True)  # what else is wrong ends the run here, not at its first checkpoint
 
 
 class _WithoutCopies(TorchFunctionMode):

@@ -79,10 +79,11 @@ def compare_memory(args: argparse.Namespace, engine_class: type) -> None:
                 model, _ = choose_models(run, args, device)
                 args.enforce_eager |= device == "cpu"  # where compiling takes longer than such a run
                 count, *batch = BATCH[device]
-                prompts = [row["prompt"] for row in draw_prompts(load_prompts(args.prompts), count, 1, args.seed)]
+                rows = draw_prompts(load_prompts(args.prompts), count, 1, args.seed)
+                prompts = [row["prompt"] for row in rows]
                 engine = ray.remote(engine_class).options(**options).remote(model, args, device, **more)
                 session.actors["engine"] = engine
-                (quantization,) = session.wait("starting", engine=engine.start.remote())
+                (quantization,) = session.wait("starting", engine=engine.start.remote(rows))
                 table += session.wait("generating", engine=engine.measure.remote(prompts, *batch, ROUNDS[device]))
     print(f"model {model}, {'eager' if args.enforce_eager else 'compiled'}, TP={args.tensor_parallel_size}")
     print(f"quantized by torchao's {quantization}")

@@ -32,7 +32,7 @@ from grpo import GRPOConfig, Learner, Rollout
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
 from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
-from task import draw_prompts, load_prompts, load_reward, score
+from task import check_lengths, draw_prompts, load_prompts, load_reward, score
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
 
@@ -67,8 +67,9 @@ class Engine:
         )
         die_with_children()
 
-    def start(self) -> None:
-        """Returns once the engine has started, as any call does."""
+    def start(self, prompts: list[dict]) -> None:
+        """Returns once the engine has started. Raises TaskError if it has no room for one of these prompts."""
+        check_lengths(prompts, self.llm)
 
     def rollout(self, prompts: list[str], args: argparse.Namespace, seed: int) -> list[tuple]:
         """`group_size` completions of each prompt: (prompt ids, completion ids, log-probabilities, text), in order."""
@@ -186,7 +187,7 @@ def main(args: argparse.Namespace) -> None:
         trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
-        first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())
+        first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote(prompts))
         run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds

@@ -37,7 +37,7 @@ from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSyncError
 from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
 from sharding import join_ranks
-from task import draw_prompts, load_prompts, load_reward, score
+from task import check_lengths, draw_prompts, load_prompts, load_reward, score
 from weight_transport import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
@@ -75,8 +75,10 @@ class Engine:
         self.sleeps, self.sleep_weights, self.asleep = device == "cuda", args.sleep_weights, False
         die_with_children()
 
-    def start(self) -> None:
-        """Returns once the engine has started, with the digests of what it has loaded from disk."""
+    def start(self, prompts: list[dict]) -> None:
+        """Returns once the engine has started, with the digests of what it has loaded from disk. Raises TaskError if it
+        has no room for one of these prompts."""
+        check_lengths(prompts, self.llm)
         self.from_disk = self.llm.collective_rpc("weight_digests")
 
     def device_ids(self) -> list[str]:
@@ -270,7 +272,7 @@ def main(args: argparse.Namespace) -> None:
         ]
         session.actors |= {f"trainer{rank}": trainer for rank, trainer in enumerate(trainers)}
         session.actors |= {f"engine{i}": engine for i, engine in enumerate(engines)}
-        session.wait("starting", **each("engine", engines, "start"))
+        session.wait("starting", **each("engine", engines, "start", prompts))
         session.wait("sleeping", **each("engine", engines, "sleep"))
         (address,) = session.wait("loading", trainer0=trainers[0].address.remote())
         given = (address, model, initial, config, device, args)
@@ -311,6 +313,7 @@ def main(args: argparse.Namespace) -> None:
         # 4. Generate again, and prove the last sync
         rows = draw_prompts(prompts, args.prompts_per_step, args.steps + 1, args.seed)
         rollouts, texts = generate(session, engines, rows, reward, args, args.steps + 1)
+        session.wait("sleeping", **each("engine", engines, "sleep"))
         mismatch, *_ = session.wait("proving", **each("trainer", trainers, "mismatch", ray.put(rollouts)))
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         run.show(rows, rollouts, texts)

@@ -46,7 +46,7 @@ from native_transfer import NativeSender, check_native_api, worker_error
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import SyncReport, WeightSyncError
 from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
-from task import draw_prompts, load_prompts, load_reward, score
+from task import check_lengths, draw_prompts, load_prompts, load_reward, score
 
 MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that fp32, bf16, FP8 arithmetic explain
 MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # between logits that count as tied: a few bf16 steps
@@ -91,8 +91,9 @@ class Engine:
         )
         die_with_children()
 
-    def start(self) -> None:
-        """Returns once the engine has started, as any call does."""
+    def start(self, prompts: list[dict]) -> None:
+        """Returns once the engine has started. Raises TaskError if it has no room for one of these prompts."""
+        check_lengths(prompts, self.llm)
 
     def rollout(self, prompts: list[str], args: argparse.Namespace, seed: int) -> list[tuple]:
         """`group_size` completions of each prompt: (prompt ids, completion ids, log-probabilities, text), in order."""
@@ -264,11 +265,11 @@ def main(args: argparse.Namespace) -> None:
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
         session.actors["engine"] = engine
         if backend == "ipc":
-            session.wait("starting", engine=engine.start.remote())  # alone on the GPU, whose memory it measures
+            session.wait("starting", engine=engine.start.remote(prompts))  # alone on the GPU, whose memory it measures
         session.actors["trainer"] = trainer = (
             ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
         )
-        first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())
+        first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote(prompts))
         run.start_metrics(first_step)
 
         # 2. Generate with dummy weights, connect, sync, and generate what the trainer would

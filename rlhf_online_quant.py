@@ -37,7 +37,7 @@ from quantization import compare_memory, quantize_by_torchao, read_torchao_confi
 from ray_session import RaySession, die_with_children, run_main
 from rlhf_utils import Comparison, SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
 from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
-from task import draw_prompts, load_prompts, load_reward, score
+from task import check_lengths, draw_prompts, load_prompts, load_reward, score
 
 # Mean |Δ logprob| that int8 and FP8 explain. In FP8, random weights of Qwen2.5-0.5B's and 7B's shapes had up to 0.095,
 # the built-in model 0.01: --max-mismatch raises it. That a sync left nothing behind is shown by `compare`, not by this.
@@ -75,8 +75,10 @@ class Engine:
         )
         die_with_children()
 
-    def start(self) -> str:
-        """Returns once the engine has started, as any call does, by what its weights are quantized."""
+    def start(self, prompts: list[dict]) -> str:
+        """Returns once the engine has started, by what its weights are quantized. Raises TaskError if it has no room
+        for one of these prompts."""
+        check_lengths(prompts, self.llm)
         return self.quantization
 
     def rollout(self, prompts: list[str], args: argparse.Namespace, seed: int) -> list[tuple]:
@@ -203,7 +205,9 @@ def main(args: argparse.Namespace) -> None:
         trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
-        first_step, quantization = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote())
+        first_step, quantization = session.wait(
+            "starting", trainer=trainer.step.remote(), engine=engine.start.remote(prompts)
+        )
         run.say(f"engine weights by torchao's {quantization}")
         run.start_metrics(first_step)
 

@@ -55,7 +55,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     task.add_argument(
         "--max-tokens", type=count, default=16, help="length of a completion, at most (default %(default)s)"
     )
-    task.add_argument("--temperature", type=positive, default=1.0, help="default %(default)s")
+    task.add_argument("--temperature", type=temperature, default=1.0, help="default %(default)s")
     learning = parser.add_argument_group("learning")
     learning.add_argument("--steps", type=count, default=30, help="default %(default)s")
     learning.add_argument("--learning-rate", type=positive, help="default: 3e-3 for the built-in model, else 1e-5")
@@ -109,8 +109,9 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
         except (OSError, ValueError, KeyError) as error:
             parser.error(f"--resume {first.resume}: not a run folder ({error!r})")
     args = parser.parse_args()
-    if args.model and os.path.isdir(args.model):
-        args.model = os.path.abspath(args.model)  # as the actors, and a run that goes on from elsewhere, find it
+    for name in ("model", "prompts"):
+        if (path := getattr(args, name)) and os.path.exists(path):
+            setattr(args, name, os.path.abspath(path))  # as the actors, and a run that goes on from elsewhere, find it
     args.given = [name for name, value in vars(args).items() if value != defaults.get(name) and name not in _NOT_SAVED]
     return args
 
@@ -145,6 +146,10 @@ def group_size(text: str) -> int:
 
 def not_negative(text: str) -> float:
     return _number(text, float, 0.0, "a number of at least 0")
+
+
+def temperature(text: str) -> float:
+    return _number(text, float, 0.01, "a number of at least 0.01, the lowest that vLLM samples at")
 
 
 def share(text: str) -> float:
@@ -191,7 +196,7 @@ def last_checkpoint(run_folder: Path, of_model: str) -> Path:
 def choose_models(run: "RunFolder", args: argparse.Namespace, device: str) -> tuple[str, str]:
     """The model to begin with, --model or what the hardware allows, and the one to go on from: the same, or its last
     checkpoint when resuming."""
-    builtin = args.model is None and device == "cpu"
+    builtin = args.model is None and ((run.path / "model").is_dir() if args.resume else device == "cpu")
     if args.learning_rate is None:
         args.learning_rate = 3e-3 if builtin else 1e-5
     initial = str(run.path / "model") if builtin else args.model or DEFAULT_MODEL

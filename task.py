@@ -70,6 +70,17 @@ def load_prompts(path: str | None) -> list[dict]:
     return rows
 
 
+def check_lengths(rows: list[dict], llm) -> None:
+    """Raise a TaskError for the first prompt that a vllm.LLM would refuse, since no token of an answer has room."""
+    for number, row in enumerate(rows, 1):
+        length, room = len(llm.get_tokenizer().encode(row["prompt"])), llm.model_config.max_model_len
+        if length >= room:
+            raise TaskError(
+                f"prompt {number}, {row['prompt'][:30]!r}..., has {length} tokens, and the engine has room for {room}"
+                " with the completion's: --max-model-len"
+            )
+
+
 def load_reward(name: str | None) -> Callable:
     """The function that `module:function` names, or the built-in one. The working folder is searched for modules."""
     if name is None:

@@ -167,7 +167,7 @@ def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(
     engine.llm, engine.sleep_weights = argparse.Namespace(), sleep_weights
     engine.llm.collective_rpc = lambda method: engine.digests
     engine.digests = [(1, 2), (3, 4)]
-    engine.start()
+    engine.start([])
     assert engine.serves_checkpoint()
     engine.digests = [(1, 2), (5, 6)]
     assert not engine.serves_checkpoint()  # other weights, so that the other tensors may be others as well

@@ -9,10 +9,12 @@ import math
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import run_folder
 from grpo import (
     DivergenceError,
     GRPOConfig,
@@ -25,7 +27,7 @@ from grpo import (
     token_weights,
 )
 from run_folder import RunError, RunFolder, choose_models, last_checkpoint, parse_args, share, write_checkpoint
-from task import PROMPTS, TaskError, draw_prompts, load_prompts, load_reward, score, uppercase
+from task import PROMPTS, TaskError, check_lengths, draw_prompts, load_prompts, load_reward, score, uppercase
 from tiny_model import build_tiny_model, byte_tokenizer
 
 CPU = torch.device("cpu")
@@ -58,7 +60,8 @@ def test_advantages(kind, expected):
 
 def test_advantages_of_equal_rewards_are_zero():
     for kind in ("grpo", "dr_grpo", "rloo", "reinforce++"):
-        assert advantages(torch.full((4,), 0.5), 2, kind).tolist() == [0, 0, 0, 0]
+        for reward in (0.5, 0.1, 1000.1):  # of which the mean of eight may be another, by rounding
+            assert advantages(torch.full((16,), reward), 8, kind).tolist() == [0] * 16
 
 
 def test_unknown_advantage_is_an_error():
@@ -286,6 +289,26 @@ def test_finished_run_is_not_resumed(tmp_path):
     assert choose_models(argparse.Namespace(path=tmp_path / "run"), args, "cpu")[1].endswith("checkpoint-000007")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("builtin", "learning_rate"), [(False, 1e-5), (True, 3e-3)])
+def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypatch, device, builtin, learning_rate):
+    run = tmp_path / "run"
+    model = build_tiny_model(run / "model" if builtin else tmp_path / "default")
+    monkeypatch.setattr(run_folder, "DEFAULT_MODEL", str(model))
+    write_checkpoint(run, 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
+    args = argparse.Namespace(model=None, learning_rate=None, resume=True, steps=8, ray_address=None)
+    initial, checkpoint = choose_models(argparse.Namespace(path=run), args, device)
+    assert (initial, checkpoint) == (str(model), str(run / "checkpoint-000007"))
+    assert args.learning_rate == learning_rate
+
+
+def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_path):
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.9}')
+    Learner(str(tmp_path / "model"), config(), CPU).save(tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["temperature"] == 0.9
+
+
 @pytest.mark.parametrize(("every", "steps"), [("4", [4, 8, 10]), ("1", list(range(1, 11))), ("0", [])])
 def test_checkpoints_are_written_as_often_as_asked_and_never_with_0(tmp_path, monkeypatch, every, steps):
     command = ["rlhf.py", "--save-every", every, "--steps", "10", "--output", str(tmp_path / "run")]
@@ -321,6 +344,16 @@ def test_broken_prompts_file_is_named_by_line(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(TaskError, match=message):
         load_prompts(str(path))
+
+
+def test_prompt_without_room_for_a_completion_is_named():
+    def llm(room: int):
+        return SimpleNamespace(model_config=SimpleNamespace(max_model_len=room), get_tokenizer=byte_tokenizer)
+
+    rows = [{"prompt": "short"}, {"prompt": "just seven"[:7]}]
+    check_lengths(rows, llm(8))
+    with pytest.raises(TaskError, match=r"prompt 2, 'just se'\.\.\., has 7 tokens, and the engine has room for 7"):
+        check_lengths(rows, llm(7))
 
 
 def test_reward_gets_the_columns(tmp_path, monkeypatch):
