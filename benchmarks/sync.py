@@ -8,9 +8,12 @@
 
 Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
 are overwritten; after it they must be, bit for bit, what a reload brings. A time is the median of the rounds after the
-first two, as the trainer sees it: from "the weights are ready" to "the engine may generate", prefix-cache reset
-included. Staging is the most that a way allocates on the GPU beyond the weights, trainer + worker, in the last round,
-and in the first if that differs: in it replay is proven. Writes a table, sync.json and sync.png.
+first two, as the trainer sees it: from "the weights are ready" to its knowing that the engine has them. Otherwise than
+by ours it knows that when the engine's calls have returned, the last of which resets the prefix cache. By ours the
+workers tell it, and the cache was reset before, as it is while a trainer learns; when the call was back in the engine,
+which may generate then, is said as well. Staging is the most that a way allocates on the GPU beyond the weights,
+trainer + worker, in the last round, and in the first if that differs: in it replay is proven. Writes a table, sync.json
+and sync.png.
 """
 
 import argparse
@@ -73,12 +76,16 @@ class BenchEngine(Engine):
     def rpc(self, method: str, *args) -> list:
         return self.llm.collective_rpc(method, args=args)
 
-    def receive_weights(self, *handles) -> bool:
+    def receive_weights(self, *handles) -> float:
+        """Returns when the workers had returned to the engine, on the clock of all processes of this machine."""
         self.reset_prefix_cache()
-        for result in self.rpc("receive_weights", *handles):
+        results, returned = self.rpc("receive_weights", *handles), time.monotonic()
+        for result in results:
             if "error" in result:
                 raise WeightSyncError(result["error"])
-        return all(self.rpc("check_weights_changed"))
+        if not all(self.rpc("check_weights_changed")):
+            raise WeightSyncError("the engine does not serve what was sent")
+        return returned
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -158,6 +165,10 @@ class BenchTrainer:
     def nbytes(self) -> int:
         """What travelled in the last sync of ours."""
         return self.report.nbytes
+
+    def returned(self) -> float:
+        """Seconds of the last sync of ours until the workers had returned to the engine."""
+        return self.returned_after
 
     def staging(self) -> int:
         return self.staged.peak()
@@ -264,8 +275,9 @@ class BenchTrainer:
         """WeightSender; the engine waits already, with an empty prefix cache, as it does during a learning step."""
         ref = self.engine.receive_weights.remote(*self.handles)
         time.sleep(0.05)
+        started = time.monotonic()
         self.report = self.sender.send_weights(self.parameters.items())
-        assert ray.get(ref), "the engine does not serve what was sent"
+        self.returned_after = ray.get(ref) - started
         assert self.report.loader.startswith(expected_loader), self.report.loader
         return self.report.seconds
 
@@ -320,7 +332,7 @@ class Bench:
         session.actors["engine"] = self.engine
         self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device, self.engine)
         session.actors["trainer"] = self.trainer
-        session.wait("starting", engine=self.engine.start.remote(), trainer=self.trainer.address.remote())
+        session.wait("starting", engine=self.engine.start.remote([]), trainer=self.trainer.address.remote())
 
     def run_way(self, method: str, *args):
         return self.session.wait(method, trainer=self.trainer.run.remote(method, *args))[0]
@@ -351,17 +363,21 @@ class Bench:
 
     def measure(self, name: str, method: str, *args) -> None:
         """Time the trainer's method; add a row."""
-        seconds, staging = [], []
+        seconds, staging, returned = [], [], []
         for _ in range(self.args.rounds):
             if name not in CEILINGS:
                 self.ask_workers("poison")
             seconds.append(self.run_way(method, *args))
             staging.append(self.staging())
+            if method == "ours":
+                returned.append(self.ask_trainer("returned"))
         exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
-        median = statistics.median(seconds[min(2, len(seconds) - 1) :])
+        first = min(2, len(seconds) - 1)
+        median = statistics.median(seconds[first:])
         row = {"way": name, "seconds": median, "GBps": self.nbytes / median / 1e9, "exact": exact, "rounds": seconds}
         self.rows.append(row)
         row |= {"share_of_ceiling": self.rows[0]["seconds"] / median, "staging": staging}
+        row |= {"returned": statistics.median(returned[first:])} if returned else {}
         self.run.say(line(row))
 
 
@@ -419,6 +435,7 @@ def line(row: dict) -> str:
     return (
         f"{row['way']:24} {1e3 * row['seconds']:10.2f} ms {row['GBps']:8.2f} GB/s {share} of the ceiling"
         f"  staging {staging} MiB  {exact}"
+        + (f", the engine's call back after {1e3 * row['returned']:.2f} ms" if "returned" in row else "")
     )
 
 
