@@ -13,7 +13,8 @@
 2. Generate with dummy weights: nonsense. Connect trainer and workers, sync, and generate again: the greedy tokens must
    be the trainer's own, ties set aside (counted only, if quantized), and the log-probabilities of sampled ones its too.
 3. Each step: generate, reward, learn, sync. The rollouts that follow a sync prove it: the engine's log-probabilities
-   of the tokens it sampled must be the trainer's, or the step raises.
+   of the tokens it sampled must be the trainer's, or the step raises. One small step left out would be below the bound:
+   what rlhf.py knows of that, vLLM's API has no way to ask.
 4. Generate again with the last weights, prove them as well, and print.
 
 With --backend ipc the optimizer's state waits in host memory while the engine generates. A 7B's weights, gradients and

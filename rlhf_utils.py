@@ -37,8 +37,9 @@ Where the time is, of 46.2 ms for a 7B over NCCL (NVIDIA H200): 43.2 are the bro
 and launches are 1.8 for OPT-125M, and should be here; the first bucket's packing and the last one's copying, which
 nothing hides, 0.4 by their bytes. What is left, the gaps between 57 broadcasts perhaps, has not been taken apart.
 
-On one GPU, of 8.6 ms, the kernel that copies takes 7.5; a plain copy takes 7.3. Some 0.4 are the trainer's look at its
-tensors, under which the worker wakes up; the other 0.7 are messages, launches and the way back.
+On one GPU, of 8.5 to 8.9 ms, the kernel that copies takes 7.5; a plain copy takes 7.3. Some 0.4 are the trainer's look
+at its tensors, under which the worker wakes up; the others are messages, launches and the way back. The worker's call is
+back in its engine 0.6 ms later.
 """
 
 import functools
