@@ -38,8 +38,8 @@ and launches are 1.8 for OPT-125M, and should be here; the first bucket's packin
 nothing hides, 0.4 by their bytes. What is left, the gaps between 57 broadcasts perhaps, has not been taken apart.
 
 On one GPU, of 8.5 to 8.9 ms, the kernel that copies takes 7.5; a plain copy takes 7.3. Some 0.4 are the trainer's look
-at its tensors, under which the worker wakes up; the others are messages, launches and the way back. The worker's call is
-back in its engine 0.6 ms later.
+at its tensors, under which the worker wakes up; the others are messages, launches and the way back. The worker's call
+is back in its engine 0.6 ms later.
 """
 
 import functools
