@@ -18,6 +18,7 @@ from grpo import GRPOConfig, Learner, Rollout
 from ray_session import shared_memory_of
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 
+CORE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # of vLLM's engine, which starts in half the time
 PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"
@@ -181,6 +182,7 @@ def _environment(workers: int, first_gpu: int) -> Iterator[None]:
         variables["CUDA_VISIBLE_DEVICES"] = gpus(slice(first_gpu, first_gpu + workers))
     else:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))
+        variables |= CORE_IN_PROCESS
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)

@@ -7,7 +7,7 @@ pytest tests/test_architectures.py -m slow     the others at TP=1
 import pytest
 import torch
 import transformers
-from pair import DEVICE, Pair, swap_layers
+from pair import CORE_IN_PROCESS, DEVICE, Pair, swap_layers
 from safetensors.torch import load_file
 
 from grpo import GRPOConfig, Learner, MismatchError
@@ -49,7 +49,8 @@ def build(architecture: str, folder, **changes) -> None:
 
 @pytest.fixture(autouse=True)
 def engine_core_in_this_process(monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in a third of the time
+    for name, value in CORE_IN_PROCESS.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 from conftest import ROOT, cpu_only
-from pair import gpus
+from pair import CORE_IN_PROCESS, gpus
 
 import rlhf
 from rlhf_utils import WeightSyncError
@@ -48,7 +48,7 @@ def assert_every_way_is_exact(run, expected):
 )
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
     arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized
-    text = script("benchmarks/sync.py", *arguments).finish(180)
+    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
     assert text.splitlines()[-1].startswith("OK: "), text
     peers = PEERS[topology][:1] if quantized else PEERS[topology]
     assert_every_way_is_exact(tmp_path / "run", [*peers, "ours, reload", "ours, default"])

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import cpu_only
-from pair import Pair
+from pair import CORE_IN_PROCESS, Pair
 from test_rlhf import rows
 
 import quantization
@@ -148,9 +148,8 @@ def test_memory_table_of_a_config_file(script, tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig
 
     (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
-    text = script(
-        "rlhf_online_quant.py", "--compare-memory", "--quantization-config", "int8.json", "--tensor-parallel-size", 1
-    ).finish(240)
+    arguments = ["--compare-memory", "--quantization-config", "int8.json", "--tensor-parallel-size", 1]
+    text = script("rlhf_online_quant.py", *arguments, **CORE_IN_PROCESS).finish(240)
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "/model, eager, TP=1\n" in text
     assert "rollouts of 8 prompts x 8 completions of 16 tokens" in text
