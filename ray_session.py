@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray.exceptions import ActorDiedError
 
 from run_folder import USER_ERRORS, RunError, RunFolder
 
@@ -112,7 +113,6 @@ class RaySession:
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
                     raise RunError(f"Ray's {process.name()} died while {phase}")
             if failed:
-                self.run.keep_log_tail()
                 raise self._blame(phase, answers)
             seconds = time.monotonic() - started
             if seconds > PHASE_SECONDS:
@@ -145,15 +145,15 @@ class RaySession:
         """The error that explains the others: a death before a failed sync, that before anything else."""
         done, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=0)
         errors = [(actor, error) for actor, ref in answers.items() if ref in done and (error := _error_of(ref))]
-        for actor, error in errors:
-            if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" not in str(error):
-                node = " with its Ray node" if "its node has died" in str(error) else ""
-                return RunError(f"the {actor} died{node} while {phase}")
-        for _, error in errors:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, USER_ERRORS):
-                return cause
-        actor, error = errors[0]
+        died = [each for each in errors if isinstance(each[1], ActorDiedError) and "creation task" not in str(each[1])]
+        said = [cause for _, error in errors if isinstance(cause := getattr(error, "cause", None), USER_ERRORS)]
+        if said and not died:
+            return said[0]
+        self.run.keep_log_tail()  # the others do not say it all
+        actor, error = (died or errors)[0]
+        if died:
+            node = " with its Ray node" if "its node has died" in str(error) else ""
+            return RunError(f"the {actor} died{node} while {phase}")
         if "EngineDeadError" in str(error):
             return RunError(f"the {actor} died while {phase}: one of vLLM's processes ended")
         return RunError(f"the {actor} failed while {phase}: {_last_line(error)}")
