@@ -39,6 +39,9 @@ def assert_every_way_is_exact(run, expected):
     assert [row["way"] for row in results["ways"]] == expected
     assert [row["exact"] for row in results["ways"]] == [None] + [True] * (len(expected) - 1)
     assert all(len(row["rounds"]) == 2 and min(row["rounds"]) > 0 for row in results["ways"])
+    returned = {row["way"]: row["returned"] for row in results["ways"] if "returned" in row}
+    assert list(returned) == [way for way in expected if way.startswith("ours")]
+    assert min(returned.values()) > 0
     assert (run / "sync.png").read_bytes().startswith(b"\x89PNG")
 
 

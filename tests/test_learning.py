@@ -350,9 +350,9 @@ def test_prompt_without_room_for_a_completion_is_named():
     def llm(room: int):
         return SimpleNamespace(model_config=SimpleNamespace(max_model_len=room), get_tokenizer=byte_tokenizer)
 
-    rows = [{"prompt": "short"}, {"prompt": "just seven"[:7]}]
+    rows = [{"prompt": "short"}, {"prompt": "7 bytes"}]
     check_lengths(rows, llm(8))
-    with pytest.raises(TaskError, match=r"prompt 2, 'just se'\.\.\., has 7 tokens, and the engine has room for 7"):
+    with pytest.raises(TaskError, match=r"prompt 2, '7 bytes'\.\.\., has 7 tokens, and the engine has room for 7"):
         check_lengths(rows, llm(7))
 
 
