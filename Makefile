@@ -1,16 +1,15 @@
-# make run        set up .venv for this machine's hardware, and run rlhf.py to its end
-# make test       set up the same, and pass the linter and all tests
-# make test-gpu   the tests for GPUs; those with too few GPUs are skipped and say so (REQUIRE_GPU=1: fail)
-# make quick      the tests without an engine, in seconds
-
 PYTHON ?= python3
 GPU := $(shell nvidia-smi -L 2>/dev/null)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 TORCH_CPU := torch==2.13.0+cpu
+PYTEST := .venv/bin/pytest
 
-.PHONY: venv run test quick test-gpu lint
+.PHONY: help venv run test test-rest test-all test-gpu quick lint
 
-venv: .venv/ready-$(REQUIREMENTS)
+help:      ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+venv: .venv/ready-$(REQUIREMENTS)  ## .venv for this machine's hardware
 
 .venv/ready-$(REQUIREMENTS): $(REQUIREMENTS) requirements-test.txt
 	$(PYTHON) -m venv --clear .venv
@@ -27,18 +26,23 @@ ifeq ($(GPU),)
 endif
 	touch $@
 
-run: venv
+run: venv  ## rlhf.py to its end, on GPUs or without
 	.venv/bin/python rlhf.py
 
-test: lint
-	.venv/bin/pytest
+quick: venv  ## the tests without an engine, in under a minute
+	$(PYTEST) $(addprefix tests/test_,learning.py objectives.py copies.py transport.py shared_memory.py replay.py)
 
-quick: venv
-	.venv/bin/pytest tests/test_learning.py tests/test_copies.py tests/test_transport.py tests/test_shared_memory.py tests/test_replay.py
+test: lint  ## the linter, and what the README promises, once: at most 12 minutes on 2 cores
+	$(PYTEST)
 
-test-gpu: venv
-	.venv/bin/pytest -m gpu -rs
+test-rest: venv  ## what `make test` leaves out: at most 36 minutes
+	$(PYTEST) -m slow
 
-lint: venv
+test-all: test test-rest  ## all tests that need no GPU
+
+test-gpu: venv  ## the tests for GPUs; too few GPUs: skipped, with REQUIRE_GPU=1 a failure
+	$(PYTEST) -m gpu -rs
+
+lint: venv  ## ruff
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .

@@ -5,22 +5,21 @@
     python rlhf.py                                   # no GPU: a small built-in model, the same topology, gloo
     python rlhf.py --ray-address auto                # on a running Ray cluster
 
-    GPU 0     trainer actor: fp32 master weights, GRPO (grpo.py), WeightSender (rlhf_utils.py)
+    GPU 0     trainer actor: fp32 master weights, GRPO (recipe/grpo.py), WeightSender (rlhf_utils.py)
     GPU 1..N  engine actor: vllm.LLM with N workers, each with rlhf_utils.WorkerExtension
 
-1. Place: one Ray placement group, a bundle for the trainer and one for each engine worker.
-2. Connect trainer and workers, and sync once: the engine serves what the trainer holds.
-3. Each step: generate, reward, learn, sync. The rollouts that follow a sync prove it: the engine's log-probabilities
-   of the tokens it sampled must be the trainer's, or the step raises.
-4. Generate again with the last weights, prove them as well, and print.
+1. Place: one Ray placement group, with a bundle for the trainer and one for each engine worker.
+2. Connect trainer and workers, and sync once: now the engine serves the trainer's weights.
+3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engine's log-probabilities of the
+   tokens it sampled must be the trainer's, or the run ends with an error.
+4. Generate once more to prove the last sync, and print.
 
-The last line is `OK: ...`; on an error it is `error: ...`, and the exit status is not 0.
+The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
 """
 
-import argparse
 import os
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -28,84 +27,53 @@ import torch
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from grpo import GRPOConfig, Learner, Rollout
-from ray_session import RaySession, die_with_children, run_main
+from recipe.arguments import RunArguments, parse
+from recipe.checkpoint import choose_models, write_checkpoint
+from recipe.engine import EngineArguments, engine_options, generate, reset_prefix_cache, sample
+from recipe.errors import RunError
+from recipe.evaluation import evaluate
+from recipe.grpo import GRPOConfig, Learner, Rollout
+from recipe.ray_session import RaySession, die_with_children, run_main
+from recipe.run_folder import RunFolder
+from recipe.task import TaskArguments, load_task
 from rlhf_utils import SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
-from run_folder import RunError, RunFolder, choose_models, count, grpo_config, parse_args, share, write_checkpoint
-from task import check_lengths, draw_prompts, load_prompts, load_reward, score
 
-MAX_MISMATCH = {"cpu": 1e-4, "cuda": 0.02}  # mean |Δ logprob| that fp32 and bf16 arithmetic explain
+MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
+
+
+@dataclass
+class Arguments(RunArguments, EngineArguments, TaskArguments, GRPOConfig):
+    """What the command line sets."""
 
 
 class Engine:
-    """A Ray actor around vllm.LLM. It has no GPU of its own: vLLM's workers take the placement group's bundles."""
+    """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take bundles of its placement group."""
 
-    def __init__(self, model: str, args: argparse.Namespace, device: str, **more):
-        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension"}
-        options |= {"tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager}
-        if device == "cuda":
-            if not ray.get_gpu_ids():
-                os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray may hide the GPUs from an actor that asked for none
-            os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(args.tensor_parallel_size))
-            options |= {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
-            options |= {"gpu_memory_utilization": args.gpu_memory_utilization}
-        else:
-            # vLLM has no Ray executor on CPU; its workers are processes of this actor, each bound to its cores.
-            cores = sorted(os.sched_getaffinity(0))
-            shares = [cores[i :: args.tensor_parallel_size] or cores for i in range(args.tensor_parallel_size)]
-            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
-            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
-            options |= {"dtype": "float32", "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 256 << 20}
-        from vllm import LLM
+    def __init__(self, model: str, args: Arguments, device: str):
+        workers = args.tensor_parallel_size
+        bundles = range(1, 1 + workers)  # bundle 0 is the trainer's
+        extension = "rlhf_utils.WorkerExtension"
+        options = engine_options(args, device, bundles, workers, worker_extension_cls=extension)
+        from vllm import LLM  # only now: engine_options has set its environment variables
 
-        self.llm = LLM(
-            model=model,
-            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from, temperature included
-            seed=args.seed,
-            max_model_len=args.max_model_len,
-            **options | more,
-        )
+        self.llm = LLM(model, **options)
         die_with_children()
 
-    def start(self, prompts: list[dict]) -> None:
-        """Returns once the engine has started. Raises TaskError if it has no room for one of these prompts."""
-        check_lengths(prompts, self.llm)
+    def start(self) -> int:
+        """Returns once the engine has started: the tokens that a prompt and its completion may have."""
+        return self.llm.model_config.max_model_len
 
-    def rollout(self, prompts: list[str], args: argparse.Namespace, seed: int) -> list[tuple]:
-        """`group_size` completions of each prompt: (prompt ids, completion ids, log-probabilities, text), in order."""
-        from vllm import SamplingParams
-
-        # Without top-p and top-k, the log-probabilities are of the whole vocabulary, as the trainer's are.
-        params = [
-            SamplingParams(
-                n=args.group_size,
-                temperature=args.temperature,
-                max_tokens=args.max_tokens,
-                logprobs=0,
-                seed=(seed * len(prompts) + i) * args.group_size % 2**31,
-            )
-            for i in range(len(prompts))
-        ]
-        requests = self.llm.generate(prompts, params, use_tqdm=False)
-        return [
-            (
-                list(request.prompt_token_ids),
-                list(output.token_ids),
-                [position[token].logprob for position, token in zip(output.logprobs, output.token_ids, strict=True)],
-                output.text,
-            )
-            for request in requests
-            for output in request.outputs
-        ]
+    def sample(
+        self, prompts: list[list[int]], args: Arguments, seed: int, first: int, evaluation: bool
+    ) -> list[Rollout]:
+        return sample(self.llm, prompts, args, seed, first, evaluation)
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
 
     def receive_weights(self) -> bool:
-        """Wait for a sync and take part in it. Returns whether every worker serves exactly what it left."""
-        # The prefix cache holds keys and values of the old weights. Nothing is generated between here and the sync.
-        if not self.llm.reset_prefix_cache():
-            raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
+        """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
+        reset_prefix_cache(self.llm)  # before the sync: nothing is generated in between
         for result in self.llm.collective_rpc("receive_weights"):
             if "error" in result:
                 raise WeightSyncError(result["error"])
@@ -116,11 +84,12 @@ class Engine:
 
 
 class Trainer:
-    """A Ray actor around the learner, and rank 0 of the group that the weights travel in."""
+    """A Ray actor around the learner. It is rank 0 of the group in which the weights travel."""
 
-    def __init__(self, model: str, initial: str, config: GRPOConfig, device: str, args: argparse.Namespace):
-        torch.set_num_threads(os.cpu_count())  # Ray sets one thread
-        self.learner = Learner(model, config, torch.device(device, 0), args.seed, initial)  # Ray shows it one GPU
+    def __init__(self, model: str, initial: str, args: Arguments, device: str):
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
+        here = torch.device(device, 0)  # Ray makes one GPU visible
+        self.learner = Learner(model, args, here, args.seed, initial, args.steps)
         if args.resume:
             self.learner.load_state(Path(model))
 
@@ -142,15 +111,16 @@ class Trainer:
     def mismatch(self, rollouts: list[Rollout]) -> float:
         return self.learner.mismatch(rollouts)
 
-    def step(self) -> int:
-        return self.learner.step
+    def start(self) -> tuple[int, str]:
+        """Returns once the model is loaded: the steps it has done, and how it computes attention."""
+        return self.learner.step, self.learner.attention[1]
 
     def save(self, run_folder: Path) -> None:
         write_checkpoint(run_folder, self.learner.step, self.learner.save)
 
 
-def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
-    """Reserve the topology. Returns the device, and the Ray options that put trainer and engine in their places."""
+def place(args: Arguments) -> tuple[str, dict, dict]:
+    """Reserve the topology. Returns the device, and the Ray options that place the trainer and the engine."""
     gpus = int(ray.cluster_resources().get("GPU", 0))
     wanted = 1 + args.tensor_parallel_size
     if 0 < gpus < wanted:
@@ -173,21 +143,26 @@ def place(args: argparse.Namespace) -> tuple[str, dict, dict]:
     )
 
 
-def main(args: argparse.Namespace) -> None:
-    prompts, reward = load_prompts(args.prompts), load_reward(args.reward)
+def main(args: Arguments) -> None:
+    task = load_task(args)
     with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
-        initial, model = choose_models(run, args, device)
+        initial, model = choose_models(run.path, args, device)
+        task.tokenize(model, args.max_model_len)
         tp = args.tensor_parallel_size
         if device == "cpu":
             run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
         run.say(f"model {model}\nrun folder {run.path}")
-        config = grpo_config(args, max_mismatch=MAX_MISMATCH[device])
-        trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, config, device, args)
+        args.max_mismatch, args.weights_proven = args.max_mismatch or MAX_MISMATCH[device], True
+        trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, args, device)
         engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
-        first_step, _ = session.wait("starting", trainer=trainer.step.remote(), engine=engine.start.remote(prompts))
+        (first_step, attention), room = session.wait(
+            "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
+        )
+        task.check_lengths(room)
+        run.say(f"the trainer's attention: {attention}")
         run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
@@ -196,36 +171,39 @@ def main(args: argparse.Namespace) -> None:
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
 
         # 3. Generate, reward, learn, sync
+        if args.eval_every and not first_step:
+            run.log_metrics(0, evaluate(session, {"engine": engine}, task, args, 0))
         for step in range(first_step + 1, args.steps + 1):
             started = time.perf_counter()
-            rows = draw_prompts(prompts, args.prompts_per_step, step, args.seed)
-            rollouts, texts = generate(session, engine, rows, reward, args, step)
+            batch = generate(session, {"engine": engine}, task, args, step)
             generated = time.perf_counter()
-            listening = engine.receive_weights.remote()  # the engine is ready before the weights are
-            (metrics,) = session.wait("learning", trainer=trainer.learn.remote(rollouts))
+            listening = engine.receive_weights.remote()  # so that the engine is ready when the weights are
+            (metrics,) = session.wait("learning", trainer=trainer.learn.remote(batch.rollouts))
             learned = time.perf_counter()
             report = sync(session, trainer, listening)
-            metrics |= {"time/rollout": generated - started, "time/train": learned - generated}
-            metrics |= {"time/sync": report.seconds, "sync/GBps": report.gigabytes_per_second}
-            run.log_metrics(step, metrics)
-            if step in (first_step + 1, args.steps):
-                run.show(rows, rollouts, texts)
+            metrics |= {
+                "time/rollout": generated - started,
+                "time/train": learned - generated,
+                "time/sync": time.perf_counter() - learned,
+                "sync/transfer": report.seconds,
+                "sync/GBps": report.gigabytes_per_second,
+            }
+            run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
             if run.saves(step):
                 session.wait("saving", trainer=trainer.save.remote(run.path))
                 run.draw()
 
         # 4. Generate again, and prove the last sync
-        rows = draw_prompts(prompts, args.prompts_per_step, args.steps + 1, args.seed)
-        rollouts, texts = generate(session, engine, rows, reward, args, args.steps + 1)
-        (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(rollouts))
+        batch = generate(session, {"engine": engine}, task, args, args.steps + 1)
+        (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(batch.rollouts))
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        run.show(rows, rollouts, texts)
-        summary = run.summary(rollouts)
+        run.show(batch)
+        summary = run.summary(batch.rollouts)
     print(summary)
 
 
 def connect(session: RaySession, trainer, engine, tensor_parallel_size: int) -> None:
-    """Join the trainer, rank 0, and the engine's workers in one broadcast group."""
+    """Join the trainer (rank 0) and the engine's workers in one broadcast group."""
     (address,) = session.wait("connecting", trainer=trainer.address.remote())
     actors = {"trainer": trainer, "engine": engine}
     world_size = 1 + tensor_parallel_size
@@ -233,19 +211,8 @@ def connect(session: RaySession, trainer, engine, tensor_parallel_size: int) -> 
     session.wait("connecting", **calls)
 
 
-def generate(
-    session: RaySession, engine, rows: list[dict], reward: Callable, args: argparse.Namespace, step: int
-) -> tuple[list[Rollout], list[str]]:
-    """Completions of these rows with their rewards, `group_size` of each in a row, and their texts."""
-    prompts, seed = [row["prompt"] for row in rows], args.seed * 1_000_003 + step
-    (outputs,) = session.wait("generating", engine=engine.rollout.remote(prompts, args, seed))
-    texts = [text for *_, text in outputs]
-    rewards = score(reward, [row for row in rows for _ in range(args.group_size)], texts)
-    return [Rollout(*output[:3], value) for output, value in zip(outputs, rewards, strict=True)], texts
-
-
 def sync(session: RaySession, trainer, listening: ray.ObjectRef) -> SyncReport:
-    """Send the trainer's weights to the engine, whose `receive_weights` is under way."""
+    """Send the trainer's weights to the engine, which already runs `receive_weights` (`listening`)."""
     report, served = session.wait("syncing", trainer=trainer.send_weights.remote(), engine=listening)
     if not served:
         raise RunError(f"after sync {report.version}, the engine does not serve what was sent")
@@ -253,9 +220,4 @@ def sync(session: RaySession, trainer, listening: ray.ObjectRef) -> SyncReport:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensor-parallel-size", type=count, default=2, help="GPUs (CPU: core groups) of the engine")
-    parser.add_argument("--gpu-memory-utilization", type=share, default=0.8, help="share of each engine GPU")
-    parser.add_argument("--max-model-len", type=count, help="tokens of prompt and completion (default: the model's)")
-    parser.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction, default=True, help="no compilation")
-    run_main(main, parse_args(parser))
+    run_main(main, parse(Arguments, __doc__))

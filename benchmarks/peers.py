@@ -1,25 +1,25 @@
-"""The worker side of the ways that benchmarks/sync.py compares, beside this project's own."""
+"""The worker's side of the other ways that benchmarks/sync.py measures, besides this project's own."""
 
 import math
 
 import torch
 
-from engine_model import plain_tensors
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
+from weight_sync.trace import plain_tensors
 
 
 class Staging:
-    """What torch allocates on a GPU beyond what it has now; on CPU nothing."""
+    """Measures what torch allocates on a GPU from now on. On CPU it measures nothing."""
 
     def __init__(self, device: torch.device):
         self.device, self.before = device, 0
         if device.type == "cuda":
-            torch.cuda.ipc_collect()  # what the other process has let go of
+            torch.cuda.ipc_collect()  # free memory that the other process has unmapped
             self.before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
 
     def peak(self) -> int:
-        """Bytes at most since the last call."""
+        """Peak bytes since the last call."""
         if self.device.type == "cpu":
             return 0
         peak = torch.cuda.max_memory_allocated(self.device)
@@ -32,12 +32,12 @@ class _Peer:
         return self.staged.peak()
 
     def release(self) -> None:
-        """Let go of a session's buffers, so that what the next way allocates can be seen."""
+        """Free a session's buffers, so that the next way's memory can be measured."""
         self._close_link()
         self.staged = Staging(self.device)
 
     def poison(self) -> None:
-        """Overwrite all weights. On CPU vLLM computes with packed copies, which only a load writes."""
+        """Overwrite all weights. On CPU that takes a load: vLLM computes with packed copies."""
         if self.device.type == "cpu":
             self._load_other_weights()
             return
@@ -46,20 +46,20 @@ class _Peer:
                 tensor.fill_(math.nan if tensor.is_floating_point() else -1)
 
     def digest(self) -> int:
-        return self._engine_model().take_digest()
+        return self._engine_model().weights_digest()
 
 
 class PeerExtension(_Peer, WorkerExtension):
     def raw_broadcast(self, nbytes: int) -> None:
-        """Receive `nbytes` into one buffer over and over."""
+        """Receive `nbytes` into one buffer, repeatedly."""
         buffer = torch.empty(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
-        for _ in range(1 + nbytes // buffer.numel()):  # the first one is for both sides to arrive
+        for _ in range(1 + nbytes // buffer.numel()):  # the first one only synchronizes both sides
             self.model_update_group.broadcast(buffer, src=0)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def upstream_update_weight(self, name: str, dtype_name: str, shape) -> None:
-        """As in vLLM's example: receive one parameter, and load it at once. On CPU that needs a reload bracket."""
+        """As in vLLM's example: receive one parameter and load it at once. On CPU this needs a reload bracket."""
         if self.device.type == "cpu":
             self.update_weight(name, dtype_name, shape)
             return
@@ -71,7 +71,7 @@ class PeerExtension(_Peer, WorkerExtension):
 
 class ColocatePeerExtension(_Peer, ColocateWorkerExtension):
     def upstream_update_weights_from_ipc(self, zmq_handles: dict[str, str]) -> None:
-        """As in vLLM's example: load each filling of the buffer at once. On CPU that needs a reload bracket."""
+        """As in vLLM's example: load each filled buffer at once. On CPU this needs a reload bracket."""
         import zmq
 
         if self.device.type == "cpu":

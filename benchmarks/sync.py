@@ -1,42 +1,56 @@
-"""How long a weight sync takes, by every way there is, on one model shape, in one run.
+"""Time all ways to sync weights, for one model shape, in one run.
 
     python benchmarks/sync.py --shape qwen2.5-7b                             # 3 GPUs: 1 trainer -> TP=2, NCCL
-    python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU: trainer and engine share it
+    python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU, which trainer and engine share
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
     python benchmarks/sync.py --shape qwen2.5-7b --quantized                 # into an engine that torchao quantizes
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
 
-Models are made from their configuration, with random weights. Before every way but the ceiling, the engine's weights
-are overwritten; after it they must be, bit for bit, what a reload brings. A time is the median of the rounds after the
-first two, as the trainer sees it: from "the weights are ready" to its knowing that the engine has them. Otherwise than
-by ours it knows that when the engine's calls have returned, the last of which resets the prefix cache. By ours the
-workers tell it, and the cache was reset before, as it is while a trainer learns; when the call was back in the engine,
-which may generate then, is said as well. Staging is the most that a way allocates on the GPU beyond the weights,
-trainer + worker, in the last round, and in the first if that differs: in it replay is proven. Writes a table, sync.json
-and sync.png.
+Models have random weights and are made from their configuration. Before each round of a way (except the ceiling), the
+benchmark overwrites the engine's weights. After the rounds of a way, the weights must be, bit for bit, those of a
+reload.
+
+A time is the median of the rounds after the first two, from the end of learning until the engine may generate: it
+begins with naming the trainer's tensors, and ends when both sides' calls have returned. It is the scripts' `time/sync`
+but for their check of what arrived. With our way, the prefix cache was reset before, as it is while a trainer learns.
+The output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With
+the other ways, the last call resets the prefix cache. On GPUs, the engine has captured CUDA graphs, as in the scripts,
+unless --enforce-eager is given.
+
+Staging is the peak of GPU memory that a way allocates beyond the weights, trainer + worker, in the last round. If the
+first round differs, it is printed as well: there, the first sync verifies replay. Writes a table, sync.json and
+sync.png.
 """
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
+from annotated_types import Ge, Gt, Le  # noqa: E402
 from peers import Staging  # noqa: E402
+from shapes import SHAPES, device_kind  # noqa: E402
+from transformers.hf_argparser import HfArg  # noqa: E402
 
-from quantization import quantize_by_torchao  # noqa: E402
-from ray_session import RaySession, run_main  # noqa: E402
-from rlhf import Engine, place  # noqa: E402
+from recipe.arguments import RunArguments, parse  # noqa: E402
+from recipe.engine import EngineArguments, engine_options  # noqa: E402
+from recipe.errors import RunError  # noqa: E402
+from recipe.named_tensors import NamedTensors  # noqa: E402
+from recipe.quantization import quantize_by_torchao  # noqa: E402
+from recipe.ray_session import RaySession, die_with_children, run_main  # noqa: E402
+from recipe.run_folder import RunFolder  # noqa: E402
+from rlhf import place  # noqa: E402
 from rlhf_utils import (  # noqa: E402
     SharedMemoryChannel,
     WeightSender,
@@ -44,40 +58,66 @@ from rlhf_utils import (  # noqa: E402
     share_tensor,
     stateless_init_process_group,
 )
-from run_folder import RunError, RunFolder  # noqa: E402
-from weight_transport import shared_buffer  # noqa: E402
+from weight_sync.groups import shared_buffer  # noqa: E402
 
-QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
-OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
-SHAPES = {
-    "tiny": OPT
-    | {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024, "num_hidden_layers": 4}
-    | {"num_attention_heads": 4, "vocab_size": 4096, "max_position_embeddings": 256},
-    "opt-125m": OPT | {"word_embed_proj_dim": 768},
-    "qwen2.5-0.5b": QWEN2
-    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
-    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "qwen2.5-7b": QWEN2
-    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    "qwen2.5-32b": QWEN2
-    | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
-    | {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
-}
-CEILINGS = ("raw broadcast", "device copy")
+CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
 CASES = {"nccl": "1 trainer -> TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
-ROOM_BYTES = 12 << 30  # on a GPU beyond the weights: contexts, activations, KV cache, and what a way allocates
-ROUND_SECONDS = 300  # no round takes longer
+ROOM_BYTES = 12 << 30  # memory of a GPU beyond the weights: contexts, activations, KV cache, staging
+ROUND_SECONDS = 300  # a longer round counts as stuck
 
 
-class BenchEngine(Engine):
-    """rlhf.py's engine with the peers' worker methods."""
+@dataclass
+class Arguments(RunArguments, EngineArguments):
+    """What to measure."""
+
+    shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="the model's")
+    topology: Literal[tuple(CASES)] = HfArg(default="nccl", help="on CPU: gloo, or shared memory")
+    trainer_dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16", help="of the weights that are sent")
+    quantized: bool = HfArg(default=False, help="an engine of FP8 weights (CPU: int8)")
+    rounds: Annotated[int, Ge(1)] = HfArg(default=6, help="of each way")
+    max_model_len: Annotated[int | None, Ge(1)] = HfArg(default=256, help="tokens; the engine generates none")
+    # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.1, help="share free at its start")
+
+
+class BenchEngine:
+    """A Ray actor around a vllm.LLM whose workers support every way."""
+
+    def __init__(self, model: str, args: Arguments, device: str):
+        ipc, workers = args.topology == "ipc", args.tensor_parallel_size
+        options = {"skip_tokenizer_init": True, "load_format": "dummy"}
+        options |= {"worker_extension_cls": "peers.ColocatePeerExtension" if ipc else "peers.PeerExtension"}
+        # The engine generates nothing, so it gets little memory beyond the weights, whatever is free.
+        options |= {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
+        options |= {"dtype": "bfloat16"} if args.quantized else {}
+        if device == "cuda":
+            options |= {"weight_transfer_config": {"backend": args.topology}}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        options = engine_options(args, device, range(1, 1 + workers), workers, **options)
+        if ipc and device == "cuda":  # this actor has a share of the trainer's GPU, and runs its one worker itself
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            options["distributed_executor_backend"] = "uni"
+        from vllm import LLM  # only now: the options have set its environment
+
+        quantized = quantize_by_torchao(None)[0] if args.quantized else {}
+        self.llm = LLM(model, **quantized | options)
+        die_with_children()
+
+    def start(self) -> str:
+        """Returns once the engine has started: the kind of its CUDA graphs."""
+        return self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+
+    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
+        self.rpc("init_weight_update_group", address, port, 1, world_size)
+
+    def shutdown(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
 
     def rpc(self, method: str, *args) -> list:
         return self.llm.collective_rpc(method, args=args)
 
     def receive_weights(self, *handles) -> float:
-        """Returns when the workers had returned to the engine, on the clock of all processes of this machine."""
+        """Returns time.monotonic() when the call had returned in the engine. All processes of a machine share it."""
         self.reset_prefix_cache()
         results, returned = self.rpc("receive_weights", *handles), time.monotonic()
         for result in results:
@@ -91,7 +131,7 @@ class BenchEngine(Engine):
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
 
-    # What vLLM's own weight transfer calls on its engine.
+    # vLLM's own weight transfer calls these methods.
     def init_weight_transfer_engine(self, request) -> None:
         self.llm.init_weight_transfer_engine(request)
 
@@ -109,7 +149,7 @@ class BenchEngine(Engine):
 
 
 class Watched:
-    """An actor's handle that keeps the calls that were made with it."""
+    """A handle of an actor that also keeps the calls made through it."""
 
     def __init__(self, actor):
         self.actor, self.calls = actor, []
@@ -123,9 +163,9 @@ class Watched:
 
 
 class BenchTrainer:
-    """The parameters of one model, and every way to bring them to the engine. A way's method returns seconds."""
+    """The parameters of one model, and every way to send them to the engine. Each way's method returns seconds."""
 
-    def __init__(self, model: str, args: argparse.Namespace, device: str, engine):
+    def __init__(self, model: str, args: Arguments, device: str, engine):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(os.cpu_count())
@@ -136,13 +176,13 @@ class BenchTrainer:
         with self.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
         self.model = model.requires_grad_(False)
-        self.parameters = dict(self.model.named_parameters())
+        self.named_tensors = NamedTensors(self.model)
 
     def run(self, method: str, *args):
-        """What a method gives that calls the engine. Raises the engine's error, for which most would wait for ever."""
+        """Run a method that calls the engine. Raises the engine's error, for which most methods would wait for ever."""
         self.engine.calls.clear()
         running, deadline = self.thread.submit(getattr(self, method), *args), time.monotonic() + ROUND_SECONDS
-        while not wait([running], timeout=5).done:  # looking takes time, which is none of the way's
+        while not wait([running], timeout=5).done:  # rarely, since polling would slow the way down
             for call in list(self.engine.calls):
                 try:
                     ray.get(call, timeout=0)
@@ -163,27 +203,27 @@ class BenchTrainer:
         self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
 
     def nbytes(self) -> int:
-        """What travelled in the last sync of ours."""
+        """Bytes that our last sync sent."""
         return self.report.nbytes
 
-    def returned(self) -> float:
-        """Seconds of the last sync of ours until the workers had returned to the engine."""
-        return self.returned_after
+    def transfer(self) -> float:
+        """Seconds of our last sync's transfer."""
+        return self.report.seconds
 
     def staging(self) -> int:
         return self.staged.peak()
 
     def release(self) -> None:
-        """Let go of what the last way has allocated, so that what the next one allocates can be seen."""
+        """Free what the last way has allocated, so that the next one's memory can be measured."""
         self.sender = self.native = None
         self.staged = Staging(self.device)
 
     def ceiling(self, nbytes: int) -> float:
-        """Broadcast, or copy on this device, one buffer as often as makes `nbytes`."""
+        """Broadcast, or copy on this device, one buffer until it has moved `nbytes`."""
         buffer = torch.zeros(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
         if self.topology == "nccl":
             ref = self.engine.rpc.remote("raw_broadcast", nbytes)
-            self.group.broadcast(buffer, src=0)  # both sides are there now
+            self.group.broadcast(buffer, src=0)  # both sides are ready now
         else:
             target = torch.empty_like(buffer)
         self._synchronize()
@@ -197,9 +237,9 @@ class BenchTrainer:
         return seconds * nbytes / (nbytes // buffer.numel() * buffer.numel())
 
     def one_rpc_a_parameter(self) -> float:
-        """The protocol of vLLM's example: a call to the workers, a broadcast and a wait for each parameter."""
+        """The protocol of vLLM's example: for each parameter a call to the workers, a broadcast and a wait."""
         started = time.perf_counter()
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.named_tensors().items():
             dtype = str(parameter.dtype).split(".")[-1]
             ref = self.engine.rpc.remote("upstream_update_weight", name, dtype, tuple(parameter.shape))
             self.group.broadcast(parameter, src=0)
@@ -208,11 +248,12 @@ class BenchTrainer:
         return time.perf_counter() - started
 
     def zmq_buckets(self, device_id: str) -> float:
-        """The protocol of vLLM's colocation example: a buffer of twice the largest tensor, filled again and again."""
+        """The protocol of vLLM's colocation example: one buffer, twice the largest tensor, filled repeatedly."""
         import zmq
 
         started = time.perf_counter()
-        buffer = shared_buffer(2 * max(p.nbytes for p in self.parameters.values()), self.device)
+        tensors = self.named_tensors()
+        buffer = shared_buffer(2 * max(tensor.nbytes for tensor in tensors.values()), self.device)
         address = f"ipc:///tmp/sync-{os.getpid()}"
         ref = self.engine.rpc.remote("upstream_update_weights_from_ipc", {device_id: address})
         with zmq.Context() as context, context.socket(zmq.REQ) as socket:
@@ -226,7 +267,7 @@ class BenchTrainer:
 
             ask(share_tensor(buffer))
             items, offset = [], 0
-            for name, parameter in self.parameters.items():
+            for name, parameter in tensors.items():
                 if offset + parameter.nbytes > buffer.numel():
                     ask(items)
                     items, offset = [], 0
@@ -247,7 +288,7 @@ class BenchTrainer:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        largest = max(p.nbytes for p in self.parameters.values())
+        largest = max(parameter.nbytes for parameter in self.model.parameters())
         options = {"rank": 0, "packed": packed, "packed_buffer_size_bytes": max(1 << 30, largest)}
         if self.topology == "nccl":
             info = NCCLTrainerInitInfo(master_address=address, master_port=port, world_size=world_size, **options)
@@ -272,28 +313,29 @@ class BenchTrainer:
         self.sender = WeightSender(channel if self.topology == "ipc" else self.group, replay=replay)
 
     def ours(self, expected_loader: str) -> float:
-        """WeightSender; the engine waits already, with an empty prefix cache, as it does during a learning step."""
+        """Our `WeightSender`. As during a learning step, the engine already waits, with an empty prefix cache."""
         ref = self.engine.receive_weights.remote(*self.handles)
         time.sleep(0.05)
         started = time.monotonic()
-        self.report = self.sender.send_weights(self.parameters.items())
-        self.returned_after = ray.get(ref) - started
+        self.report = self.sender.send_weights(self.named_tensors().items())
+        known = time.monotonic()
+        seconds = max(known, ray.get(ref)) - started  # the other side may know first
         assert self.report.loader.startswith(expected_loader), self.report.loader
-        return self.report.seconds
+        return seconds
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def place_together(args: argparse.Namespace) -> tuple[str, dict, dict]:
-    """Trainer and engine on one GPU, half of it each."""
+def place_together(args: Arguments) -> tuple[str, dict, dict]:
+    """Trainer and engine on one GPU, with half of it each."""
     gpus = ray.cluster_resources().get("GPU", 0)
     return "cuda" if gpus else "cpu", {"num_gpus": 0.5 if gpus else 0}, {"num_gpus": 0.5 if gpus else 0}
 
 
-def check_memory(args: argparse.Namespace, total: int) -> None:
-    """Raises RunError if a GPU of `total` bytes cannot hold what the topology puts on it, with all that it takes."""
+def check_memory(args: Arguments, total: int) -> None:
+    """Raise RunError if a GPU of `total` bytes is too small for the weights that the topology puts on it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -311,7 +353,7 @@ def check_memory(args: argparse.Namespace, total: int) -> None:
 class Bench:
     """One trainer, one engine, and the rows of the table so far."""
 
-    def __init__(self, run: RunFolder, session: RaySession, args: argparse.Namespace):
+    def __init__(self, run: RunFolder, session: RaySession, args: Arguments):
         self.run, self.session, self.args, self.rows = run, session, args, []
         self.ipc = args.topology == "ipc"
         device, trainer_options, engine_options = (place_together if self.ipc else place)(args)
@@ -321,18 +363,12 @@ class Bench:
         model = run.path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
-        more = {"skip_tokenizer_init": True, "load_format": "dummy"}
-        more |= {"worker_extension_cls": "peers.ColocatePeerExtension" if self.ipc else "peers.PeerExtension"}
-        more |= {"weight_transfer_config": {"backend": args.topology}} if self.gpu else {}
-        more |= {"distributed_executor_backend": "uni"} if self.ipc else {}
-        # The engine generates nothing. What it takes beyond the weights is little, and depends on no free memory.
-        more |= {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-        more |= {"dtype": "bfloat16"} | quantize_by_torchao(None)[0] if args.quantized else {}
-        self.engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device, **more)
+        self.engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device)
         session.actors["engine"] = self.engine
         self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device, self.engine)
         session.actors["trainer"] = self.trainer
-        session.wait("starting", engine=self.engine.start.remote([]), trainer=self.trainer.address.remote())
+        starting = {"engine": self.engine.start.remote(), "trainer": self.trainer.address.remote()}
+        self.graphs, _ = session.wait("starting", **starting)
 
     def run_way(self, method: str, *args):
         return self.session.wait(method, trainer=self.trainer.run.remote(method, *args))[0]
@@ -362,26 +398,26 @@ class Bench:
         return self.ask_trainer("staging"), max(self.ask_workers("staging"))
 
     def measure(self, name: str, method: str, *args) -> None:
-        """Time the trainer's method; add a row."""
-        seconds, staging, returned = [], [], []
+        """Time a method of the trainer, check the weights that it left, and add a row to the table."""
+        seconds, staging, transfers = [], [], []
         for _ in range(self.args.rounds):
             if name not in CEILINGS:
                 self.ask_workers("poison")
             seconds.append(self.run_way(method, *args))
             staging.append(self.staging())
             if method == "ours":
-                returned.append(self.ask_trainer("returned"))
+                transfers.append(self.ask_trainer("transfer"))
         exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
         first = min(2, len(seconds) - 1)
         median = statistics.median(seconds[first:])
         row = {"way": name, "seconds": median, "GBps": self.nbytes / median / 1e9, "exact": exact, "rounds": seconds}
         self.rows.append(row)
         row |= {"share_of_ceiling": self.rows[0]["seconds"] / median, "staging": staging}
-        row |= {"returned": statistics.median(returned[first:])} if returned else {}
+        row |= {"transfer": statistics.median(transfers[first:])} if transfers else {}
         self.run.say(line(row))
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: Arguments) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
         args.tensor_parallel_size = 1
@@ -392,12 +428,14 @@ def main(args: argparse.Namespace) -> None:
         bench.open_sender(replay=False)
         bench.run_way("ours", "reload")
         bench.nbytes = bench.ask_trainer("nbytes")
-        run.say(f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}")
+        run.say(
+            f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}, CUDA graphs {bench.graphs}"
+        )
         bench.reference = bench.ask_workers("digest")
         bench.release()
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
         if args.quantized:
-            pass  # vLLM wants all weights of a model that torchao quantizes in one call
+            pass  # vLLM's examples load in parts; for a model that torchao quantizes, vLLM needs one call with all
         elif bench.ipc:
             bench.measure("ZMQ + IPC buckets", "zmq_buckets", *bench.ask_workers("report_device_id"))
         else:
@@ -414,8 +452,8 @@ def main(args: argparse.Namespace) -> None:
         finish(run, args, bench.rows, bench.nbytes)
 
 
-def finish(run: RunFolder, args: argparse.Namespace, rows: list[dict], nbytes: int) -> None:
-    """Write the results, and fail if a way left other weights than a reload does."""
+def finish(run: RunFolder, args: Arguments, rows: list[dict], nbytes: int) -> None:
+    """Write the results. Raises RunError if a way left other weights than a reload does."""
     results = {"shape": args.shape, "device": device_kind()[0], "nbytes": nbytes, "ways": rows}
     results |= {
         name: getattr(args, name) for name in ("topology", "quantized", "trainer_dtype", "tensor_parallel_size")
@@ -435,19 +473,8 @@ def line(row: dict) -> str:
     return (
         f"{row['way']:24} {1e3 * row['seconds']:10.2f} ms {row['GBps']:8.2f} GB/s {share} of the ceiling"
         f"  staging {staging} MiB  {exact}"
-        + (f", the engine's call back after {1e3 * row['returned']:.2f} ms" if "returned" in row else "")
+        + (f", transfer {1e3 * row['transfer']:.2f} ms" if "transfer" in row else "")
     )
-
-
-def device_kind() -> tuple[str, int]:
-    """The name of this machine's GPUs, and the bytes of the smallest; without one, "CPU" and 0."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listing = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "CPU", 0
-    gpus = [line.rsplit(", ", 1) for line in listing.splitlines()]
-    return gpus[0][0], min(int(mebibytes) for _, mebibytes in gpus) << 20
 
 
 def draw(results: dict, path: Path) -> None:
@@ -473,15 +500,4 @@ def draw(results: dict, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--topology", choices=CASES, default="nccl", help="on CPU: gloo, or shared memory")
-    parser.add_argument("--trainer-dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--quantized", action="store_true", help="an engine of FP8 weights (CPU: int8)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--output", type=Path, help="folder (default: a new one under runs/)")
-    parser.add_argument("--verbose", action="store_true", help="show what Ray and vLLM print")
-    # Of an engine whose KV cache has a size, vLLM only asks that so much of the GPU is free when it starts.
-    parser.set_defaults(resume=None, seed=0, enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.1)
-    run_main(main, parser.parse_args())
+    run_main(main, parse(Arguments, __doc__))

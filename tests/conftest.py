@@ -19,7 +19,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ray_session import shared_memory_of  # noqa: E402 - found by the line above
+from recipe.leftovers import shared_memory_of  # noqa: E402 - found by the line above
 
 
 def pytest_runtest_setup(item):

@@ -14,9 +14,25 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 
 class _Probe:
+    graph_replays = 0
+
+    def count_graph_replays(self) -> int:
+        """How many CUDA graphs this worker has replayed since the last call. The first call begins to count."""
+        replay, counted = torch.cuda.CUDAGraph.replay, self.graph_replays
+
+        def counting(graph) -> None:
+            self.graph_replays += 1
+            replay(graph)
+
+        if not hasattr(replay, "counts"):
+            counting.counts = True
+            torch.cuda.CUDAGraph.replay = counting
+        self.graph_replays = 0
+        return counted
+
     def digest(self) -> int:
         """Of what is served now, whether or not a sync brought it."""
-        return self._engine_model().take_digest()
+        return self._engine_model().weights_digest()
 
     def gpu_memory(self) -> tuple[int, int]:
         return gpu_memory(self.device)
@@ -26,20 +42,26 @@ class _Probe:
         parameter = self.model_runner.get_model().get_parameter(name)
         parameter.data.view(torch.int32).view(-1)[parameter.numel() // 2] ^= 1
 
+    def freeze(self, frozen: bool) -> None:
+        """Have inductor say that it folds weights into what it compiles."""
+        from torch._inductor import config
+
+        config.freezing = frozen
+
     def keep_scales(self, keep: bool) -> None:
         """Have every sync leave the scales of quantized weights as they are now, unseen by its digest; or no more."""
         model = self._engine_model()
-        vars(model).pop("take_digest", None)
+        vars(model).pop("weights_digest", None)
         scales = [(p.scale, p.scale.clone()) for p in model.model.parameters() if hasattr(p, "scale")]
-        take_digest = model.take_digest
+        weights_digest = model.weights_digest
 
         def stale() -> int:
             for scale, old in scales:
                 scale.copy_(old)
-            return take_digest()
+            return weights_digest()
 
         if keep:
-            model.take_digest = stale
+            model.weights_digest = stale
 
     def tamper_with_loads(self, how: str, part: str = "") -> None:
         """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" and "exhaust" (of

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, os.path.dirname(sys.argv[2]))
-from ray_session import RaySession
+from recipe.ray_session import RaySession
 
 PHASE, COUNT, ACT, *TARGET = sys.argv[1].split()
 COUNT = int(COUNT)

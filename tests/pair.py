@@ -14,8 +14,8 @@ import torch
 from engine_probe import gpu_memory
 
 import rlhf
-from grpo import GRPOConfig, Learner, Rollout
-from ray_session import shared_memory_of
+from recipe.grpo import GRPOConfig, Learner, Rollout
+from recipe.leftovers import shared_memory_of
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 
 CORE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # of vLLM's engine, which starts in half the time
@@ -46,17 +46,17 @@ class Pair:
         self.world_size, self.colocated, self.handles = 1 + tensor_parallel_size, colocated, []
         from vllm import LLM
 
-        with _environment(tensor_parallel_size, first_gpu=0 if colocated else 1):
+        compiled = not options.get("enforce_eager", True)
+        with engine_environment(tensor_parallel_size, first_gpu=0 if colocated else 1, compiled=compiled):
             self.llm = LLM(
                 model=str(model),
-                enforce_eager=True,
                 tensor_parallel_size=tensor_parallel_size,
                 distributed_executor_backend="mp",
                 kv_cache_memory_bytes=128 << 20,
                 gpu_memory_utilization=0.05,  # no more has to be free: others may use these GPUs
                 logprobs_mode="processed_logprobs",
                 worker_extension_cls="engine_probe.ColocateProbe" if colocated else "engine_probe.Probe",
-                **{"dtype": DTYPE} | options,
+                **{"dtype": DTYPE, "enforce_eager": True} | options,
             )
         self.thread = ThreadPoolExecutor(1)
         self.connect()
@@ -65,10 +65,7 @@ class Pair:
         return self
 
     def __exit__(self, *_) -> None:
-        shared_memory = shared_memory_of(psutil.Process().children(recursive=True))
-        self.llm.llm_engine.engine_core.shutdown()
-        for file in shared_memory:
-            Path(file).unlink(missing_ok=True)  # vLLM leaves some
+        stop(self.llm)
 
     def start(self, method: str, *args):
         """Run a method on every worker, while this process goes on; `.result()` is a list with one result a worker."""
@@ -147,6 +144,21 @@ class Pair:
         }
 
 
+def stop(llm) -> None:
+    def kill(workers: list) -> None:
+        for worker in workers:
+            worker.kill()
+
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    shared_memory = shared_memory_of(psutil.Process().children(recursive=True))
+    with pytest.MonkeyPatch.context() as patch:  # vLLM would wait 4 s for the workers to go by themselves
+        patch.setattr(MultiprocExecutor, "_ensure_worker_termination", staticmethod(kill))
+        llm.llm_engine.engine_core.shutdown()
+    for file in shared_memory:
+        Path(file).unlink(missing_ok=True)  # vLLM leaves some
+
+
 def assert_memory_is_flat(pair: Pair, syncs: int) -> None:
     """Sync other values each time. The first tenth of the syncs may take what is kept for the others."""
     for i in range(syncs):
@@ -172,11 +184,11 @@ def gpus(which: slice) -> str:
 
 
 @contextmanager
-def _environment(workers: int, first_gpu: int) -> Iterator[None]:
-    """What the engine's processes inherit: where the code lies, and their share of cores or GPUs."""
+def engine_environment(workers: int, first_gpu: int = 0, compiled: bool = False) -> Iterator[None]:
+    """What an engine that starts now inherits: where the code lies, and its share of cores or GPUs."""
     tests = Path(__file__).parent
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}
+    variables = {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": str(int(not compiled))}
     if DEVICE.type == "cuda":
         # By now this process uses the first GPU; hidden from the workers, it does not count as one of theirs.
         variables["CUDA_VISIBLE_DEVICES"] = gpus(slice(first_gpu, first_gpu + workers))

@@ -3,22 +3,21 @@
 pytest tests/test_benchmark.py
 """
 
-import argparse
 import json
 import os
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
 from conftest import ROOT, cpu_only
 from pair import CORE_IN_PROCESS, gpus
 
-import rlhf
+from recipe.errors import RunError
 from rlhf_utils import WeightSyncError
-from run_folder import RunError
 
 PEERS = {"nccl": ["raw broadcast", "one RPC a parameter"], "ipc": ["device copy", "ZMQ + IPC buckets"]}
 NATIVE = ["vLLM native, unpacked", "vLLM native, packed"]
@@ -39,16 +38,15 @@ def assert_every_way_is_exact(run, expected):
     assert [row["way"] for row in results["ways"]] == expected
     assert [row["exact"] for row in results["ways"]] == [None] + [True] * (len(expected) - 1)
     assert all(len(row["rounds"]) == 2 and min(row["rounds"]) > 0 for row in results["ways"])
-    returned = {row["way"]: row["returned"] for row in results["ways"] if "returned" in row}
-    assert list(returned) == [way for way in expected if way.startswith("ours")]
-    assert min(returned.values()) > 0
+    transfers = {row["way"]: (row["transfer"], row["seconds"]) for row in results["ways"] if "transfer" in row}
+    assert list(transfers) == [way for way in expected if way.startswith("ours")]
+    assert all(0 < transfer < until_returned for transfer, until_returned in transfers.values())
     assert (run / "sync.png").read_bytes().startswith(b"\x89PNG")
 
 
 @cpu_only
-@pytest.mark.parametrize(
-    ("topology", "quantized"), [("nccl", False), pytest.param("nccl", True, marks=pytest.mark.slow), ("ipc", False)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "quantized"), [("nccl", False), ("nccl", True), ("ipc", False)])
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
     arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized
     text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
@@ -71,18 +69,16 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
     assert_every_way_is_exact(tmp_path / "run", [*PEERS[topology], *NATIVE, "ours, reload", "ours, replay"])
 
 
-@pytest.mark.parametrize(("given", "kept"), [([], None), (["3"], "3")])
-def test_engine_keeps_the_gpu_that_ray_gave_it(monkeypatch, given, kept):
-    seen = []
-    vllm = SimpleNamespace(LLM=lambda **_: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES")))
+@pytest.mark.parametrize(("topology", "seen"), [("nccl", None), ("ipc", "3")])
+def test_engine_beside_the_trainer_keeps_the_gpu_that_ray_gave_it(sync, monkeypatch, topology, seen):
+    found = []
+    vllm = SimpleNamespace(LLM=lambda *_, **__: found.append(os.environ.get("CUDA_VISIBLE_DEVICES")))
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(rlhf.ray, "get_gpu_ids", lambda: given)
-    monkeypatch.setattr(rlhf, "die_with_children", lambda: None)
+    monkeypatch.setattr(sync, "die_with_children", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "")
-    options = {"tensor_parallel_size": 1, "enforce_eager": True, "gpu_memory_utilization": 0.1}
-    rlhf.Engine("model", argparse.Namespace(seed=0, max_model_len=256, **options), "cuda")
-    assert seen == [kept]
+    sync.BenchEngine("model", sync.Arguments(topology=topology, tensor_parallel_size=1), "cuda")
+    assert found == [seen]
 
 
 @pytest.mark.parametrize(
@@ -100,12 +96,21 @@ def test_engine_keeps_the_gpu_that_ray_gave_it(monkeypatch, given, kept):
 def test_32b_runs_where_it_fits(sync, total, topology, trainer_dtype, workers, fits):
     options = {"topology": topology, "trainer_dtype": trainer_dtype, "tensor_parallel_size": workers}
     for shape in sync.SHAPES:
-        args = argparse.Namespace(shape=shape, **options)
+        args = sync.Arguments(shape=shape, **options)
         if fits or shape != "qwen2.5-32b":
             sync.check_memory(args, total)
         else:
             with pytest.raises(RunError, match=r"32b from .* GiB of weights on one GPU"):
                 sync.check_memory(args, total)
+
+
+def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    answer = r'printf "NVIDIA H200, 143771\nNVIDIA H200, 81559"'
+    fake.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=name,memory.total ] && {answer}')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert sync.device_kind() == ("NVIDIA H200", 81559 << 20)
 
 
 @pytest.mark.parametrize("fault", ["raises", "waits"])
@@ -114,7 +119,8 @@ def test_way_that_would_wait_for_ever_ends(sync, monkeypatch, fault):
         raise ray.exceptions.RayError("no luck") if fault == "raises" else ray.exceptions.GetTimeoutError
 
     monkeypatch.setattr(sync, "ray", SimpleNamespace(get=get, exceptions=ray.exceptions))
-    monkeypatch.setattr(sync, "ROUND_SECONDS", 1)
+    monkeypatch.setattr(sync, "ROUND_SECONDS", 0.2)
+    monkeypatch.setattr(sync, "wait", lambda futures, timeout: wait(futures, 0.1))
     ended, trainer = threading.Event(), object.__new__(sync.BenchTrainer)
     trainer.thread = ThreadPoolExecutor(1)
     trainer.engine = sync.Watched(SimpleNamespace(rpc=SimpleNamespace(remote=lambda method: method)))
@@ -124,3 +130,104 @@ def test_way_that_would_wait_for_ever_ends(sync, monkeypatch, fault):
     ):
         trainer.run("way")
     ended.set()
+
+
+@pytest.fixture
+def step(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import step
+
+    return step
+
+
+@cpu_only
+@pytest.mark.slow
+def test_whole_step_is_timed_beside_trls(script, tmp_path):
+    flags = {"--prompts": 2, "--completions": 4, "--tokens": 8, "--prompt-tokens": 8, "--steps": 3, "--trl-batch": 4}
+    arguments = [text for flag in flags.items() for text in flag]
+    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish(300)
+    assert text.splitlines()[-1].startswith("OK: "), text
+    results = json.loads((tmp_path / "run" / "step.json").read_text())
+    assert results["failed"] == {}
+    assert [row["way"] for row in results["ways"]] == ["ours", "TRL"]
+    for row in results["ways"]:
+        assert len(row["steps"]) == 2
+        for one in row["steps"]:
+            assert min(one["rollout"], one["learn"], one["rest"]) > 0
+            assert one["rollout"] + one["learn"] + one["sync"] + one["rest"] == pytest.approx(one["whole"])
+        assert 0.2 < row["peak_GB"] < 20
+        assert row["tokens_per_second"] == pytest.approx(2 * 4 * 8 / row["whole"])
+    assert results["ways"][0]["steps"][0]["sync"] > 0
+    assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_flops_of_learning_are_those_of_the_models_matrices_and_attention(step):
+    args = step.Arguments(shape="qwen2.5-0.5b", prompts=2, completions=3, tokens=5, prompt_tokens=7)
+    block = 896 * 896 * 2 + 2 * 896 * 128 + 3 * 896 * 4864  # queries and output, keys and values, gate, up and down
+    vectors = 24 * (896 + 2 * 128 + 2 * 896) + 896  # biases and norms
+    per_token = 24 * block + vectors + 24 * 896 * 12
+    assert step.learning_flops(args) == 6 * (2 * 3) * (per_token * 12 + 896 * 151936 * 5)
+
+
+def test_summary_has_medians_and_what_is_in_no_part(step):
+    args = step.Arguments(prompts=4, completions=5, tokens=6)
+    steps = [{"whole": 10.0 * i, "rollout": 3.0 * i, "learn": 2.0 * i, "sync": 1.0 * i} for i in (1, 2, 9)]
+    row = step.summary("ours", steps, 1.0, args, flops=8e12, peak_flops=1e13)
+    assert {name: row[name] for name in ("whole", "rollout", "learn", "sync", "rest")} == {
+        "whole": 20.0, "rollout": 6.0, "learn": 4.0, "sync": 2.0, "rest": 8.0,
+    }  # fmt: skip
+    assert (row["tokens_per_second"], row["MFU"]) == (4 * 5 * 6 / 20, 0.2)
+    assert step.summary("ours", steps, 1.0, args, 8e12, None)["MFU"] is None
+
+
+def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path):
+    with pytest.raises(RunError, match=r"TRL: completions have 7\.5 tokens on average, and not 8"):
+        step.check_length("TRL", 7.5, 8)
+    with pytest.raises(RunError, match=r"way: ValueError: no memory \(all of it in .*/way/output\.txt\)"):
+        step.run_way(tmp_path / "way", ["-c", "raise ValueError('no memory')"], gpu=False)
+    with pytest.raises(RunError, match="--trl-batch 16 does not divide the 24 completions"):
+        step.trl_step(tmp_path, step.Arguments(prompts=3, completions=8), gpu=False)
+
+
+@pytest.mark.parametrize("failing", ["TRL", "ours"])
+def test_trl_that_fails_is_a_result_and_ours_an_error(step, monkeypatch, tmp_path, capsys, failing):
+    def measure(way):
+        def run(folder, *_):
+            if way == failing:
+                raise RunError(f"{way}: out of memory")
+            return [{"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5}], 1.0
+
+        return run
+
+    process = SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=0)
+    context = SimpleNamespace(Process=lambda target, args: process)
+    monkeypatch.setattr(step.multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(step, "our_step", measure("ours"))
+    monkeypatch.setattr(step, "trl_step", measure("TRL"))
+    monkeypatch.setattr(step, "device_kind", lambda: ("CPU", 0))
+    args = step.Arguments(output=tmp_path / "run")
+    if failing == "ours":
+        with pytest.raises(RunError, match="ours: out of memory"):
+            step.main(args)
+        return
+    step.main(args)
+    assert json.loads((tmp_path / "run" / "step.json").read_text())["failed"] == {"TRL": "TRL: out of memory"}
+    assert "TRL            TRL: out of memory" in capsys.readouterr().out
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import quantized_memory
+
+    return quantized_memory
+
+
+def test_memory_table_takes_no_more_gpus_than_there_are(memory, monkeypatch):
+    reserve = Mock()
+    monkeypatch.setattr(memory, "placement_group", reserve)
+    monkeypatch.setattr(memory.ray, "cluster_resources", lambda: {"GPU": 1.0})
+    assert memory.place(1)[0] == "cuda"
+    assert reserve.call_args.args[0] == [{"GPU": 1}]
+    with pytest.raises(RunError, match="--tensor-parallel-size 2 takes as many GPUs, and there are 1"):
+        memory.place(2)

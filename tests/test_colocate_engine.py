@@ -3,19 +3,19 @@
 pytest tests/test_colocate_engine.py
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import cpu_only
+from pair import engine_environment, stop
 from test_shared_memory import PlainSender
 from transformers import AutoModelForCausalLM
 
+from recipe.tiny_model import build_tiny_model
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, share_tensor
-from tiny_model import build_tiny_model
-from weight_transport import shared_buffer
+from weight_sync.groups import shared_buffer
 
 pytestmark = cpu_only
 
@@ -26,19 +26,16 @@ class Engine:
     def __init__(self, model: Path):
         from vllm import LLM
 
-        here = str(Path(__file__).parent)
-        os.environ["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parent), os.environ.get("PYTHONPATH", "")])
-        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="0|1", TORCH_COMPILE_DISABLE="1")
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are functions with arguments
-        self.llm = LLM(
-            model=str(model),
-            dtype="float32",
-            enforce_eager=True,
-            tensor_parallel_size=2,
-            distributed_executor_backend="mp",
-            kv_cache_memory_bytes=64 << 20,
-            worker_extension_cls="engine_probe.ColocateProbe",
-        )
+        with engine_environment(workers=2):
+            self.llm = LLM(
+                model=str(model),
+                dtype="float32",
+                enforce_eager=True,
+                tensor_parallel_size=2,
+                distributed_executor_backend="mp",
+                kv_cache_memory_bytes=64 << 20,
+                worker_extension_cls="engine_probe.ColocateProbe",
+            )
         self.original = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
         self.threads = ThreadPoolExecutor(3)
 
@@ -54,7 +51,10 @@ class Engine:
         channels = channels or [SharedMemoryChannel(torch.device("cpu", rank)) for rank in range(2)]
         answers = self.threads.submit(self.rpc, "receive_weights", channels[0].handles | channels[1].handles)
         senders = [self.threads.submit(WeightSender(channel).send_weights, tensors.items()) for channel in channels]
-        self.reports, self.answers = [sender.result() for sender in senders], answers.result()
+        try:
+            self.reports = [sender.result() for sender in senders]
+        finally:
+            self.answers = answers.result()  # before anything else asks the engine, whose core is in this process
         return self.rpc("digest")
 
 
@@ -62,7 +62,7 @@ class Engine:
 def engine(tmp_path_factory):
     engine = Engine(build_tiny_model(tmp_path_factory.mktemp("model")))
     yield engine
-    engine.llm.llm_engine.engine_core.shutdown()
+    stop(engine.llm)
 
 
 def test_senders_bring_what_the_checkpoint_holds(engine):

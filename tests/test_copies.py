@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from copies import TILING, Copies, _kernel, digest
+from weight_sync.copies import TILING, Copies, _kernel, digest
 
 CPU = torch.device("cpu")
 
@@ -47,8 +47,9 @@ def test_copies_and_fills_are_repeated_with_other_values():
 
 
 KERNEL = """
-import torch, copies
-from copies import Copies, digest, digest_together
+import torch
+from weight_sync import copies
+from weight_sync.copies import Copies, digest, digest_together
 
 CPU = torch.device("cpu")
 tensors = [torch.randn(70_000), torch.randn(300, 7).bfloat16(), torch.randn(10), torch.randn(5, 9).bfloat16()]

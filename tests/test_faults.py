@@ -1,13 +1,15 @@
 """Faults in a run: it ends within seconds, says what happened, leaves nothing behind, and --resume goes on from there.
 
-pytest tests/test_faults.py            one fault of each kind, each script killed once
-pytest tests/test_faults.py -m slow    every process killed in every phase, in each script (10 minutes a script)
+pytest tests/test_faults.py            a worker and a trainer killed, each in another script; faults without an engine
+pytest tests/test_faults.py -m slow    the others; an eighth of all kills of each process in each phase of each script,
+                                       KILLS=0 to 7 says which; any process killed at random moments, RANDOM_KILLS=20
+                                       times if you like, with another FAULT_SEED
 """
 
-import argparse
 import itertools
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -20,25 +22,29 @@ import psutil
 import pytest
 import ray
 import torch
-from conftest import ROOT, cpu_only
+from conftest import ROOT, Script, cpu_only, title_of
+from pair import CORE_IN_PROCESS
 
-from ray_session import RaySession
+from recipe import ray_session
+from recipe.arguments import RunArguments
+from recipe.checkpoint import write_checkpoint
+from recipe.errors import RunError
+from recipe.leftovers import is_alive
+from recipe.ray_session import RAY, RaySession
+from recipe.run_folder import RunFolder
 from rlhf_utils import WeightSyncError, stateless_init_process_group
-from run_folder import RunError, RunFolder
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30
-FAULTS = [  # --resume keeps the options, so that all but the first have one worker, which starts sooner
-    ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died: its connection to the"),
-    ("rlhf_online_quant.py --tensor-parallel-size 1", "generating 2 kill VLLM::EngineCore", "died while generating"),
+FAULTS = [
     ("rlhf_colocate.py --engines 1", "saving 2 kill ray::Trainer", "the trainer0 died while saving"),
-    ("rlhf_nccl.py", "learning 2 kill raylet/raylet", "Ray's raylet died while learning"),
-    ("rlhf.py", "syncing 3 fill", "the trainer failed while saving: .*No space left on device"),
-    ("rlhf.py", "starting 1 interrupt VLLM::Worker", "interrupted"),
+    ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died: its connection to the"),
 ]
 TAKEN = r"no group at [\d.:]+: .*Address already in use"
-SCRIPTS = ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py"]
+SCRIPTS = ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py", "rlhf_async.py"]
 VICTIMS = {"VLLM::Worker": "engine", "VLLM::EngineCore": "engine", "ray::Trainer": "trainer", "raylet/raylet": "raylet"}
+KILLS = int(os.environ.get("KILLS", "0"))  # which eighth of all kills in all phases
+RANDOM_KILLS, FAULT_SEED = int(os.environ.get("RANDOM_KILLS", "4")), int(os.environ.get("FAULT_SEED", "7"))
 PHASES = ("generating 4", "learning 2", "syncing 3", "saving 2", "starting 1")
 # When a death is noticed, if that is not at once: by the first who waits for that side.
 NOTICED = {
@@ -47,19 +53,28 @@ NOTICED = {
     ("trainer", "generating"): "generating|learning",
     ("trainer", "starting"): "starting|loading",
 }
-OTHERS = [
-    ("rlhf.py", "learning 2 interrupt", "interrupted"),
+OTHERS = [  # --resume keeps the options: all have one worker, which starts sooner
+    ("rlhf_online_quant.py --tensor-parallel-size 1", "generating 2 kill VLLM::EngineCore", "died while generating"),
+    ("rlhf_nccl.py", "learning 2 kill raylet/raylet", "Ray's raylet died while learning"),
+    ("rlhf.py", "syncing 3 fill", "the trainer failed while saving: .*No space left on device"),
+    ("rlhf.py", "starting 1 interrupt VLLM::Worker", "interrupted"),
+    ("rlhf_async.py", "learning 2 interrupt", "interrupted"),
     ("rlhf.py", "syncing 3 terminate", "interrupted"),
     ("rlhf.py", "connecting 1 take", TAKEN),
 ]
 IN_SYNC = r"died: its connection to the weight sync closed|the engine died: one of vLLM's processes ended"
 
 
-def every_kill(script: str) -> list[tuple[str, str, str]]:
+def kills(script: str) -> list[tuple[str, str, str]]:
+    """This script's part of an eighth of all kills of each victim in each phase."""
     faults = []
-    for (victim, side), at in itertools.product(VICTIMS.items(), PHASES):
+    for (i, at), (j, (victim, side)) in itertools.product(enumerate(PHASES), enumerate(VICTIMS.items())):
+        if (i + j + 2 * SCRIPTS.index(script) + KILLS) % 8:
+            continue
         phase, _ = at.split()
         noticed = NOTICED.get((side, phase), phase)
+        if script == "rlhf_async.py" and phase != "starting":  # where everything goes on at the same time
+            noticed = "generating|proving|learning|syncing|saving"
         message = rf"{side}\d? (died|failed) while ({noticed})" + (f"|{IN_SYNC}" if "syncing" in noticed else "")
         faults.append((script, f"{at} kill {victim}", message))
     return faults
@@ -80,9 +95,9 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(FAULTS, id="one-of-each"),
+        pytest.param(FAULTS, id="killed"),
         pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
-        *(pytest.param(every_kill(name), id=f"{name}-every-kill", marks=pytest.mark.slow) for name in SCRIPTS),
+        pytest.param(list(itertools.chain(*map(kills, SCRIPTS))), id=f"kills-{KILLS}", marks=pytest.mark.slow),
     ],
 )
 def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, small_disk, faults):
@@ -107,15 +122,65 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             before, done = done, int(max(run.glob("checkpoint-*")).name[-6:])
             assert done > before or fault.startswith(("starting", "connecting"))
 
-    process = script(name, *how, "--steps", done + 2)
-    beside = script(name, "--output", "beside", "--tensor-parallel-size", 1, "--steps", 1)
+    process = script(name, *how, "--steps", done + 2, **CORE_IN_PROCESS)
+    beside = [script(name, "--output", "beside", "--steps", 1, **CORE_IN_PROCESS)] if faults is OTHERS else []
     process.wait_for("run folder")  # which this run holds from now on
     again = script(name, "--resume", "run").finish(60)
     assert again.splitlines()[-1].startswith("error: another run is using "), again
-    for text in (process.finish(180), beside.finish(180)):
+    for text in [each.finish(180) for each in (process, *beside)]:
         assert text.splitlines()[-1].startswith("OK: "), text
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, done + 3))
+
+
+FULL_RUN = """
+import pathlib, sys
+from recipe.arguments import RunArguments
+from recipe.ray_session import run_main
+from recipe.run_folder import RunFolder
+
+def main(args):
+    row = {name: 1.0 for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/rollout", "time/train")}
+    row |= {"time/sync": 1.0, "sync/transfer": 1.0, "sync/GBps": 1.0}
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0)
+        run.rows.append({"step": 1, **row})
+        with (run.path / "filler").open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 12)):
+                    pass
+            except OSError:
+                pass
+        sys.__stdout__.write("for the log")
+        run.draw() if sys.argv[1] == "draw" else run.log_metrics(2, row)
+
+run_main(main, RunArguments(output=pathlib.Path("run"), steps=3))
+"""
+
+
+def test_full_disk_is_named_where_the_writer_hides_it(tmp_path, small_disk):
+    if not small_disk:
+        pytest.skip("filling a disk needs the right to mount a small one")
+    with (tmp_path / "run" / "filler").open("wb") as filler:
+        filler.write(bytes(63 << 20))  # a MiB is left
+
+    def save(folder):
+        torch.save(torch.zeros(1 << 19), folder / "state.pt")
+
+    with pytest.raises(OSError, match="No space left on device"):
+        write_checkpoint(tmp_path / "run", 1, save)
+
+
+@pytest.mark.parametrize("write", ["log_metrics", "draw"])
+def test_full_disk_is_named_where_the_driver_writes(tmp_path, small_disk, write):
+    if not small_disk:
+        pytest.skip("filling a disk needs the right to mount a small one")
+    command = [sys.executable, "-c", FULL_RUN, write]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr.splitlines()[-1].startswith("error: [Errno 28] No space left on device"), ended.stderr
 
 
 def test_taken_port_is_an_error_that_names_it():
@@ -132,7 +197,7 @@ def test_death_of_an_actor_that_has_answered_or_was_not_asked_ends_the_wait(tmp_
         def answer_and_die(self) -> None:
             threading.Timer(1, os.abort).start()
 
-    args = argparse.Namespace(resume=None, output=tmp_path / "run", verbose=False)
+    args = RunArguments(output=tmp_path / "run")
     with RunFolder(args, "test") as run, RaySession(run, None) as session:
         session.actors = {name: ray.remote(Sleeper).remote() for name in ("trainer", "engine")}
         trainer, engine = session.actors.values()
@@ -149,6 +214,141 @@ def test_death_of_an_actor_that_has_answered_or_was_not_asked_ends_the_wait(tmp_
         assert time.monotonic() - started < FAULT_SECONDS
 
 
+ENGINE_LOG = b"""\
+(EngineCore pid=2) ERROR 11-22 06:39:21 [dump_input.py:72] Dumping input data for V1 LLM engine with config: ...
+(EngineCore pid=2) ERROR 11-22 06:39:21 [core.py:1512] EngineCore encountered a fatal error.
+(EngineCore pid=2) ERROR 11-22 06:39:21 [core.py:1512]     raise RuntimeError(
+(EngineCore pid=2) ERROR 11-22 06:39:21 [core.py:1512] RuntimeError: Worker failed with error 'Unsupported \
+CPU attention configuration: head_dim=16', please check the stack trace above for the root cause
+"""
+
+
+def test_what_a_worker_raised_is_the_one_line_that_is_said(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(ray_session.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray_session, "_error_of", lambda _: RuntimeError("vllm.v1.engine.exceptions.EngineDeadError"))
+    args = RunArguments(output=tmp_path / "run")
+    for log, message in (
+        (b"", "the engine died while generating: one of vLLM's processes ended"),
+        (ENGINE_LOG.splitlines(keepends=True)[0], "the engine died while generating: one of vLLM's processes ended"),
+        (ENGINE_LOG, "the engine failed while generating: Unsupported CPU attention configuration: head_dim=16"),
+    ):
+        with RunFolder(args, "test") as run:
+            os.write(1, log)
+            assert str(RaySession(run, None)._blame("generating", {"engine": "ref"})) == message
+    assert capfd.readouterr().out == ""
+
+
+SESSION = """
+import pathlib, time
+from recipe.arguments import RunArguments
+from recipe.ray_session import RaySession, run_main
+from recipe.run_folder import RunFolder
+
+def main(args):
+    with RunFolder(args, "test") as run, RaySession(run, None) as session:
+        run.say(f"Ray is {', '.join(sorted(session.ray))}")
+        time.sleep(600)  # as a reward function does: nobody waits for Ray
+
+run_main(main, RunArguments(output=pathlib.Path("run")))
+"""
+STARTED = "Ray is dashboard, dashboard agent, gcs_server, log monitor, monitor, raylet, runtime env agent"
+
+
+DEATHS = {
+    "gcs_server": "Ray's gcs_server died while starting",
+    "ray::DashboardAgent": "Ray's dashboard agent died while starting",
+    "autoscaler/_private/monitor.py": "Ray's monitor died while starting",
+    "": "the driver died",
+    "raylet/raylet": "Ray's raylet died while starting",
+    "ray::RuntimeEnvAgent": "Ray's runtime env agent died while starting",
+}
+EVERY_DEATH = [(victim, ready) for victim in DEATHS for ready in (True, False)]
+EVERY_DAY = [("gcs_server", False), ("ray::DashboardAgent", True), ("", True)]
+
+
+@pytest.mark.parametrize(
+    ("victim", "ready"),
+    [pytest.param(*each, marks=[] if each in EVERY_DAY else pytest.mark.slow) for each in EVERY_DEATH],
+)
+def test_death_of_ray_or_of_the_driver_ends_the_run_while_nobody_waits(tmp_path, victim, ready):
+    """Ready or, with Ray still starting, as soon as there is such a process, and has been for as long as a look takes.
+    The driver is killed once there is a gcs_server."""
+    run = Script(tmp_path, sys.executable, "-c", SESSION, PYTHONPATH=str(ROOT))
+    if ready:
+        run.wait_for(STARTED)
+    while not (found := [p for p in run.descendants() if (victim or "gcs_server") in title_of(p)]):
+        assert run.process.poll() is None, run.text()
+        time.sleep(0.05)
+    time.sleep(0 if ready else 0.4)
+    family, killed = run.descendants(), time.monotonic()
+    (found[0] if victim else run.process).kill()
+    run.finish(FAULT_SECONDS)
+    wait_until_gone(family)
+    run.assert_failed_cleanly(run.text(), family)
+    assert time.monotonic() - killed < FAULT_SECONDS
+    assert run.text().splitlines()[-1] == f"error: {DEATHS[victim]}"
+
+
+def wait_until_gone(family: list[psutil.Process]) -> None:
+    """Also the process that cleans up after a driver that was killed."""
+    deadline = time.monotonic() + FAULT_SECONDS
+    while any(map(is_alive, family)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_worker_killed_while_ray_starts_it_delays_the_run_by_no_more_than_a_fault_may(tmp_path):
+    class Actor:
+        def answer(self) -> int:
+            return os.getpid()
+
+    args = RunArguments(output=tmp_path / "run")
+    with RunFolder(args, "test") as run, RaySession(run, None) as session:
+        answer = ray.remote(Actor).options(num_cpus=1).remote().answer.remote()
+        raylet = session.ray["raylet"]
+        while not (found := [p for p in raylet.children() if "default_worker" in title_of(p) and p.name() != "raylet"]):
+            time.sleep(0.01)
+        for worker in found:
+            worker.kill()
+        started = time.monotonic()
+        (pid,) = session.wait("starting", actor=answer)
+        assert pid not in [worker.pid for worker in found]
+        assert time.monotonic() - started < FAULT_SECONDS
+
+
+MATTERS = (*RAY, *SCRIPTS, "ray::Trainer", "ray::Engine", "VLLM::")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(RANDOM_KILLS))
+def test_any_process_killed_at_any_moment_ends_the_run_or_does_not_matter(script, number):
+    chance = random.Random(f"{FAULT_SEED} {number}")
+    name, seconds = chance.choice(SCRIPTS), chance.uniform(0, 15) if number % 2 else chance.uniform(15, 50)
+    run = script(name, "--output", "run", "--save-every", 5, "--steps", 200)
+    while not any("leftovers.py" in title_of(process) for process in run.descendants()):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    family = [psutil.Process(run.process.pid), *run.descendants()]
+    victim = chance.choice(family)
+    title = title_of(victim)
+    print(f"FAULT_SEED={FAULT_SEED} {name}: {title[:200]!r} killed {seconds:.2f} s after the session began")
+    victim.kill()
+    killed = time.monotonic()
+    matters = any(matter in argument for argument in title.split()[:3] for matter in MATTERS)
+    if matters:
+        run.finish(FAULT_SECONDS)
+    run.finish(240)
+    wait_until_gone(family)
+    text = run.text()  # also what was said for a driver that was killed
+    print(f"ended {time.monotonic() - killed:.1f} s after the kill:\n{text[-2000:]}")
+    if run.process.returncode or matters:
+        assert time.monotonic() - killed < FAULT_SECONDS
+        assert sum(line.startswith("error: ") for line in text.splitlines()) == 1
+        run.assert_failed_cleanly(text, family)
+    else:
+        assert text.splitlines()[-1].startswith("OK: "), text
+
+
 OF_AN_ENGINE = """
 import mmap, sys, time
 
@@ -159,7 +359,7 @@ time.sleep(600)
 """
 ACTOR = """
 import subprocess, sys, time
-from ray_session import die_with_children
+from recipe.ray_session import die_with_children
 
 child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdout=subprocess.PIPE)
 child.stdout.readline()

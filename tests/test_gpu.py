@@ -10,14 +10,16 @@ import re
 import pytest
 import torch
 from pair import Pair, assert_memory_is_flat, gpus
+from test_compiled import assert_syncs_are_exact
 from test_quantized import compare
 
-from copies import digest
-from quantization import quantize_by_torchao
+from recipe.engine import DECODE_GRAPHS
+from recipe.quantization import quantize_by_torchao
+from recipe.tiny_model import build_tiny_model
 from rlhf_online_quant import MAX_MISMATCH
 from rlhf_utils import WeightSyncError
-from tiny_model import build_tiny_model
-from weight_transport import SharedLanes, TrainersMemory
+from weight_sync.channels import SharedStaging, TrainerMemory
+from weight_sync.copies import digest
 
 # --- The scripts, as a user runs them ---------------------------------------------------------------------------------
 
@@ -26,7 +28,10 @@ COMPARED = r"[1-9]\d* quantized weights are what was sent, but for rounding; sca
 RUNS = [
     # command, GPUs, the least reward at its end, what it says on its way
     ("rlhf.py", 3, 0.75, [REPLAY]),
-    ("rlhf_colocate.py", 1, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +0$"]),
+    ("rlhf_async.py", 3, 0.75, [REPLAY]),
+    ("rlhf_colocate.py", 1, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +0$", r"^--sleep (none|kv) from now on: learning takes"]),
+    ('rlhf_colocate.py --sleep none --compile --engine-args={"compilation_config":{}}', 1, 0.75, [REPLAY]),
+    ("rlhf_colocate.py --sleep weights --offload-optimizer --gradient-checkpointing", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py", 4, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +[01]$", r"^GPU-\S+ +3 +1 +[01]$"]),
     ("rlhf_online_quant.py", 3, 0.5, [REPLAY, r"torchao's Float8DynamicActivationFloat8WeightConfig$", COMPARED]),
     ("rlhf_nccl.py", 3, 0.75, [r"by vLLM's nccl backend", r"greedy tokens are the trainer's own"]),
@@ -56,13 +61,17 @@ def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, rewa
 # --- An engine on GPUs of its own, and one on the trainer's -----------------------------------------------------------
 
 
+GRAPHS = {"enforce_eager": False, "compilation_config": DECODE_GRAPHS, "max_num_seqs": 8}  # as the scripts' engines
+COMPILED = {"enforce_eager": False, "max_num_seqs": 8}  # vLLM's own default: compiled, with graphs of all batches
+
+
 def start(folder, workers: int, **options) -> Pair:
     return Pair(build_tiny_model(folder), workers, **options)
 
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory):
-    with start(tmp_path_factory.mktemp("model"), 2, enable_sleep_mode=True) as pair:
+    with start(tmp_path_factory.mktemp("model"), 2, enable_sleep_mode=True, **GRAPHS) as pair:
         yield pair
 
 
@@ -72,8 +81,23 @@ def colocated(tmp_path_factory):
         yield pair
 
 
+@pytest.fixture(scope="module")
+def with_graphs(tmp_path_factory):
+    with start(tmp_path_factory.mktemp("model"), 1, enable_sleep_mode=True, colocated=True, **GRAPHS) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    with start(tmp_path_factory.mktemp("model"), 1, enable_sleep_mode=True, colocated=True, **COMPILED) as pair:
+        yield pair
+
+
 @pytest.fixture(
-    params=[pytest.param("separate", marks=pytest.mark.gpu(3)), pytest.param("colocated", marks=pytest.mark.gpu(1))]
+    params=[
+        pytest.param("separate", marks=pytest.mark.gpu(3)),
+        *(pytest.param(name, marks=pytest.mark.gpu(1)) for name in ("colocated", "with_graphs", "compiled")),
+    ]
 )
 def pair(request):
     """The pair after a sync of its original weights."""
@@ -105,6 +129,15 @@ def test_replay_survives_other_values(pair):
     assert restore(pair) == original
 
 
+def test_captured_graphs_compute_with_what_was_sent(request, pair):
+    pair.rpc("count_graph_replays")
+    pair.generate()
+    replays = pair.rpc("count_graph_replays")
+    eager = request.node.callspec.params["pair"] == "colocated"
+    assert all(count == 0 if eager else count > 0 for count in replays), replays
+    assert_syncs_are_exact(pair)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_replay_survives_sleep(pair, level):
     original = pair.rpc("digest")
@@ -133,10 +166,10 @@ def test_colocated_worker_reads_the_trainers_memory_until_it_moves(request, colo
     model = colocated.learner.model.to(dtype)
     request.addfinalizer(model.float)
     colocated.connect()
-    for seed, lanes in enumerate([TrainersMemory, SharedLanes]):
+    for seed, staging in enumerate([TrainerMemory, SharedStaging]):
         assert restore(colocated) == original
         assert_replayed(colocated, seed)
-        assert isinstance(colocated.sender.lanes, lanes)
+        assert isinstance(colocated.sender.staging, staging)
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     assert restore(colocated) == original  # moved again
@@ -149,7 +182,7 @@ def test_memory_is_flat_over_200_syncs(pair):
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
     options, _ = quantize_by_torchao(None)
-    with start(tmp_path_factory.mktemp("model"), 2, max_mismatch=MAX_MISMATCH["cuda"], **options) as pair:
+    with start(tmp_path_factory.mktemp("model"), 2, max_mismatch=MAX_MISMATCH["cuda"], **GRAPHS, **options) as pair:
         yield pair
 
 

@@ -1,6 +1,7 @@
 """Two hosts on one machine, with a cable between them that can be cut: network namespaces, which root can make.
 
-pytest tests/test_nodes.py
+pytest tests/test_nodes.py             a sync between them
+pytest tests/test_nodes.py -m slow     a run on a Ray cluster of the two
 """
 
 import os
@@ -14,8 +15,8 @@ import psutil
 import pytest
 from conftest import ROOT, Script, cpu_only, title_of
 
-from ray_session import shared_memory_of
-from tiny_model import build_tiny_model
+from recipe.leftovers import shared_memory_of
+from recipe.tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30
@@ -77,9 +78,10 @@ ENDS = """
 import sys, torch, rlhf_utils
 from datetime import timedelta
 from torch.distributed import TCPStore
+from weight_sync import buckets
 from test_transport import Engine, Worker, communicator
 
-rlhf_utils.STAGING_BYTES = 64 << 20
+buckets.STAGING_BYTES = 64 << 20
 address, rank = sys.argv[1], int(sys.argv[2])
 store = TCPStore(address, 29500, is_master=not rank, wait_for_workers=False, timeout=timedelta(seconds=20))
 group = communicator(store, rank, 2)
@@ -114,6 +116,7 @@ def test_cut_cable_ends_a_sync_on_both_hosts(hosts):
     assert time.monotonic() - cut < FAULT_SECONDS
 
 
+@pytest.mark.slow
 def test_run_over_two_nodes_ends_when_the_cable_is_cut_and_goes_on_when_it_is_back(hosts, tmp_path):
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as ray_folder:  # a short path: sockets lie below it
         start_ray(

@@ -4,7 +4,6 @@ runs it.
 pytest tests/test_quantized.py
 """
 
-import argparse
 import dataclasses
 import json
 import re
@@ -16,13 +15,13 @@ from conftest import cpu_only
 from pair import CORE_IN_PROCESS, Pair
 from test_rlhf import rows
 
-import quantization
 import rlhf_online_quant
-from engine_model import _half_steps
-from grpo import MismatchError
-from rlhf_utils import ROUNDING_SLACK, Comparison, WeightSyncError
-from run_folder import RunError
-from tiny_model import build_tiny_model
+from recipe.arguments import parse
+from recipe.errors import MismatchError
+from recipe.tiny_model import build_tiny_model
+from rlhf_utils import Comparison, WeightSyncError
+from weight_sync.engine_model import _rounding_errors
+from weight_sync.sender import ROUNDING_SLACK
 
 pytestmark = cpu_only
 MAX_MISMATCH = rlhf_online_quant.MAX_MISMATCH["cpu"]
@@ -43,15 +42,14 @@ def pair(tmp_path_factory):
             "_default": torchao.Float8WeightOnlyConfig(),
         }
     )
-    pair = Pair(
+    with Pair(
         build_tiny_model(tmp_path_factory.mktemp("model")),
         dtype="bfloat16",
         max_mismatch=MAX_MISMATCH,
         quantization="torchao",
         hf_overrides={"quantization_config_dict_json": json.dumps(config_to_dict(config))},
-    )
-    yield pair
-    pair.llm.llm_engine.engine_core.shutdown()
+    ) as pair:
+        yield pair
 
 
 def compare(pair) -> tuple[int, int]:
@@ -130,7 +128,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
 
 
 def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
-    text = script("rlhf_online_quant.py", "--output", "run").finish(180)
+    text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish(180)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
     pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
@@ -143,13 +141,14 @@ def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, 
     assert max(mismatch) < MAX_MISMATCH
 
 
+@pytest.mark.slow
 def test_memory_table_of_a_config_file(script, tmp_path):
     from torchao.core.config import config_to_dict
     from torchao.quantization import Int8WeightOnlyConfig
 
     (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
-    arguments = ["--compare-memory", "--quantization-config", "int8.json", "--tensor-parallel-size", 1]
-    text = script("rlhf_online_quant.py", *arguments, **CORE_IN_PROCESS).finish(240)
+    arguments = ["--quantization-config", "int8.json", "--tensor-parallel-size", 1]
+    text = script("benchmarks/quantized_memory.py", *arguments, **CORE_IN_PROCESS).finish(240)
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "/model, eager, TP=1\n" in text
     assert "rollouts of 8 prompts x 8 completions of 16 tokens" in text
@@ -164,7 +163,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
     assert float(cells["quantized"][0]) == pytest.approx((bf16 - elements + 5 * channels) / 2**30, rel=1e-3)
     assert "OK: quantized, the weights take 0.65 of their memory in bf16" in text
     assert cells["bf16"][1:3] == cells["quantized"][1:3]
-    assert "on CPU the KV cache has a size of its own" in text
+    assert "on CPU the KV cache has a fixed size" in text
     assert all(float(speed.replace(",", "")) > 100 for *_, speed in cells.values())
 
 
@@ -176,15 +175,18 @@ def test_memory_table_of_a_config_file(script, tmp_path):
         ("[]", "Expected dictionary"),
         ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),
         ('{"_type": "Int8WeightOnlyConfig", "_data": {"bits": 3}}', "unexpected keyword argument 'bits'"),
-        ('{"_type": "PerRow", "_data": {}}', "PerRow is not a quantization"),
+        ('{"_type": "PerRow", "_data": {}}', "that is no quantization"),
     ],
 )
-def test_config_file_that_is_none_is_an_error_that_names_it(tmp_path, text, fault):
+def test_config_file_that_is_none_is_an_error_that_names_it(tmp_path, monkeypatch, capsys, text, fault):
     path = tmp_path / "config.json"
     if text:
         path.write_text(text)
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{path}: .*{fault}"):
-        quantization.read_torchao_config(str(path))
+    monkeypatch.setattr("sys.argv", ["rlhf_online_quant.py", "--quantization-config", str(path)])
+    with pytest.raises(SystemExit):
+        parse(rlhf_online_quant.Arguments, "A script.")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"argument --quantization-config: .*{fault}.*, not {path}", error)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
@@ -198,7 +200,7 @@ def test_half_steps_are_the_largest_error_of_rounding(dtype, granularity):
     quantized = tensor_class.from_hp(weight, granularity=granularity)
 
     def largest_error() -> float:
-        return float(((quantized.dequantize(torch.float32) - weight).abs() / _half_steps(quantized)).max())
+        return float(((quantized.dequantize(torch.float32) - weight).abs() / _rounding_errors(quantized)).max())
 
     assert 0.8 < largest_error() <= ROUNDING_SLACK
     quantized.scale[-1] *= 1.05  # of some blocks, or all
@@ -214,14 +216,3 @@ def test_run_ends_if_the_trainer_has_learned_but_no_weight_has_changed():
     run_compare(changed=1, learned=True)
     with pytest.raises(WeightSyncError, match="has learned, but none of the engine's quantized weights has changed"):
         run_compare(changed=0, learned=True)
-
-
-def test_memory_table_takes_no_gpu_for_a_trainer(monkeypatch):
-    reserve = Mock()
-    monkeypatch.setattr(quantization, "placement_group", reserve)
-    monkeypatch.setattr(quantization.ray, "cluster_resources", lambda: {"GPU": 1.0})
-    device, options = quantization.place_engine(1)
-    assert (device, options["scheduling_strategy"].placement_group_bundle_index) == ("cuda", 1)
-    assert [bundle.get("GPU", 0) for bundle in reserve.call_args.args[0]] == [0, 1]
-    with pytest.raises(RunError, match="--tensor-parallel-size 2 takes as many GPUs, and there are 1"):
-        quantization.place_engine(2)

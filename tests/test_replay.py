@@ -3,6 +3,7 @@
 pytest tests/test_replay.py
 """
 
+import gc
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -10,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_transport import Receiving, Worker, groups, same_bits
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-import engine_model
-import rlhf_utils
-from engine_model import EngineModel
 from rlhf_utils import WeightSender, WeightSyncError
-from weight_transport import plan_buckets
+from weight_sync import buckets, receiver, replay
+from weight_sync.buckets import plan_buckets
+from weight_sync.engine_model import EngineModel
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {
@@ -88,11 +90,12 @@ class Engine(EngineModel):
     def __init__(self, model):
         worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
         worker.model_config = SimpleNamespace(dtype=torch.float32)
+        worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
         worker.parallel_config = SimpleNamespace(tensor_parallel_size=RANKS)
         super().__init__(worker)
         self.loads = 0
         self.loading = False
-        self.required = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        self.required_elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
 
     def load(self, weights):
         self.loads += 1
@@ -142,7 +145,7 @@ class Sync:
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_copies_are_replayed_bit_for_bit(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
     sync = Sync(syncs=4)
     assert sync(tensors(1)) == "replay"
     loads = [engine.loads for engine in sync.engines]
@@ -175,7 +178,7 @@ class WithoutTransposed(Model):
 
 
 def test_tensors_cut_into_rows_are_replayed(monkeypatch):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 512)  # the embedding has 2,560 bytes
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)  # the embedding has 2,560 bytes
     sync = Sync(WithoutTransposed)
     weights = tensors(1)
     del weights["fc"]
@@ -183,7 +186,7 @@ def test_tensors_cut_into_rows_are_replayed(monkeypatch):
 
 
 def test_transposed_tensor_that_is_cut_stays_with_reload(monkeypatch):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 512)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)
     assert "fc: it is larger than a bucket, and not copied by rows" in Sync()(tensors(1))
 
 
@@ -227,9 +230,9 @@ def test_loader_that_does_more_than_copy_is_refused(model, reason):
 def test_replay_that_leaves_out_an_element_is_found_and_repaired(monkeypatch):
     record = Engine.record
 
-    def forgetful(self, buckets, lanes):
-        refused = record(self, buckets, lanes)
-        self.moves[-1][-1].plain.pop()
+    def forgetful(self, buckets, staging):
+        refused = record(self, buckets, staging)
+        self.replay_steps[-1][-1].plain.pop()
         return refused
 
     monkeypatch.setattr(Engine, "record", forgetful)
@@ -274,11 +277,120 @@ def test_tensor_that_is_loaded_into_a_buffer_is_replayed():
         assert all(engine.model.norm.equal(weights["norm"]) for engine in sync.engines)
 
 
+class Renews(Model):
+    """Serves another tensor after each load."""
+
+    def load_norm(self, weight):
+        self.norm = torch.nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
+        self.norm.data.copy_(weight)
+
+
+def test_tensor_that_gives_way_to_a_new_one_at_each_load_stays_with_reload():
+    sync = Sync(Renews, syncs=2)
+    for seed in (1, 2):
+        assert sync(tensors(seed)) == "reload: replay did not reproduce it bit for bit"
+
+
+class HeadBias(torch.nn.Module):
+    """Whose `load_weights` registers `head.bias` anew each time, as that of vLLM's Transformers backend does."""
+
+    tied = dummy = False
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank, (self.embed, self.head) = rank, (torch.nn.Module(), torch.nn.Module())
+        for layer in (self.embed, self.head):
+            layer.weight = torch.nn.Parameter(torch.zeros(VOCABULARY, HIDDEN), requires_grad=False)
+        self.head.register_parameter("bias", None)
+        record_metadata_for_reloading(self)
+        if self.tied:
+            self.head.weight = self.embed.weight
+        if not self.dummy:  # dummy weights come without a load
+            self.load_weights([("head.bias", torch.zeros(VOCABULARY))])
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            if name == "head.bias":
+                self.head.bias = torch.nn.Parameter(torch.empty(PADDED * RANKS), requires_grad=False)
+                self.head.bias[:VOCABULARY].data.copy_(weight)
+                self.head.bias[VOCABULARY:].data.fill_(0)
+            else:
+                parameter = self.get_parameter(name)
+                getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
+
+    def process_weights(self):
+        pass
+
+
+class BracketedEngine(EngineModel):
+    """Loads in vLLM's own reload brackets."""
+
+    def __init__(self, model):
+        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
+        worker.model_config = SimpleNamespace(dtype=torch.float32)
+        worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
+        worker.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+        super().__init__(worker)
+
+    def _context(self):
+        return torch.no_grad()
+
+
+def with_head_bias(seed, tied):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (VOCABULARY, HIDDEN), "head.weight": (VOCABULARY, HIDDEN), "head.bias": (VOCABULARY,)}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if tied:
+        del weights["head.weight"]
+    return weights
+
+
+@pytest.fixture
+def head_bias_sync(monkeypatch, tied, dummy):
+    monkeypatch.setattr(sys.modules[__name__], "Engine", BracketedEngine)
+    return Sync(type("HeadBias", (HeadBias,), {"tied": tied, "dummy": dummy}), syncs=4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dummy", [False, True])
+def test_parameter_that_its_loader_registers_anew_is_loaded_and_replayed(head_bias_sync, tied, dummy):
+    served = [engine.model.head.bias for engine in head_bias_sync.engines]
+    for seed in (1, 2, 3):
+        weights = with_head_bias(seed, tied)
+        assert head_bias_sync(weights) == "replay"
+        for engine, bias in zip(head_bias_sync.engines, served, strict=True):
+            assert engine.model.head.bias[:VOCABULARY].equal(weights["head.bias"])
+            assert dummy or engine.model.head.bias is bias  # which CUDA graphs may have captured
+    del weights["head.bias"]
+    with pytest.raises(WeightSyncError, match=r"nothing is sent for the engine's head\.bias"):
+        head_bias_sync(weights)
+
+
+@pytest.mark.parametrize(("tied", "dummy"), [(False, False)])
+def test_preflight_leaves_a_parameter_that_its_loader_registers_anew(head_bias_sync):
+    engine = head_bias_sync.engines[0]
+    bias, digest = engine.model.head.bias, engine.weights_digest()
+    for rows, problems in [(VOCABULARY, 0), (VOCABULARY + 1, 1)]:
+        metadata = [("embed.weight", "float32", (VOCABULARY, HIDDEN)), ("head.weight", "float32", (VOCABULARY, HIDDEN))]
+        assert len(engine.preflight([*metadata, ("head.bias", "float32", (rows,))])[1]) == problems
+        assert (engine.model.head.bias, engine.weights_digest()) == (bias, digest)
+
+
+@pytest.mark.parametrize(("tied", "dummy"), [(False, False)])
+def test_load_that_leaves_out_what_it_should_register_anew_is_an_error(head_bias_sync, monkeypatch):
+    model = head_bias_sync.engines[1].model
+    load = model.load_weights
+    tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.bias"])  # noqa: E731
+    monkeypatch.setattr(model, "load_weights", tampered)
+    with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.bias"):
+        head_bias_sync(with_head_bias(1, tied=False))
+
+
 def test_recording_that_fails_leaves_the_sync_with_reload(monkeypatch):
     def fails(*_):
         raise MemoryError("no room for scratch")
 
-    monkeypatch.setattr(engine_model, "Copies", fails)
+    monkeypatch.setattr(replay, "Copies", fails)
     assert Sync()(tensors(1)) == "reload: MemoryError: no room for scratch"
 
 
@@ -338,7 +450,7 @@ class Quantized(torch.nn.Module):
 class QuantizedEngine(Engine):
     def __init__(self, model):
         super().__init__(model)
-        self.required = {"o.bias": 8} | {name: tensor.numel() for name, tensor in model.loadable.items()}
+        self.required_elements = {"o.bias": 8} | {name: tensor.numel() for name, tensor in model.loadable.items()}
 
     def _context(self):
         return nullcontext()
@@ -360,27 +472,27 @@ def quantized_sync(monkeypatch, method=PerRow):
 
 @pytest.mark.parametrize("bucket_bytes", [512, 1 << 20])
 def test_quantization_is_repeated_bit_for_bit(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
     sync = quantized_sync(monkeypatch)
     for seed in (1, 2, 3):
         assert sync(quantizable(seed)) == "replay"
     assert [engine.version for engine in sync.engines] == [3, 3]
     # `o` and `fc` have one shape, and one after the other the same scratch memory.
-    steps = [step for bucket in sync.engines[0].moves for step in bucket]
-    layers = [step for step in steps if isinstance(step, engine_model._ProcessedLayer)]
+    steps = [step for bucket in sync.engines[0].replay_steps for step in bucket]
+    layers = [step for step in steps if isinstance(step, replay.ProcessedLayer)]
     assert len(layers) == 3
     assert layers[1].scratch["weight"] is layers[2].scratch["weight"]
 
 
 def test_stale_scales_are_found(monkeypatch):
-    run = engine_model._ProcessedLayer.run
+    run = replay.ProcessedLayer.run
 
     def forgets(layer, total):
         scale = layer.module.scale.clone()
         run(layer, total)
         layer.module.scale.data.copy_(scale)
 
-    monkeypatch.setattr(engine_model._ProcessedLayer, "run", forgets)
+    monkeypatch.setattr(replay.ProcessedLayer, "run", forgets)
     assert quantized_sync(monkeypatch)(quantizable(1)) == "reload: replay did not reproduce it bit for bit"
 
 
@@ -390,14 +502,30 @@ def test_layer_that_keeps_more_than_parameters_is_refused(monkeypatch):
     assert loader == f"reload: {reason}"
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch, enabled):
+    during = []
+    monkeypatch.setattr(replay, "load_kernel", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(replay, "_Graph", lambda *_: during.append(gc.isenabled()))
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        replay.captured([[object()]], torch.zeros(1))
+        assert (during, gc.isenabled()) == ([False], enabled)
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
     """Also of one bucket that holds everything, as where the worker reads the trainer's own memory."""
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 1024)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
     engine, loaded = Engine(Model(rank=0)), []
     monkeypatch.setattr(engine.model, "load_weights", lambda weights: loaded.append(sum(w.nbytes for _, w in weights)))
-    buckets = plan_buckets([(name, torch.float32, shape) for name, shape in SHAPES.items()], 1 << 20)
-    assert len(buckets) == 1
-    rlhf_utils._reload(engine, buckets, rlhf_utils._OtherWeights(torch.device("cpu")), range(1))
+    planned = plan_buckets([(name, torch.float32, shape) for name, shape in SHAPES.items()], 1 << 20)
+    assert len(planned) == 1
+    receiver._reload(engine, planned, receiver._OtherWeights(torch.device("cpu")), range(1))
     largest = max(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
     assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
     assert max(loaded) <= 1024 + largest
@@ -419,7 +547,7 @@ def test_plan_is_dropped_after_a_failure(monkeypatch):
     def fails(total):
         raise ValueError("no memory")
 
-    monkeypatch.setattr(sync.engines[1].moves[-1][-1], "run", fails)
+    monkeypatch.setattr(sync.engines[1].replay_steps[-1][-1], "run", fails)
     with pytest.raises(WeightSyncError, match="ValueError: no memory"):
         sync.sender.send_weights(weights.items())
     for thread in sync.receiving:
@@ -428,7 +556,7 @@ def test_plan_is_dropped_after_a_failure(monkeypatch):
     trainer, *others = groups(1 + RANKS)
     for worker, other in zip(sync.workers, others, strict=True):
         worker.close_weight_update_group()
-        assert worker.weight_model.moves is None
+        assert worker.weight_model.replay_steps is None
         worker.model_update_group = other
     loads = [engine.loads for engine in sync.engines]
     sync.receiving = [Receiving(worker) for worker in sync.workers]

@@ -15,7 +15,6 @@ import zmq
 from test_transport import Engine, Receiving, random_tensors, same_bits
 
 import rlhf_utils
-import weight_transport
 from rlhf_utils import (
     ColocateWorkerExtension,
     SharedMemoryChannel,
@@ -24,7 +23,8 @@ from rlhf_utils import (
     rebuild_ipc,
     share_tensor,
 )
-from weight_transport import shared_buffer
+from weight_sync import buckets, channels
+from weight_sync.groups import shared_buffer
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ class LoadingEngine(Engine):
 
     most = 0  # bytes at a time
 
-    def load_some(self, weights):
+    def load_partial(self, weights):
         self.most = max(self.most, sum(weight.nbytes for _, weight in weights))
         self.load(weights)
 
@@ -56,7 +56,7 @@ def test_worker_without_a_trainer_beside_it_says_so():
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_sync_delivers_every_bit(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(), channel.handles), syncs=3)
     sender = WeightSender(channel)
@@ -105,7 +105,7 @@ def test_worker_that_raises_ends_the_sync_with_its_traceback():
 
 
 def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
-    monkeypatch.setattr(weight_transport, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.2)
     with pytest.raises(WeightSyncError, match="worker on cpu:3 did not connect within 0 s"):
         WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
 
@@ -138,7 +138,7 @@ class ReplayingEngine(Engine):
         super().__init__()
         self.refusal, self.replayed = refusal, replayed
 
-    def record(self, buckets, lanes):
+    def record(self, buckets, staging):
         return self.refusal
 
     def state_digest(self):
@@ -156,7 +156,7 @@ def _sharded_rank(rank, port, failures, done):
 
     address, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=20)
     dist.init_process_group("gloo", init_method=address, timeout=timeout, rank=rank, world_size=2)
-    rlhf_utils.STAGING_BYTES = rlhf_utils.LANES * 1024  # `w` has 8,400 bytes: it is cut
+    buckets.STAGING_BYTES = buckets.STAGING_BUFFERS * 1024  # `w` has 8,400 bytes: it is cut
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
     # Uneven shards, two without rows on rank 1, tensors that are cut, and one that is not sharded.
@@ -186,7 +186,7 @@ def _sharded_rank(rank, port, failures, done):
                 failures.put((rank, report))
         receiving.join(10)
     if rank == 0:  # the other rank never comes: it has failed, say
-        weight_transport.CONNECT_SECONDS, channel = 0.5, SharedMemoryChannel(CPU)
+        buckets.CONNECT_SECONDS, channel = 0.5, SharedMemoryChannel(CPU)
         receiving = Receiving(Worker(ReplayingEngine(), channel.handles))
         with pytest.raises(WeightSyncError, match="ran into its deadline"):
             WeightSender(channel).send_weights(shards.items())
@@ -293,7 +293,7 @@ def test_handles_by_name():
 
 
 def test_handles_take_no_second_model(monkeypatch):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 1024)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
     buffers, worker = {str(i): shared_buffer(400, CPU).fill_(i) for i in range(5)}, Worker(LoadingEngine())
     worker.update_weights_from_ipc_handles({"cpu:0": {name: share_tensor(buffers[name]) for name in buffers}})
     assert all(same_bits(worker.weight_model.weights[name], buffer) for name, buffer in buffers.items())

@@ -1,4 +1,4 @@
-"""The whole loop for half an hour: as much memory at the end as after half of it.
+"""The whole loop for half an hour: as much memory at the end as after half of it. Only for those who ask for it:
 
 SOAK_SECONDS=1800 pytest tests/test_soak.py -m slow -s
 """
@@ -11,10 +11,10 @@ import psutil
 import pytest
 from conftest import Script, cpu_only, title_of
 
-from ray_session import shared_memory_of
+from recipe.leftovers import shared_memory_of
 
 pytestmark = cpu_only
-SECONDS = float(os.environ.get("SOAK_SECONDS", "1800"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))
 # Megabytes of private memory, of all processes together. vLLM's CPU workers alone, without a sync, grow as they touch
 # their KV cache and allocate: by 320 MB each in 800 rollouts of the built-in model, ever more slowly.
 MAX_GROWTH = 128
@@ -22,6 +22,7 @@ PASSING = ("sh ", "sleep", "grep")  # the shell that outlives an engine, and wha
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not SECONDS, reason="takes half an hour: SOAK_SECONDS=1800; in less, vLLM's own growth has no end")
 def test_memory_of_the_whole_loop_is_flat(script, tmp_path):
     run = tmp_path / "run"
     process = script("rlhf.py", "--steps", 1_000_000, "--save-every", 10, "--output", "run")
@@ -48,7 +49,7 @@ def test_memory_of_the_whole_loop_is_flat(script, tmp_path):
     assert after["shared files"] <= before["shared files"], samples
     assert sum(after["private MB"].values()) - sum(before["private MB"].values()) < MAX_GROWTH, samples
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["logprobs/mismatch"] for row in rows) < 1e-4
+    assert max(row["logprobs/mismatch"] for row in rows) < 1e-5
     assert rows[-1]["reward/mean"] > 0.9
 
 

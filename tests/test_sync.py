@@ -10,10 +10,10 @@ import torch
 from conftest import cpu_only
 from pair import Pair, assert_memory_is_flat, swap_layers
 
-import rlhf_utils
-from grpo import MismatchError
+from recipe.errors import MismatchError
+from recipe.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError, stateless_init_process_group
-from tiny_model import build_tiny_model
+from weight_sync import buckets
 
 pytestmark = cpu_only
 LAYERS = "model.decoder.layers."
@@ -80,11 +80,19 @@ def test_swapped_layers_are_seen(pair):
     assert all(new != old for new, old in zip(pair.rpc("digest"), before, strict=True))
 
 
-@pytest.mark.parametrize("part", [LAYERS + "0.", "q_proj.weight", "embed_tokens", "fc1.bias"])
-def test_sync_that_skips_something_fails(pair, part):
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        (LAYERS + "0.", LAYERS + "0."),
+        ("q_proj.weight", "self_attn.qkv_proj and 1 more: "),
+        ("embed_tokens", "embed_tokens.weight: "),
+        ("fc1.bias", "fc1.bias and 1 more: "),
+    ],
+)
+def test_sync_that_skips_something_fails(pair, part, named):
     pair.set(pair.perturbed(7))
     pair.rpc("tamper_with_loads", "skip", part)
-    with pytest.raises(WeightSyncError, match="did not load all that was sent for"):
+    with pytest.raises(WeightSyncError, match=f"did not load all that was sent for .*{named}"):
         pair.sync()
     assert pair.rpc("check_weights_changed") == [False, False]
     if part == LAYERS + "0.":  # whole layers keep their old weights; half a layer would be garbage
@@ -107,7 +115,7 @@ def test_proof_fails_if_the_loader_swaps_layers(pair):
 @pytest.mark.parametrize("bucket_bytes", [1024, 66_048, 1 << 20])
 def test_buckets_of_any_size(pair, monkeypatch, bucket_bytes):
     monkeypatch.setattr(
-        rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes
+        buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes
     )  # the largest tensor has 262,144 bytes
     pair.connect()
     pair.set(pair.perturbed(bucket_bytes))
@@ -179,7 +187,7 @@ def test_preflight_names_what_does_not_fit(pair):
     ],
 )
 def test_worker_that_fails_ends_the_sync_and_the_next_one_recovers(pair, monkeypatch, how, part, error):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * 66_048)  # many buckets: some are loaded
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 66_048)  # many buckets: some are loaded
     pair.connect()
     pair.set(pair.perturbed(13))
     pair.rpc("tamper_with_loads", how, part)

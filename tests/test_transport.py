@@ -10,18 +10,21 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, rendezvous
 
-import rlhf_utils
-import weight_transport
-from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension
-from weight_transport import ALIGN_BYTES, AWAKE_SECONDS, GlooCommunicator, plan_buckets
+from recipe.sharding import join_ranks
+from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
+from weight_sync import buckets, link
+from weight_sync.buckets import ALIGN_BYTES, plan_buckets
+from weight_sync.groups import GlooCommunicator
+from weight_sync.link import BUSY_POLL_SECONDS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -47,13 +50,13 @@ class Engine:
     def finish(self, complete=False):
         pass
 
-    def record(self, buckets, lanes):
+    def record(self, buckets, staging):
         return "a dictionary has no loader to record"
 
-    def take_digest(self):
+    def weights_digest(self):
         return 0
 
-    def complete(self, version, written):
+    def mark_complete(self, version, written):
         self.version, self.digest = version, written
 
     def unchanged(self):
@@ -149,7 +152,7 @@ def test_tensor_larger_than_a_bucket_is_cut_at_rows_and_shares_no_other_cut():
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
-    monkeypatch.setattr(rlhf_utils, "STAGING_BYTES", rlhf_utils.LANES * bucket_bytes)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
     trainer, *others = groups(1 + workers)
     receiving = [Receiving(Worker(Engine(), other), syncs=3) for other in others]
     sender = WeightSender(trainer)
@@ -166,6 +169,50 @@ def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
     for thread in receiving:
         thread.join(10)
         assert thread.error is None
+
+
+@pytest.fixture
+def ipv6_port():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            return server.getsockname()[1]
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+
+
+def test_sync_over_ipv6(ipv6_port):
+    def join(rank):
+        return stateless_init_process_group("::1", ipv6_port, rank, 2, torch.device("cpu"))
+
+    with ThreadPoolExecutor(2) as threads:
+        trainer, other = threads.map(join, range(2))
+    receiving, sender = Receiving(Worker(Engine(), other)), WeightSender(trainer)
+    sender.send_weights([("w", torch.ones(4))])
+    with socket.socket(fileno=os.dup(sender.links[0].connection.fileno())) as socket_:
+        assert (socket_.family, socket_.getpeername()[0]) == (socket.AF_INET6, "::1")
+        assert socket_.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)  # a node that vanishes is noticed here too
+    receiving.join(5)
+    assert receiving.error is None
+    assert receiving.worker.weight_model.weights["w"].equal(torch.ones(4))
+
+
+def test_taken_ipv6_port_is_an_error_that_names_it(ipv6_port):
+    with (
+        socket.create_server(("::1", ipv6_port), family=socket.AF_INET6),
+        pytest.raises(WeightSyncError, match=rf"no group at \[::1\]:{ipv6_port}: .*in use"),
+    ):
+        stateless_init_process_group("::1", ipv6_port, 0, 2, torch.device("cpu"))
+
+
+def test_trainer_ranks_meet_over_ipv6(monkeypatch, ipv6_port):
+    def meet(backend, init_method, rank, world_size, **_):
+        store, *_ = next(rendezvous(init_method, rank, world_size))
+        store.set(str(rank), backend)
+        store.wait([str(1 - rank)], timedelta(seconds=20))
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", meet)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda rank: join_ranks("::1", ipv6_port, rank, 2, torch.device("cpu")), range(2)))
 
 
 def test_engines_dtype_travels_and_tied_tensors_once():
@@ -257,7 +304,7 @@ def test_trainer_that_fails_before_a_sync_ends_the_workers_wait(syncs):
     sender = WeightSender(trainer)
 
     def tensors():  # which take longer than a worker stays awake for them
-        time.sleep(2 * AWAKE_SECONDS)
+        time.sleep(2 * BUSY_POLL_SECONDS)
         yield "w", torch.ones(4)
 
     for version in range(1, syncs + 1):
@@ -284,22 +331,22 @@ def test_worker_that_fails_before_it_loads_no_longer_vouches_for_its_weights(mon
 
 
 def test_peer_that_stops_in_the_middle_of_a_message_is_not_called_dead(monkeypatch):
-    monkeypatch.setattr(weight_transport, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(link, "CONNECT_SECONDS", 1)
     ours, theirs = socket.socketpair()
-    link = weight_transport.Link(ours)
+    connection = link.Link(ours)
     theirs.sendall(b"\x00\x00\x00\x09half")
     with pytest.raises(WeightSyncError, match="the other side stopped in the middle of a message"):
-        link.recv(timeout=1)
+        connection.recv(timeout=1)
 
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x03abc", b""])
 def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
-    monkeypatch.setattr(weight_transport, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(link, "HELLO_SECONDS", 0.2)
     trainer, other = groups(2)
     syncing = threading.Thread(target=WeightSender(trainer).send_weights, args=([("w", torch.ones(4))],))
     syncing.start()
-    other.group.store.wait([weight_transport.LINK_KEY])
-    port = json.loads(other.group.store.get(weight_transport.LINK_KEY))["port"]
+    other.group.store.wait([link.LINK_KEY])
+    port = json.loads(other.group.store.get(link.LINK_KEY))["port"]
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(greeting)
         worker = Worker(Engine(), other)

@@ -1,6 +1,6 @@
-"""The built-in model, for machines with no GPU and no network: a small OPT with random weights, and a byte tokenizer.
+"""The built-in model, for machines without GPU and network: a small OPT with random weights and a byte tokenizer.
 
-    python tiny_model.py FOLDER [SEED]
+    python recipe/tiny_model.py FOLDER [SEED]
 
 writes a Hugging Face model folder that transformers, vLLM and the scripts load like any other.
 """
@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-# vLLM's attention on CPU wants a head size of 32 or more.
+# vLLM's attention on CPU needs a head size of at least 32.
 HIDDEN_SIZE, HEADS, LAYERS, MAX_LENGTH = 128, 4, 2, 256
 
 

@@ -1,17 +1,15 @@
 """Ray for the time of one run: start or join it, wait for actors, say which side failed, leave nothing behind."""
 
-import argparse
-import ctypes
 import os
-import shutil
+import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,13 +17,30 @@ import psutil
 import ray
 from ray.exceptions import ActorDiedError
 
-from run_folder import USER_ERRORS, RunError, RunFolder
+from rlhf_utils import WeightSyncError
 
+from .arguments import RunArguments
+from .errors import RunError, UserError
+from .leftovers import MARK, clean_up, is_alive, outlive, processes_of, shared_memory_of
+from .run_folder import RunFolder
+
+USER_ERRORS = (UserError, WeightSyncError)  # their text says it all
 PHASE_SECONDS = 3600.0  # no phase of a step takes longer
-PR_SET_CHILD_SUBREAPER = 36
+EXIT_SECONDS = 15.0  # nor does the way out
 MAX_SOCKET_CHARS = 107  # of a socket's path
 RAY_SOCKET_CHARS = 82  # of it, below the folder for temporary files: /rlhf-ray-.../session_.../sockets/plasma_store
-TRACKER = "multiprocessing.resource_tracker"  # removes from /dev/shm what others have left, once they have all ended
+WORKER_RAISED = r"Worker failed with error '(.*)', please check"  # which vLLM tells its log alone
+RAY = {  # how a word of each process's title ends, and its name
+    "dashboard/agent.py": "dashboard agent",
+    "ray::DashboardAgent": "dashboard agent",
+    "runtime_env/agent/main.py": "runtime env agent",
+    "ray::RuntimeEnvAgent": "runtime env agent",
+    "gcs_server": "gcs_server",
+    "raylet": "raylet",
+    "dashboard/dashboard.py": "dashboard",
+    "_private/log_monitor.py": "log monitor",
+    "_private/monitor.py": "monitor",
+}
 
 
 class RaySession:
@@ -36,38 +51,46 @@ class RaySession:
         self.actors: dict[str, ray.actor.ActorHandle] = {}  # a death of one of these ends every wait
         self.pings: dict[str, ray.ObjectRef] = {}  # the last call to each, which fails if it has died
         self.shared_memory: set[str] = set()  # seen in use by processes of this session
+        self.phase = "starting"
         self.phases: set[str] = set()  # that have ended at least once
-        self.ray_processes: list[psutil.Process] = []  # of a node that was started here
+        self.ray: dict[str, psutil.Process] = {}  # Ray's processes, of a node that was started here
+        self.starting_ray = True
+        self.leaving: tuple[float, BaseException | None] | None = None  # since when, because of what
+        self.left, self.ending = threading.Event(), threading.Lock()
 
     def __enter__(self) -> "RaySession":
         self.handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self.not_ours = set(psutil.Process().children(recursive=True))
-        # Whatever a killed process leaves running becomes a child of this one, and is found when the session ends.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # what is left on stdout, a script has printed
         beside = None if len(tempfile.gettempdir()) + RAY_SOCKET_CHARS <= MAX_SOCKET_CHARS else "/tmp"
         self.folder = tempfile.mkdtemp(prefix="rlhf-ray-", dir=beside)
-        code = os.path.dirname(os.path.abspath(__file__))
+        self.heir = outlive(self.folder, self.run.screen)
+        os.environ[MARK] = self.folder
+        code = str(Path(__file__).resolve().parent.parent)  # where vLLM's workers find rlhf_utils
         python_path = os.pathsep.join([code, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTHONPATH": python_path}
+        environment = {"PYTHONPATH": python_path, "VLLM_LOGGING_STREAM": os.environ["VLLM_LOGGING_STREAM"]}
         options = {"runtime_env": {"env_vars": environment}, "logging_level": "warning"}
         if self.address is None:
             # Or Ray ends, with an actor, the process that removes what the actor's others have left in /dev/shm.
             os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
             os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
+            # How long Ray waits before it asks whether what it has started lives: not 30 s, in which no thread runs ...
+            os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "15")
+            os.environ.setdefault("RAY_worker_register_timeout_seconds", "20")  # ... and not 60
             environment["TMPDIR"] = self.folder  # vLLM leaves its sockets there
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False, "_temp_dir": self.folder}
+        threading.Thread(target=self._watch, daemon=True).start()
         try:
             if self.address and ":" in self.address and "//" not in self.address:
                 host, _, port = self.address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
             ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
             signal.signal(signal.SIGTERM, _interrupt)  # Ray has put a handler of its own
-            self.ray_processes = [child for child in psutil.Process().children() if child not in self.not_ours]
+            self.starting_ray = False
         except BaseException as error:
-            self.__exit__()
+            self.__exit__(None, error, None)
             if not isinstance(error, Exception):
                 raise
             where = f"reach Ray at {self.address}" if self.address else "start Ray"
@@ -77,7 +100,8 @@ class RaySession:
             raise RunError(f"cannot {where}: {_last_line(cause)}") from error
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        self.leaving = time.monotonic(), error
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)  # this is the way out already
         self._note_shared_memory()
@@ -85,21 +109,14 @@ class RaySession:
             refs = [actor.shutdown.remote() for actor in self.actors.values() if hasattr(actor, "shutdown")]
             ray.wait(refs, num_returns=len(refs), timeout=5)
         ray.shutdown()
-        for stop, spared in ((signal.SIGTERM, TRACKER), (signal.SIGKILL, TRACKER), (signal.SIGKILL, None)):
-            family = self._family()
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    if spared is None or spared not in " ".join(process.cmdline()):
-                        process.send_signal(stop)
-            psutil.wait_procs(family, timeout=3)
-        for file in self.shared_memory:
-            Path(file).unlink(missing_ok=True)  # a process that was killed did not
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with self.ending:
+            self._clean_up()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
     def wait(self, phase: str, **refs: ray.ObjectRef) -> list:
         """Results of one call to each named actor, in order. Raises what an actor raised, or says which one died."""
+        self.phase = phase
         started, pending, answers = time.monotonic(), list(refs.values()), refs
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=1)
@@ -109,10 +126,8 @@ class RaySession:
                 failed, answers = bool(dead), refs | dead
             if failed:
                 ray.wait(pending, num_returns=len(pending), timeout=3)  # let the other side say what it saw
-            for process in self.ray_processes:
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    raise RunError(f"Ray's {process.name()} died while {phase}")
             if failed:
+                self._end_if_ray_died()
                 raise self._blame(phase, answers)
             seconds = time.monotonic() - started
             if seconds > PHASE_SECONDS:
@@ -125,6 +140,17 @@ class RaySession:
             self._note_shared_memory()
         return ray.get(list(refs.values()))
 
+    def wait_for_thread(self, phase: str, future: futures.Future, check: Callable[[], None]) -> None:
+        """Wait as in `wait`, for a thread of this process. `check` is called every second; it may raise."""
+        self.phase, started = phase, time.monotonic()
+        while not futures.wait([future], timeout=1).done:
+            if dead := self._failed_pings():
+                self._end_if_ray_died()
+                raise self._blame(phase, dead)
+            check()
+            self._note_shared_memory()
+            self.run.tick(phase, round(time.monotonic() - started))
+
     def _failed_pings(self) -> dict[str, ray.ObjectRef]:
         """Pings of actors that have died. One that is busy answers later; one that has answered gets the next."""
         for name, actor in self.actors.items():
@@ -133,13 +159,60 @@ class RaySession:
                 self.pings[name] = actor.__ray_ready__.remote()
         return {name: ping for name, ping in self.pings.items() if _error_of(ping)}
 
-    def _family(self) -> list[psutil.Process]:
-        """All processes of this session."""
-        return [child for child in psutil.Process().children(recursive=True) if child not in self.not_ours]
-
     def _note_shared_memory(self) -> None:
         """Note what is in use now: when a process has been killed, nobody knows any more what it had mapped."""
-        self.shared_memory |= shared_memory_of(self._family())
+        new = shared_memory_of(processes_of(self.folder)) - self.shared_memory
+        self.shared_memory |= new
+        self._tell_heir(*new)
+
+    def _tell_heir(self, *lines: str) -> None:
+        with suppress(OSError):  # it was killed
+            self.heir.stdin.writelines(line + "\n" for line in lines)
+
+    def _watch(self) -> None:
+        """Runs in a thread: once a process of Ray's has died, a call to Ray may not come back."""
+        while not self.left.wait(0.2):
+            if self.starting_ray and self.address is None:
+                self._find_ray()
+            if self.leaving is None:
+                self._end_if_ray_died()
+            elif time.monotonic() - self.leaving[0] > EXIT_SECONDS:
+                self._end(self.leaving[1] or RunError(f"Ray did not end within {EXIT_SECONDS:.0f} s"))
+
+    def _find_ray(self) -> None:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                title = process.cmdline()[:3] if is_alive(process) else [process.name()]
+                for part, name in RAY.items():
+                    if any(argument.endswith(part) for argument in title):
+                        self.ray.setdefault(name, process)
+
+    def _end_if_ray_died(self) -> None:
+        dead = [name for name, process in self.ray.items() if not is_alive(process)]
+        if "raylet" in dead:  # which ends with any of its agents, as they do with it
+            logs = [log.read_text(errors="replace") for log in Path(self.folder).glob("session_2*/logs/raylet.*")]
+            agents = re.findall(r"one Ray agent failed, agent_name = (\w+)", "".join(logs))
+            dead = [agent.replace("_", " ") for agent in agents] or ["raylet"]
+        if dead:
+            self._end(RunError(f"Ray's {dead[0]} died while {self.phase}"))
+
+    def _end(self, error: BaseException) -> None:
+        """End the run here and now, whatever the main thread is waiting for."""
+        with self.ending:
+            if not self.left.is_set():
+                line = f"error: {_in_words(error)}"
+                self._tell_heir(line)  # Ray may end this process at any moment now
+                self._clean_up()
+                self.run.__exit__(type(error), error, None)
+                print(line, file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _clean_up(self) -> None:
+        clean_up(self.folder, self.shared_memory)
+        os.environ.pop(MARK, None)
+        self.heir.kill()
+        self.heir.wait()
+        self.left.set()
 
     def _blame(self, phase: str, answers: dict[str, ray.ObjectRef]) -> Exception:
         """The error that explains the others: a death before a failed sync, that before anything else."""
@@ -155,19 +228,22 @@ class RaySession:
             node = " with its Ray node" if "its node has died" in str(error) else ""
             return RunError(f"the {actor} died{node} while {phase}")
         if "EngineDeadError" in str(error):
+            if reason := re.search(WORKER_RAISED, self.run.details):
+                self.run.details = ""  # that says it all
+                return RunError(f"the {actor} failed while {phase}: {reason[1]}")
             return RunError(f"the {actor} died while {phase}: one of vLLM's processes ended")
+        if actor.startswith("trainer"):  # whose traceback says more than the log; a full disk needs none
+            self.run.details = "" if isinstance(getattr(error, "cause", None), OSError) else str(error)
         return RunError(f"the {actor} failed while {phase}: {_last_line(error)}")
 
 
-def run_main(main: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+def run_main(main: Callable, args: RunArguments) -> None:
     """Run a script's `main`; an error becomes one message and an exit status that is not 0, never a traceback."""
     try:
         main(args)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        sys.exit(f"error: {error if isinstance(error, USER_ERRORS) else _last_line(error)}")
+    except (Exception, KeyboardInterrupt) as error:
+        print(f"error: {_in_words(error)}", file=sys.stderr)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def die_with_children() -> None:
@@ -177,21 +253,16 @@ def die_with_children() -> None:
     Ray ends an actor without asking it; what shared memory its processes leave is removed by one that outlives them,
     on a node of a cluster, which is not the driver's to clean up.
     """
-    family, children = psutil.Process().children(recursive=True), psutil.Process().children()
-    arguments = [" ".join(shared_memory_of(family)), *(str(process.pid) for process in family)]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.run(["setsid", "--fork", "sh", "-c", _REMOVE_AFTER, "sh", *arguments], check=True, **quiet)
+    children, heir = psutil.Process().children(), outlive()
+    files = shared_memory_of(psutil.Process().children(recursive=True))
+    heir.stdin.writelines(f"{file}\n" for file in files)
 
-    def watch() -> None:
-        while all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+    def watch(_) -> None:
+        while all(map(is_alive, children)):
             time.sleep(1)
         os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
-
-
-# A process that has ended maps nothing, also while nobody has asked for its exit status.
-_REMOVE_AFTER = "files=$1; shift; for pid; do while grep -qs . /proc/$pid/maps; do sleep 1; done; done; rm -f $files"
+    threading.Thread(target=watch, args=[heir], daemon=True).start()  # which keeps the pipe to the heir open
 
 
 def _interrupt(*_) -> None:
@@ -208,21 +279,14 @@ def _error_of(ref: ray.ObjectRef) -> Exception | None:
     return None
 
 
-def _last_line(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error) if isinstance(error, USER_ERRORS) else _last_line(error)
+
+
+def _last_line(error: BaseException) -> str:
     """What a traceback ends with, in one line: the last one that speaks of an error, if one does."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     speaking = [line for line in lines if "error" in line.lower() and "http" not in line]
     return (speaking or lines or [type(error).__name__])[-1]
-
-
-def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
-    """Paths of the files in /dev/shm that these processes have mapped."""
-    inodes = set()
-    for process in processes:
-        try:
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-        except OSError:
-            continue  # it has ended
-        # By inode: a semaphore's file is mapped under a temporary name, and renamed.
-        inodes |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
-    return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes}

@@ -1,12 +1,13 @@
-"""Copies between tensors, prepared once and run at every weight sync, and a digest of what they leave behind.
+"""Copies between tensors, prepared once and run at every weight sync, and a digest of the tensors they write.
 
-On a GPU, copies come down to runs of consecutive 32-bit words, listed in a table, and one kernel walks the table: it
-moves a bucket's hundreds of tensors, casts fp32 to bf16 on the way, and hashes each word while it is in a register, at
-the speed of one plain device copy. Knowing what was written costs nothing beside writing it. What is not made of whole
-words, and everything on CPU, goes by torch's own copies.
+On a GPU, a table lists the copies of a bucket as runs of consecutive 32-bit words. One kernel walks the table. It
+copies hundreds of tensors, casts fp32 to bf16 on the way, and hashes each word while it is in a register, so the digest
+needs no second pass over memory. torch copies what does not consist of whole words, and everything on CPU.
 
-The digest is a multilinear hash: the sum, modulo 2**64, of all words, each times a 32-bit coefficient that is a hash
-of its tensor and its place in it. A difference of any kind goes unseen with a probability of 2**-32.
+The digest is a multilinear hash: the sum, modulo 2**64, of every 32-bit word times a 32-bit coefficient. The
+coefficient is a hash of the word's tensor and of its position there. An accidental difference goes unseen with a
+probability of 2**-32. The digest is no protection from an attacker: the coefficients are fixed, so whoever computes
+them can construct changes that cancel out.
 """
 
 import functools
@@ -15,18 +16,19 @@ import random
 
 import torch
 
-RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor has its share
-TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # words that the kernel moves at a time, blocks under way
-SHORTEST_RUN = 512  # bytes; copies made of shorter runs, such as a transposition, are torch's
+RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor gets a share
+TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # BLOCK: words per iteration; STAGES: blocks in flight
+SHORTEST_RUN = 512  # bytes; torch does copies of shorter runs, such as transpositions
 MASK = 0xFFFFFFFF
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
-SOURCE, DESTINATION, WORDS, MULTIPLIER, OFFSET = range(5)  # rows of a table of runs
+SOURCE, DESTINATION, WORDS, MULTIPLIER, OFFSET = range(5)  # rows of a table; a run with destination 0 is only hashed
 
 
 class Copies:
-    """Copies, each a (destination, source) of one shape, and fills, each a (destination, number), as one operation.
+    """Many copies and fills as one operation.
 
-    Tensors are addresses from here on: the destinations must live as long as this does, the sources are kept alive.
+    A copy is a (destination, source) of the same shape, a fill a (destination, number). The tables hold addresses, so
+    the destinations must outlive this object. It keeps the sources alive itself.
     """
 
     def __init__(self, device: torch.device, pairs: list[tuple], fills: list[tuple] = ()):
@@ -46,11 +48,11 @@ class Copies:
                 self.tables.append(_Table(_cut(torch.cat(found, 1), cast), cast, device))
 
     def writes(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether `run` writes anything."""
         return bool(self.fills or self.plain or any(table.runs.size(1) for table in self.tables))
 
     def run(self, digest: torch.Tensor | None = None) -> None:
-        """Run in the current stream. `digest`, int64 [1], grows by that of what `digest_together` has keyed."""
+        """Run in the current stream. After `digest_together`, adds the digest of the written words to int64 [1]."""
         for destination, number in self.fills:
             destination.fill_(number)
         if self.plain:
@@ -60,9 +62,11 @@ class Copies:
 
 
 def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
-    """Have the copies hash what they write, and the last of them read the rest of `served`: together its digest.
+    """Make these copies compute the digest of `served` while they run.
 
-    Returns False, and changes nothing, where that cannot be: something is written otherwise than in whole words.
+    Each copy hashes the words it writes. The last one also reads and hashes the words of `served` that none of them
+    writes. Returns False, and changes nothing, if some write bypasses the tables, overlaps another or lies outside
+    `served`.
     """
     tables = [table for each in copies for table in each.tables]
     if not tables or any(each.plain for each in copies) or not all(map(_in_words, served)):
@@ -70,7 +74,7 @@ def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
     written = torch.cat([table.runs.cpu() for table in tables], 1)
     starts = torch.tensor([tensor.data_ptr() for tensor in served])
     ends = starts + torch.tensor([tensor.nbytes for tensor in served])
-    # What lies between the runs, with an empty run at both ends of every tensor.
+    # Find the gaps between the runs. An empty run at both ends of every tensor also bounds the gaps there.
     begins = torch.cat([starts, ends, written[DESTINATION]])
     reached = torch.cat([starts, ends, written[DESTINATION] + 4 * written[WORDS]])
     order = begins.argsort(stable=True)
@@ -90,7 +94,7 @@ def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
 
 @torch.no_grad()
 def digest(tensors: list[torch.Tensor]) -> int | None:
-    """The digest of these tensors, in their order; None if there are none. The same number on GPU and CPU."""
+    """The digest of these tensors, in this order; None if there are none. GPU and CPU give the same number."""
     if not tensors:
         return None
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
@@ -119,7 +123,7 @@ def _in_words(tensor: torch.Tensor) -> bool:
 
 
 def _runs(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-    """Runs [3, n] (from, to, words written) that a copy consists of; None if it does not, or only of short ones."""
+    """The copy as runs [3, n] (source, destination, words). None if it needs a partial word, or runs too short."""
     if source.dtype != destination.dtype and (source.dtype, destination.dtype) != (torch.float32, torch.bfloat16):
         return None
     dim, run = destination.dim(), 1
@@ -141,7 +145,7 @@ def _runs(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | Non
 
 
 def _cut(runs: torch.Tensor, cast: bool = False) -> torch.Tensor:
-    """The table [5, n] of runs [3, m] with the long ones cut, still without keys."""
+    """The table [5, n] for runs [3, m]: long runs are cut, and the rows MULTIPLIER and OFFSET are still zero."""
     parts = -(-runs[WORDS] // RUN_WORDS)
     table = runs.repeat_interleave(parts, 1)
     begin = RUN_WORDS * (torch.arange(table.size(1)) - (parts.cumsum(0) - parts).repeat_interleave(parts))
@@ -152,7 +156,7 @@ def _cut(runs: torch.Tensor, cast: bool = False) -> torch.Tensor:
 
 
 def _keyed(table: torch.Tensor, served: list[torch.Tensor]) -> torch.Tensor | None:
-    """The table with the keys of the served tensors that its runs lie in; None if one lies in none."""
+    """The table with MULTIPLIER and OFFSET of the served tensor that each run lies in. None if a run lies in none."""
     starts, order = torch.tensor([tensor.data_ptr() for tensor in served]).sort()
     ends = starts + torch.tensor([tensor.nbytes for tensor in served])[order]
     begins = torch.where(table[DESTINATION] == 0, table[SOURCE], table[DESTINATION])
@@ -165,14 +169,14 @@ def _keyed(table: torch.Tensor, served: list[torch.Tensor]) -> torch.Tensor | No
 
 @functools.cache
 def _key(k: int) -> tuple[int, int]:
-    """Multiplier, odd, and offset of the hash of places in tensor `k`."""
+    """Multiplier (odd) and offset that turn a position in tensor `k` into the input of the 32-bit hash."""
     bits = random.Random(k).getrandbits(62)
     return bits >> 31 | 1, bits & MASK
 
 
 @functools.lru_cache(maxsize=4)
 def _reading_table(places: tuple[tuple[int, int], ...], device: torch.device) -> "_Table":
-    """Table that reads tensors, given as (address, bytes), in their order."""
+    """A table that only hashes: tensors, given as (address, bytes), in this order."""
     runs = torch.tensor([(address, 0, nbytes // 4, *_key(k)) for k, (address, nbytes) in enumerate(places)]).T
     table = _cut(runs[:3])
     parts = -(-runs[WORDS] // RUN_WORDS)
@@ -183,7 +187,7 @@ def _reading_table(places: tuple[tuple[int, int], ...], device: torch.device) ->
 
 
 class _Table:
-    """Runs, int64 [5, n], on their device; with `cast`, from fp32 to bf16."""
+    """A table of runs, int64 [5, n], on the device. With `cast`, its copies read fp32 and write bf16."""
 
     def __init__(self, runs: torch.Tensor, cast: bool, device: torch.device):
         self.cast, self.runs = cast, runs.to(device)
@@ -198,8 +202,8 @@ class _Table:
 
 
 def load_kernel(device: torch.device) -> None:
-    """Bring all forms of the kernel to a GPU, which must not happen while a CUDA graph is captured."""
-    no_words = torch.zeros(5, dtype=torch.int64, device=device)  # a table of one such run
+    """Compile and load every variant of the kernel. CUDA forbids that while a graph is captured."""
+    no_words = torch.zeros(5, dtype=torch.int64, device=device)  # a table of one empty run
     for cast, aligned in itertools.product((False, True), repeat=2):
         _kernel()[(1,)](no_words, torch.zeros_like(no_words), 1, cast, aligned, **TILING)
 
@@ -217,12 +221,12 @@ def _kernel():
         source = tl.load(column).to(tl.pointer_type(tl.float32 if CAST else tl.uint32))
         destination = tl.load(column + runs).to(tl.pointer_type(tl.uint32))
         words = tl.load(column + 2 * runs).to(tl.int32)
-        if ALIGNED:  # said of the pointers, not of the numbers they were: then the compiler moves four words at once
+        if ALIGNED:  # the hint must be on the pointers, not on the integers, for loads of four words at once
             source, destination = tl.multiple_of(source, 16), tl.multiple_of(destination, 16)
             words = tl.multiple_of(words, 4)
         multiplier, offset = tl.load(column + 3 * runs).to(tl.uint32), tl.load(column + 4 * runs).to(tl.uint32)
         total = tl.zeros([BLOCK], tl.int64)
-        for begin in tl.range(0, words, BLOCK, num_stages=STAGES):  # the next blocks are under way while one is hashed
+        for begin in tl.range(0, words, BLOCK, num_stages=STAGES):  # loads the next blocks while one is hashed
             i = begin + tl.arange(0, BLOCK)
             inside = i < words
             if CAST:

@@ -1,0 +1,213 @@
+"""Rollouts for the next steps, generated while the trainer learns, and the weights that each token comes from.
+
+Weights have a version: the number of learning steps behind them. Step s learns with weights of version s - 1. A token
+that was sampled from version v is (s - 1) - v updates old then, its staleness.
+
+Every step learns from its own prompts, in the order of the data, and not from those that happen to be finished: these
+would be the ones with short completions. So the prompts of step s may start as soon as the engine serves version
+s - 1 - `max_staleness`, and no token is ever too old. Nothing is thrown away: a step waits for its longest completion,
+which has had the time of `max_staleness` more steps.
+"""
+
+import asyncio
+import itertools
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import ray
+from annotated_types import Ge, Gt
+from transformers.hf_argparser import HfArg
+
+from .dataset import Row
+from .engine import in_groups, rollouts_of, sample_batch, sampling_params, step_seed
+from .errors import RunError, TaskError
+from .evaluation import evaluate, is_due
+from .grpo import Rollout
+from .ray_session import RaySession
+from .rewards import Batch
+from .task import Task
+
+PROOF_TOKENS = 256  # that prove a sync, at least: over fewer, the mean of what bf16 rounds varies too much for a bound
+
+
+@dataclass
+class AsyncArguments:
+    """How far generation runs ahead of learning."""
+
+    max_staleness: Annotated[int, Ge(0)] = HfArg(
+        default=2, help="updates between the weights that sampled a token and those that learn from it; 0: on-policy"
+    )
+    in_flight: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="prompts whose completions are generated at one time (default: those of two steps)"
+    )
+    reward_timeout: Annotated[float, Gt(0)] = HfArg(default=600.0, help="seconds that the rewards of one step may take")
+
+
+class InFlight:
+    """The groups that a vllm.AsyncLLM generates, at most `limit` of them at one time, first come, first served."""
+
+    def __init__(self, llm, limit: int):
+        self.llm, self.slots, self.names = llm, asyncio.Semaphore(limit), itertools.count()
+        self.running, self.paused = 0, False
+        self.idle, self.idle_share = 0.0, 0.0  # seconds since the last sync, their share of the time between two
+        self.since = self.resumed = time.perf_counter()
+
+    async def sample(
+        self, prompts: list[list[int]], args, seed: int, first: int, evaluation: bool, waits: bool
+    ) -> list[Rollout]:
+        """As `recipe.engine.sample`, with the version of each token's weights.
+
+        Unless it `waits` for its turn, it begins at once, whatever is in flight.
+        """
+
+        async def group(number: int, prompt_ids: list[int]):
+            async with self.slots if waits else nullcontext():
+                return await self._generate(prompt_ids, sampling_params(args, seed, first + number, evaluation))
+
+        requests = await asyncio.gather(*itertools.starmap(group, enumerate(prompts)))
+        if evaluation:
+            await self.llm.reset_prefix_cache()  # which vLLM leaves as it is while it generates: the next sync does it
+        spans = [output.weight_versions for request in requests for output in request.outputs]
+        return [
+            replace(rollout, versions=[int(span.version) for span in own for _ in range(span.start, span.end)])
+            for rollout, own in zip(rollouts_of(requests, self.llm.get_tokenizer()), spans, strict=True)
+        ]
+
+    async def _generate(self, prompt_ids: list[int], params):
+        from vllm import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        self._count(+1)
+        try:
+            prompt, name = TokensPrompt(prompt_token_ids=prompt_ids), str(next(self.names))
+            (request,) = [output async for output in self.llm.generate(prompt, params, name)]
+            return request
+        finally:
+            self._count(-1)
+
+    async def pause(self) -> None:
+        """Stop generation where it is. What is half generated goes on with the next weights: its cache is cleared."""
+        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        self._count(0, paused=True)
+
+    async def resume(self, version: int) -> None:
+        """Go on. From here on, tokens come from weights of this version."""
+        await self.llm.update_weight_version(str(version))  # while paused, or vLLM labels some tokens wrongly
+        await self.llm.resume_generation()
+        self._count(0, paused=False)
+        self.idle_share, self.idle, self.resumed = self.idle / (self.since - self.resumed), 0.0, self.since
+
+    def _count(self, groups: int, paused: bool | None = None) -> None:
+        """So many more groups are generated from now on. A time without one is idle, and so is a pause."""
+        now = time.perf_counter()
+        if self.paused or not self.running:
+            self.idle += now - self.since
+        self.since = now
+        self.running += groups
+        self.paused = self.paused if paused is None else paused
+
+
+class RolloutsAhead:
+    """The rollouts of the steps after `first_step`, in order. The engine generates for some steps ahead.
+
+    A thread scores them, so that a slow reward stops neither the engine nor the trainer.
+    """
+
+    def __init__(self, session: RaySession, engine, task: Task, args, first_step: int):
+        self.session, self.engine, self.task, self.args = session, engine, task, args
+        self.begun = first_step
+        self.ahead: deque[_Step] = deque()
+        self.to_score: queue.SimpleQueue[_Step] = queue.SimpleQueue()
+        self.scoring, self.scored = threading.Lock(), None  # the step that holds the lock
+        threading.Thread(target=self._score, daemon=True).start()
+
+    def take(self, step: int) -> Batch:
+        """The prompts of this step, with completions and their rewards. The engine serves version `step` - 1 by now.
+
+        So it may begin with the prompts of step `step` + `max_staleness`. Raises what the reward raised; TaskError if
+        it takes too long; RunError if a token's label is older than allowed, or newer than the weights.
+        """
+        while self.begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
+            self.begun += 1
+            self.ahead.append(_Step(self.begun, self.task.draw(self.begun), self._sample))
+            self.to_score.put(self.ahead[-1])
+        taken = self.ahead.popleft()
+        self.session.wait_for_thread("generating", taken.batch, lambda: taken.check_time(self.args.reward_timeout))
+        self.session.wait("generating", engine=taken.call)  # raises what the engine raised
+        batch = taken.batch.result()
+        ages = [step - 1 - version for rollout in batch.rollouts for version in rollout.versions]
+        oldest, newest = max(ages), min(ages)
+        if newest < 0 or oldest > self.args.max_staleness:
+            raise RunError(
+                f"step {step}: by the engine's labels, tokens are {newest} to {oldest} updates old, and not 0 to"
+                f" {self.args.max_staleness}"
+            )
+        batch.metrics |= {"async/staleness_mean": sum(ages) / len(ages), "async/staleness_max": oldest}
+        return batch
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """As `recipe.evaluation.evaluate`, while the thread scores nothing: no reward is called twice at one time."""
+        if not is_due(self.args, step):
+            return {}
+        while not self.scoring.acquire(timeout=1):
+            self.scored.check_time(self.args.reward_timeout)
+        try:
+            return evaluate(self.session, {"engine": self.engine}, self.task, self.args, step)
+        finally:
+            self.scoring.release()
+
+    def proof(self, step: int, batch: Batch) -> list[Rollout]:
+        """Short rollouts to prove the sync before this step with, if too few tokens of its own are as new as that."""
+        if sum(rollout.versions.count(step - 1) for rollout in batch.rollouts) >= PROOF_TOKENS:
+            return []
+        prompts = [group.row.prompt_ids for group in batch.groups]
+        short = replace(self.args, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
+        seed = step_seed(self.args, step)
+        return self.session.wait("proving", engine=self.engine.sample.remote(prompts, short, seed, 0, False))[0]
+
+    def _sample(self, step: int, rows: list[Row]) -> ray.ObjectRef:
+        prompts, seed = [row.prompt_ids for row in rows], step_seed(self.args, step)
+        return self.engine.sample.remote(prompts, self.args, seed, 0, False, waits=True)
+
+    def _score(self) -> None:
+        while True:
+            step = self.to_score.get()
+            try:
+                ray.wait([step.call])
+                with self.scoring:
+                    self.scored = step
+                    step.batch.set_result(sample_batch(self.task, self.args, step.number, step.complete))
+            except BaseException as error:  # for the one who takes this step
+                step.batch.set_exception(error)
+
+
+class _Step:
+    """A step whose rollouts are on their way: the engine generates from `rows` already."""
+
+    def __init__(self, number: int, rows: list[Row], sample: Callable[[int, list[Row]], ray.ObjectRef]):
+        self.number, self.rows, self.sample = number, rows, sample
+        self.call, self.batch = sample(number, rows), Future()
+        self.scoring_since: float | None = None
+
+    def complete(self, rows: list[Row]) -> Batch:
+        """The completions of these rows; other ones than its own are to replace some of them."""
+        self.scoring_since = None
+        if rows != self.rows:
+            self.call = self.sample(self.number, rows)
+        batch = in_groups(rows, ray.get(self.call))
+        self.scoring_since = time.monotonic()
+        return batch
+
+    def check_time(self, seconds: float) -> None:
+        """Raise TaskError if rewards have been computed for longer than this, or for ever."""
+        if (since := self.scoring_since) and time.monotonic() - since > seconds:
+            raise TaskError(f"the rewards of step {self.number} took longer than {seconds:g} s: --reward-timeout")

@@ -1,0 +1,21 @@
+"""The errors that end a run with one line for the user, besides `rlhf_utils.WeightSyncError`."""
+
+
+class UserError(Exception):
+    """An error whose message is enough for the user: no traceback is shown."""
+
+
+class RunError(UserError, RuntimeError):
+    """The run cannot start or continue."""
+
+
+class TaskError(UserError, ValueError):
+    """Prompts or a reward that cannot be used."""
+
+
+class MismatchError(UserError, RuntimeError):
+    """Engine and trainer disagree about the log-probabilities of the same tokens."""
+
+
+class DivergenceError(UserError, RuntimeError):
+    """The gradient is not finite: the step would make every weight a NaN."""

@@ -1,0 +1,39 @@
+"""Engines whose weights torchao quantizes as they are loaded."""
+
+import json
+from pathlib import Path
+
+
+def quantize_by_torchao(config: str | None) -> tuple[dict, str]:
+    """vLLM's options for weights quantized by `config`, the JSON from `torchao_config`, and the quantization's name.
+
+    Without a config: FP8 if the hardware has it, else int8.
+    """
+    from torchao import quantization
+    from torchao.core.config import config_to_dict
+    from vllm.platforms import current_platform
+
+    why = ""
+    if config is None and current_platform.supports_fp8():
+        best = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
+    elif config is None:
+        best, why = quantization.Int8DynamicActivationInt8WeightConfig(), ": FP8 takes a GPU of compute capability 8.9"
+    config = config or json.dumps(config_to_dict(best))
+    options = {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": config}}
+    return options, json.loads(config)["_type"] + why
+
+
+def torchao_config(value: str) -> str:
+    """The JSON of a torchao configuration, `json.dumps(config_to_dict(config))`. `value` is the JSON or a file with it.
+
+    Raises ValueError if torchao cannot read it.
+    """
+    from torchao.core.config import AOBaseConfig, config_from_dict
+
+    try:
+        text = value if value.lstrip().startswith("{") else Path(value).read_text()
+        if not isinstance(config_from_dict(json.loads(text)), AOBaseConfig):
+            raise ValueError("that is no quantization")
+    except Exception as error:  # torchao raises many types
+        raise ValueError(str(error)) from error
+    return text

@@ -1,0 +1,94 @@
+"""Each script with a chat model, rows of GSM8K's form and several rewards, one of them TRL's.
+
+pytest tests/test_chat.py
+"""
+
+import json
+import re
+import shutil
+
+import pandas
+import pytest
+from conftest import cpu_only
+from pair import CORE_IN_PROCESS
+from test_task import chat_tokenizer
+
+from recipe.tiny_model import build_tiny_model
+
+pytestmark = cpu_only
+
+REWARDS = """
+async def rare(completions, **_):
+    return [float("Z" in completion[0]["content"]) for completion in completions]
+"""
+FLAGS = """
+    --model model --task gsm8k --dataset gsm8k.parquet --max-tokens 16 --prompts-per-step 4 --save-every 1
+    --reward recipe.gsm8k:correct trl.rewards:think_format_reward --reward mine:rare --reward-weights 1 0.5 2
+    --dynamic-sampling 2 --learning-rate 0.01 --eval-share 0.2 --eval-every 1 --eval-samples 2
+"""
+
+
+REWARD_NAMES = {"correct", "think_format_reward", "rare"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working folder with a model, a dataset and a reward."""
+    build_tiny_model(tmp_path / "model")
+    chat_tokenizer(tmp_path / "model")
+    rows = [{"question": f"What is {i} and {i}?", "answer": f"{i} + {i}\n#### {2 * i}"} for i in range(20)]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "gsm8k.parquet")
+    (tmp_path / "mine.py").write_text(REWARDS)
+    return tmp_path
+
+
+def metrics(folder):
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: row[name] for name in row if not name.startswith(("time/", "tokens/", "sync/", "memory/"))}
+        for row in rows
+    ]
+
+
+def run_two_steps(script, folder, name, max_mismatch):
+    """Returns the metrics of the run, all of which are as they should be."""
+    text = script(name, *FLAGS.split(), "--steps", 2, "--output", "run", **CORE_IN_PROCESS).finish(180)
+    assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
+    assert re.search(r"^ +\d\.\d\d  'What is \d+ and \d+\?' -> '", text, re.M), text
+    before, *rows = metrics(folder)
+    evaluated = {"eval/reward", "eval/pass@1", "eval/pass@2"}
+    assert before.keys() - evaluated == {"step"} | {f"eval/rewards/{name}/mean" for name in REWARD_NAMES}
+    assert all(evaluated <= row.keys() for row in rows)
+    completions = [json.loads(line) for line in (folder / "run" / "completions.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in completions] == [1] * 32 + [2] * 32
+    assert set(completions[0]["rewards"]) == REWARD_NAMES
+    assert completions[0]["prompt"][0]["role"] == "system"
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        parts = [row[f"rewards/{name}/mean"] for name in ("correct", "think_format_reward", "rare")]
+        assert row["reward/mean"] == pytest.approx(parts[0] + 0.5 * parts[1] + 2 * parts[2])
+        assert row["logprobs/mismatch"] < max_mismatch  # both sides saw the same tokens
+        assert 0 <= row["dynamic_sampling/replaced"] <= 4
+    return [before, *rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "max_mismatch"),
+    [
+        ("rlhf.py", 1e-5),
+        pytest.param("rlhf_async.py", 1e-5, marks=pytest.mark.slow),
+        pytest.param("rlhf_nccl.py", 1e-5, marks=pytest.mark.slow),
+        pytest.param("rlhf_online_quant.py", 0.05, marks=pytest.mark.slow),
+    ],
+)
+def test_script_learns_from_chats_with_trls_reward(script, folder, name, max_mismatch):
+    run_two_steps(script, folder, name, max_mismatch)
+
+
+@pytest.mark.slow
+def test_resumed_run_draws_the_prompts_that_the_uninterrupted_one_drew(script, folder):
+    whole = run_two_steps(script, folder, "rlhf_colocate.py", 1e-5)
+    shutil.rmtree(folder / "run" / "checkpoint-000002")  # as if it had been killed before
+    text = script("rlhf_colocate.py", "--resume", "run", **CORE_IN_PROCESS).finish(180)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert metrics(folder) == whole  # also where an evaluation came before the step, as after the resumption none did

@@ -1,0 +1,143 @@
+"""docs/extending.md and the README's snippet as they are printed, and what is copied of this project into another; a
+copied script runs in test_rlhf.py.
+
+pytest tests/test_extending.py
+"""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Script, cpu_only
+
+from recipe.tiny_model import build_tiny_model
+
+SYNC = ("rlhf_utils.py", "weight_sync")  # all that the sync needs
+
+PRELUDE = """
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import LLM, SamplingParams
+from vllm.utils.network_utils import get_open_port
+
+import rlhf_utils
+from rlhf_utils import WeightSender, stateless_init_process_group
+
+if __name__ == "__main__":
+    assert os.path.dirname(rlhf_utils.__file__) == os.getcwd()
+    model_folder, (address, port, world_size) = sys.argv[1], ("127.0.0.1", get_open_port(), 3)
+    options = {"tensor_parallel_size": 2, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 128 << 20}
+    options |= {"distributed_executor_backend": "mp", "load_format": "dummy"}
+    trained, device = AutoModelForCausalLM.from_pretrained(model_folder), torch.device("cpu")
+    prompts, layer_name = ["Hello"], "model.decoder.final_layer_norm"
+"""
+
+
+def code_of(document: str) -> list[str]:
+    """The Python blocks of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S)
+
+
+def copy(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        path = ROOT / name
+        copied = shutil.copytree if path.is_dir() else shutil.copy
+        copied(path, folder / name)
+    return folder
+
+
+@cpu_only
+def test_copied_sync_runs_the_readmes_snippet_and_an_extension_of_the_users_own(tmp_path):
+    model = build_tiny_model(tmp_path / "model")
+    snippet = next(code for code in code_of("README.md") if "WeightSender(" in code)
+    extension, use = code_of("docs/extending.md")
+    assert extension.startswith("# my_extension.py\n")
+    for old, new in (
+        ('LLM(model, worker_extension_cls="rlhf_utils.WorkerExtension", ...)',
+         'LLM(model_folder, worker_extension_cls="my_extension.MyExtension", **options)\nmodel = trained'),
+        ("sender = WeightSender(stateless_init_process_group(address, port, 0, world_size, device))",
+         "group = stateless_init_process_group(address, port, 0, world_size, device)\nsender = WeightSender(group)"),
+    ):  # fmt: skip
+        assert old in snippet
+        snippet = snippet.replace(old, new)
+    check = """
+half = [stats["num_parameters"] for stats in llm.collective_rpc("get_model_stats")]
+assert half[0] == half[1] < sum(parameter.numel() for parameter in trained.parameters())
+with torch.no_grad():
+    hidden = trained.model.decoder(**{"input_ids": torch.tensor([llm.get_tokenizer().encode(prompts[0])])})
+expected = hidden.last_hidden_state[0]
+distance = float((torch.tensor(activations) - expected).abs().max())
+assert torch.tensor(activations).shape == expected.shape
+assert 0 < distance < 0.3, distance  # not exact: int8
+print("OK", flush=True)
+llm.llm_engine.engine_core.shutdown()
+"""
+    folder = copy(tmp_path / "project", *SYNC)
+    (folder / "my_extension.py").write_text(extension)
+    body = "".join(f"    {line}\n" if line else "\n" for line in (snippet + use + check).splitlines())
+    (folder / "main.py").write_text(PRELUDE + body)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(folder)}
+    text = Script(folder, sys.executable, "main.py", str(model), **environment).finish(240)
+    assert "\nOK\n" in text, text[-3000:]
+    assert "[{'version': 1}, {'version': 1}]" in text
+
+
+def test_installed_sync_is_found_from_anywhere(tmp_path):
+    source = copy(tmp_path / "source", *SYNC, "pyproject.toml", "README.md", "LICENSE")
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "site"), str(source)]
+    subprocess.run([sys.executable, *install], check=True)
+    found = "import rlhf_utils, weight_sync; print(rlhf_utils.__file__, weight_sync.__file__)"
+    command = [sys.executable, "-c", found]
+    ran = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": "site"}, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [
+        str(tmp_path / "site" / name) for name in ("rlhf_utils.py", "weight_sync/__init__.py")
+    ]
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("weight_sync/*.py")), ids=lambda path: path.name)
+def test_weight_sync_stands_alone(file):
+    """Relative imports among itself and, outside functions, torch, triton and what Python brings."""
+    for node in ast.parse(file.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+        assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names | {"torch"}
+
+
+# What is told otherwise where topologies differ; all else that two scripts share is the same, word for word.
+DIFFERENT = {
+    "rlhf_colocate.py": {"place", "connect", "sync", "main", "Arguments", "Engine.__init__", "Engine.start"}
+    | {"Engine.receive_weights", "Trainer.__init__", "Trainer.learn", "Trainer.save"},
+    "rlhf_async.py": {"main", "Arguments", "Engine.__init__", "Trainer.learn"},
+    "rlhf_online_quant.py": {"main", "Arguments", "Engine.__init__", "Engine.start"},
+    "rlhf_nccl.py": {"place", "sync", "main", "Arguments", "Engine.__init__", "Trainer.__init__", "Trainer.learn"}
+    | {"Trainer.send_weights"},
+}
+
+
+def definitions(script: str) -> dict[str, str]:
+    """Functions and methods of a script, by name, as their syntax trees."""
+    found = {}
+    for node in ast.parse((ROOT / script).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found |= {
+                f"{node.name}.{each.name}": ast.dump(each) for each in node.body if isinstance(each, ast.FunctionDef)
+            }
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = ast.dump(node)
+    return found
+
+
+@pytest.mark.parametrize("script", DIFFERENT)
+def test_what_scripts_share_is_the_same_word_for_word(script):
+    first, other = definitions("rlhf.py"), definitions(script)
+    different = {name for name in first.keys() & other.keys() if first[name] != other[name]}
+    assert different == DIFFERENT[script] & first.keys()

@@ -1,0 +1,680 @@
+"""The task, without an engine: rows of datasets, tokens of prompts, and rewards as TRL calls them.
+
+pytest tests/test_task.py
+"""
+
+import asyncio
+import json
+import logging
+import math
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pandas
+import pytest
+import torch
+from test_extending import code_of
+from tokenizers.processors import TemplateProcessing
+from transformers import TrainerState
+
+from recipe.arguments import parse
+from recipe.dataset import Row
+from recipe.engine import generate
+from recipe.errors import TaskError
+from recipe.grpo import Rollout
+from recipe.gsm8k import final_number
+from recipe.rewards import Group, Rewards
+from recipe.task import load_task
+from recipe.tiny_model import byte_tokenizer
+from recipe.uppercase import uppercase
+from rlhf import Arguments
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """A task as the flags describe it, in an empty working folder whose modules are this test's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    modules = set(sys.modules)
+
+    def load_from_flags(*flags):
+        monkeypatch.setattr(sys, "argv", ["rlhf.py", *map(str, flags)])
+        return load_task(parse(Arguments, "a test"))
+
+    yield load_from_flags
+    for name in sys.modules.keys() - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def write_lines(name, *rows):
+    """JSON lines, in the working folder."""
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def group(*texts, prompt="p", **columns):
+    """Completions with these texts, without rewards; their ids are their bytes."""
+    return Group(Row(prompt, columns, "row 7"), [Rollout([1], list(text.encode()), [], None, text) for text in texts])
+
+
+@pytest.fixture
+def rewards(monkeypatch):
+    """Rewards of these functions, by name, for rows with these columns."""
+
+    def make(weights=None, columns=(), **functions):
+        monkeypatch.setitem(sys.modules, "graded", SimpleNamespace(**functions))
+        return Rewards([f"graded:{name}" for name in functions], weights, [Row("p", dict.fromkeys(columns), "row 7")])
+
+    return make
+
+
+def sums(groups):
+    return [rollout.reward for group in groups for rollout in group.rollouts]
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_draws_every_prompt_in_its_own_order(load):
+    write_lines("rows.jsonl", *({"prompt": str(i)} for i in range(10)))
+
+    def drawn(seed):
+        task = load("--dataset", "rows.jsonl", "--prompts-per-step", 4, "--seed", seed)
+        return [row.prompt for step in range(1, 6) for row in task.draw(step)]
+
+    first = drawn(seed=0)
+    assert sorted(first[:10]) == sorted(first[10:]) == [str(i) for i in range(10)]
+    assert first[:10] != first[10:]
+    assert first != drawn(seed=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": 3}\n', 'line 2: not an object with a "prompt"'),
+        ('{"prompt": "a"}\n\n{"prompt": \n', "line 3: not JSON"),
+        ('{"prompt": "a"}\n["prompt"]\n', "line 2: not an object"),
+        ('{"prompt": []}\n', "line 1: not an object with"),
+        ('{"prompt": [{"role": "user"}]}\n', "line 1: not an object with"),
+        ('{"prompt": "a", "completions": "b"}\n', "line 1: a reward gets completions from the run itself"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "line 2: the prompt is not Unicode text"),  # half an emoji
+        ("\n", "has no prompts"),
+    ],
+)
+def test_broken_row_is_named_by_its_line(load, text, message):
+    Path("rows.jsonl").write_text(text)
+    with pytest.raises(TaskError, match=message):
+        load("--prompts", "rows.jsonl")
+
+
+def test_byte_order_mark_is_no_part_of_the_first_prompt(load):
+    Path("rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert [row.prompt for row in load("--prompts", "rows.jsonl").rows] == ["a"]
+
+
+def test_columns_that_a_row_lacks_are_none(load):
+    write_lines("rows.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "hint": "h"})
+    rows = load("--prompts", "rows.jsonl").rows
+    assert [row.columns for row in rows] == [{"answer": 1, "hint": None}, {"answer": None, "hint": "h"}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+def test_files_are_read_without_network_or_cache(load, monkeypatch, capfd, suffix):
+    """Each with a missing value."""
+    Path("temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", "temporary")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "cache")
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    frame = pandas.DataFrame([{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": None}])
+    {
+        "jsonl": lambda path: frame.to_json(path, orient="records", lines=True),
+        "json": lambda path: frame.to_json(path, orient="records"),
+        "parquet": frame.to_parquet,
+        "csv": lambda path: frame.to_csv(path, index=False),
+    }[suffix](f"rows.{suffix}")
+    rows = load("--dataset", f"rows.{suffix}").rows
+    assert [(row.prompt, row.columns) for row in rows] == [("a", {"answer": "x"}), ("b", {"answer": None})]
+    assert [row.place.rpartition("/")[2] for row in rows] == (
+        ["rows.jsonl, line 1", "rows.jsonl, line 2"]
+        if suffix == "jsonl"
+        else [f"rows.{suffix}, row 0 of train", f"rows.{suffix}, row 1 of train"]
+    )
+    assert list(Path("temporary").iterdir()) == []
+    assert not Path("cache").exists()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset", "broken.parquet"], r"cannot load the dataset .*broken.parquet: ArrowInvalid: "),
+        (["--dataset", "missing.parquet"], r"cannot load the dataset missing.parquet: FileNotFoundError: "),
+        (["--dataset", "rows.json", "--dataset-split", "dev"], r"rows.json: ValueError: Unknown split .dev."),
+        (
+            ["--dataset", "rows.json", "--map", "maps:fails"],
+            r"row 0 of train: --map maps:fails raised KeyError: 'q'",
+        ),
+        (["--dataset", "rows.json", "--map", "maps:drops"], r"rows.json has no prompts"),
+        (["--dataset", "rows.json", "--map", "maps:nothing"], r"--map maps:nothing: maps has no function nothing"),
+        (["--dataset", "maps:fails"], r"--dataset maps:fails raised TypeError: string indices"),
+        (["--dataset", "rows.json", "--eval-split", "train"], "no prompt is left to learn from"),
+        (["--dataset", "rows.json", "--eval-split", "train", "--eval-share", "0.5"], "--eval-share holds out a part"),
+        (["--dataset", "rows.json", "--system-prompt", "Be brief."], "row 0 of train: --system-prompt is for chat"),
+        (["--dataset", "rows.json", "--reward-weights", "1", "2"], "--reward-weights: 2 weights for 1 rewards"),
+        (["--dataset", "rows.json", "--reward", "maps:fails", "maps:fails"], "one of them is there twice"),
+        (
+            ["--dataset", "rows.json", "--eval-dataset", "x.csv", "--reward", "maps:none"],
+            "cannot be called .* 'x'",
+        ),
+        (["--task", "incomplete"], "--task incomplete has no default for --dataset"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_error(load, flags, message):
+    Path("rows.json").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
+    Path("broken.parquet").write_text("not parquet")
+    Path("x.csv").write_text("prompt,x\nc,1\n")
+    Path("maps.py").write_text(
+        "def fails(row):\n    return row['q']\n\ndef drops(row):\n    return None\n\n"
+        "def none(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n    return []\n"
+    )
+    Path("incomplete.py").write_text("DEFAULTS = {}")
+    with pytest.raises(TaskError, match=message):
+        load(*flags)
+    assert not logging.getLogger("datasets").isEnabledFor(logging.ERROR)  # it would say the same, before the error
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--task", "nowhere"], "--task nowhere cannot be imported: ModuleNotFoundError"),
+        (["--task", "engine"], "engine.py has no DEFAULTS"),
+        (["--task", "typo"], "--task typo: DEFAULTS has datasets, for which there is no flag"),
+        (["--chat-template-kwargs", "[]"], "argument --chat-template-kwargs: Value error, a JSON object is wanted"),
+        (["--eval-share", "1"], "argument --eval-share: Input should be less than 1"),
+    ],
+)
+def test_flags_that_make_no_task_are_usage_errors(load, capsys, flags, message):
+    Path("typo.py").write_text("DEFAULTS = {'datasets': 'x'}")
+    with pytest.raises(SystemExit):
+        load(*flags)
+    assert message in capsys.readouterr().err
+
+
+def test_evaluation_prompts_are_not_learned_from(load, capsys):
+    write_lines("rows.jsonl", *({"prompt": prompt, "answer": i} for i, prompt in enumerate("aabbccddee")))
+    write_lines("test.jsonl", {"prompt": "c"}, {"prompt": "z"})
+    task = load("--dataset", "rows.jsonl", "--eval-dataset", "test.jsonl")
+    assert [row.prompt for row in task.rows] == list("aabbddee")
+    assert [row.prompt for row in task.eval_rows] == ["c", "z"]
+    assert capsys.readouterr().out == "2 of 10 prompts are not learned from: they are among those to evaluate on\n"
+
+    flags = ["--dataset", "rows.jsonl", "--eval-share", 0.4, "--seed"]
+    task = load(*flags, 0)
+    assert len(task.eval_rows) == 4  # 2 of the 5 different prompts
+    assert {row.prompt for row in task.eval_rows}.isdisjoint(row.prompt for row in task.rows)
+    assert len(task.eval_rows) + len(task.rows) == 10
+    assert load(*flags, 0).eval_rows == task.eval_rows
+    assert len({tuple(row.prompt for row in load(*flags, seed).eval_rows) for seed in range(9)}) > 1
+
+
+def test_function_and_folder_give_the_split_that_is_asked_for(load):
+    Path("mine.py").write_text(
+        "def rows(split):\n    return [{'prompt': f'{split} {i}'} for i in range(2)]\n"
+        "DEFAULTS = {'dataset': 'mine:rows', 'reward': ['recipe.uppercase:uppercase'], 'eval_split': 'held out'}\n"
+    )
+    task = load("--task", "mine")
+    assert [row.prompt for row in task.rows] == ["train 0", "train 1"]
+    assert [row.prompt for row in task.eval_rows] == ["held out 0", "held out 1"]
+    Path("folder").mkdir()
+    for split in ("train", "test"):
+        pandas.DataFrame([{"prompt": split}]).to_parquet(f"folder/{split}.parquet")
+    task = load("--task", "mine", "--dataset", "folder", "--eval-dataset", "folder")
+    assert [row.prompt for row in task.rows] == ["train"]
+    assert [row.prompt for row in task.eval_rows] == ["test"]
+
+
+GSM8K = [
+    {"question": "How many are 20 and 22?", "answer": "20 + 22 = <<20+22=42>>42\n#### 42"},
+    {"question": "And 1000 more?", "answer": "42 + 1000 = 1042\n#### 1,042"},
+]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_gsm8k_from_disk(load, suffix):
+    frame = pandas.DataFrame(GSM8K)
+    frame.to_parquet("gsm8k.parquet") if suffix == "parquet" else write_lines("gsm8k.jsonl", *GSM8K)
+    task = load("--task", "gsm8k", "--dataset", f"gsm8k.{suffix}", "--system-prompt", "Be brief.")
+    assert [row.columns for row in task.rows] == [{"answer": "42"}, {"answer": "1042"}]
+    assert task.rows[1].prompt == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "And 1000 more?"},
+    ]
+    groups = [Group(row, group("It is 42.", "#### 1,042.00").rollouts) for row in task.rows]
+    assert sums(task.rewards.score(groups)) == [1.0, 0.0, 0.0, 1.0]
+    assert task.eval_rows == []  # those of the hub's dataset, which is another
+
+
+def test_gsm8k_asks_the_hub_for_both_splits_and_lets_completions_end(load, monkeypatch):
+    asked = []
+
+    def load_dataset(path, name, split):
+        asked.append((path, name, split))
+        return [GSM8K[split == "test"]]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    task = load("--task", "gsm8k")
+    assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert [row.prompt[-1]["content"] for row in task.eval_rows] == ["And 1000 more?"]
+    assert parse(Arguments, "a test").max_tokens == 512
+    assert load("--task", "gsm8k", "--max-tokens", 9)
+    assert parse(Arguments, "a test").max_tokens == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("2 + 2 = 4, so 4 apples.\n#### 4", 4),
+        ("#### $1,234.50", 1234.5),
+        ("#### 5\nNo: #### -6.\nDone in 2 steps", -6),
+        (r"So \boxed{\$1,000} for 3 people", 1000),
+        (r"\boxed{\text{7 apples}}, not \boxed{8}", 8),
+        ("5 apples and 3,000 pears.", 3000),
+        ("10-3", 3),
+        ("\N{MINUS SIGN}5 degrees", -5),
+        ("####\n12", 12),
+        ("100%", 100),
+        ("none, as H2O", None),
+    ],
+)
+def test_final_number(text, number):
+    assert final_number(text) == number
+
+
+# --- Tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_without_a_token_is_named(load):
+    from tokenizers.normalizers import Strip
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = Strip()
+    tokenizer.save_pretrained("model")
+    write_lines("rows.jsonl", {"prompt": "some"}, {"prompt": " \n"})
+    with pytest.raises(TaskError, match=r"rows.jsonl, line 2: the model's tokenizer makes no token of .* ' \\n'"):
+        load("--prompts", "rows.jsonl").tokenize("model")
+
+
+def test_prompt_without_room_for_a_completion_is_named(load):
+    byte_tokenizer().save_pretrained("model")
+    write_lines("rows.jsonl", {"prompt": "short"}, {"prompt": "7 bytes"})
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model", 8)
+    with pytest.raises(TaskError, match=r"rows.jsonl, line 2: .* '7 bytes'\.\.\. has 7 tokens, .* room for 7"):
+        task.check_lengths(7)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{% if think is false %}<quick>{% endif %}"
+)
+
+
+def chat_tokenizer(folder="model"):
+    """Saves a tokenizer that begins each text with its BOS, as a chat template does that it has as well."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    bos = tokenizer.bos_token, tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_every_prompt_has_one_bos_and_messages_end_where_the_answer_begins(load):
+    tokenizer = chat_tokenizer()
+    messages = [{"role": "user", "content": "Hi"}]
+    write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": messages}, {"prompt": [*messages, *messages]})
+    task = load("--prompts", "rows.jsonl", "--chat-template-kwargs", '{"think": false}', "--eval-share", 0.3)
+    task.tokenize("model")
+    rows = sorted([*task.rows, *task.eval_rows], key=lambda row: len(row.prompt_ids))
+    assert [tokenizer.decode(row.prompt_ids) for row in rows] == [
+        "</s>Hi",
+        "</s><user>Hi<assistant><quick>",
+        "</s><user>Hi<user>Hi<assistant><quick>",
+    ]
+    assert [row.prompt_ids.count(tokenizer.bos_token_id) for row in rows] == [1, 1, 1]
+
+
+def test_system_prompt_goes_before_messages_that_have_none(load):
+    asked, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Sing."}
+    write_lines("rows.jsonl", {"prompt": [asked]}, {"prompt": [system, asked]})
+    rows = load("--prompts", "rows.jsonl", "--system-prompt", "Be brief.").rows
+    assert [row.prompt for row in rows] == [[{"role": "system", "content": "Be brief."}, asked], [system, asked]]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(None, "row.* line 2: the prompt is chat messages, and model has no chat template"), (TEMPLATE, "no such role")],
+)
+def test_messages_that_cannot_become_a_prompt_are_named(load, template, message):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained("model")
+    write_lines("rows.jsonl", {"prompt": "a"}, {"prompt": [{"role": "tool", "content": "b"}]})
+    with pytest.raises(TaskError, match=f"rows.jsonl, line 2: .*{message}" if template else message):
+        load("--prompts", "rows.jsonl").tokenize("model")
+
+
+# --- Rewards ----------------------------------------------------------------------------------------------------------
+
+
+def test_reward_gets_the_columns(load):
+    Path("graded.py").write_text(
+        "def reward(prompts, completions, answer, **_):\n"
+        "    return [float(p + a == c) for p, a, c in zip(prompts, answer, completions)]\n"
+    )
+    write_lines("rows.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"})
+    task = load("--prompts", "rows.jsonl", "--reward", "graded:reward")
+    groups = [Group(row, group(text).rollouts) for row, text in zip(task.rows, ("ab", "xx"), strict=True)]
+    groups = task.rewards.score(groups)
+    assert sums(groups) == [1.0, 0.0]
+    assert [group.rollouts[0].rewards for group in groups] == [{"reward": 1.0}, {"reward": 0.0}]
+    assert task.rewards.metrics(groups) == {"rewards/reward/mean": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("takes", "problem"),
+    [
+        ("prompts, completions, answer, **_", None),
+        ("completions, answer=None, *, prompts, **_", None),
+        ("prompts, completions, solution, **_", "missing a required argument: 'solution'"),
+        ("prompts, completions", "got an unexpected keyword argument"),
+        ("prompts, answer, /, **_", "missing a required|parameter is positional"),
+    ],
+)
+def test_reward_that_does_not_fit_the_columns_is_refused_without_a_call(rewards, takes, problem):
+    module = {}
+    exec(f"def reward({takes}): raise AssertionError", module)
+    if problem is None:
+        assert rewards(columns=["answer"], reward=module["reward"]).functions == {"reward": module["reward"]}
+    else:
+        with pytest.raises(TaskError, match=rf"cannot be called as reward\(prompts, .*, answer\).*({problem})"):
+            rewards(columns=["answer"], reward=module["reward"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda **_: 1.0, "returned 1.0, which is not a list"),
+        (lambda **_: [1.0], "returned 1 values for 2 completions"),
+        (lambda **_: [1.0, math.nan], r"returned nan for 'y' \(row 7\)"),
+        (lambda **_: [1.0, "a"], r"returned 'a', which is not a number, for 'y' \(row 7\)"),
+        (lambda **_: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_task.py, line"),
+    ],
+)
+def test_reward_that_returns_nonsense(rewards, returned, message):
+    with pytest.raises(TaskError, match=f"the reward mine {message}"):
+        rewards(mine=returned).score([group("x", "y")])
+
+
+def test_rewards_are_weighted_and_none_leaves_one_out(rewards):
+    functions = rewards(
+        weights=[2, 0.5],
+        first=lambda completions, **_: [float(text) if text != "-" else None for text in completions],
+        second=lambda completions, **_: [4.0 if text in ("1", "x") else None for text in completions],
+    )
+    with pytest.raises(TaskError, match="the reward first raised ValueError: could not convert string to float: 'x'"):
+        functions.score([group("x")])
+    groups = functions.score([group("1", "0.1", "0.1"), group("3", "5", "-"), group("-", "-")])
+    # Left out by all: the mean of the group's others, or 0.
+    assert sums(groups) == [2 * 1 + 0.5 * 4, 0.2, 0.2, 6, 10, 8, 0, 0]
+    assert groups[0].rollouts[1].rewards == {"first": 0.1, "second": None}
+    assert [group.is_equal for group in groups] == [False, False, True]
+    assert functions.metrics(groups) == {"rewards/first/mean": pytest.approx(9.2 / 5), "rewards/second/mean": 4.0}
+    assert "rewards/second/mean" not in functions.metrics(groups[2:])
+
+
+def test_completion_left_out_does_not_make_equal_rewards_unequal(rewards):
+    score = rewards(mine=lambda completions, **_: [None if text == "-" else 0.1 for text in completions]).score
+    assert score([group(*"aaaaaaa-")])[0].is_equal  # 7 * 0.1 / 7 is another number
+
+
+def test_rewards_of_the_same_name_are_told_apart(load):
+    for name in ("one", "two"):
+        Path(f"{name}.py").write_text(f"def reward(completions, **_):\n    return [len('{name}')] * len(completions)\n")
+    task = load("--reward", "one:reward", "--reward", "two:reward", "recipe.uppercase:uppercase")
+    groups = task.rewards.score([group("A")])
+    assert groups[0].rollouts[0].rewards == {"one:reward": 3.0, "two:reward": 3.0, "uppercase": 1.0}
+
+
+def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
+    """Each waits for all the others; one that runs by signals needs the main thread."""
+    everyone, loops, threads = threading.Barrier(4), [], []
+
+    def first(completions, **_):
+        threads.append(threading.current_thread())
+        return [everyone.wait(timeout=20) * 0.0]
+
+    def second(completions, **_):
+        return [everyone.wait(timeout=20) * 0.0]
+
+    async def third(completions, **_):
+        loops.append(asyncio.get_running_loop())
+        return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
+
+    class Fourth:
+        async def __call__(self, completions, **_):
+            loops.append(asyncio.get_running_loop())
+            return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
+
+    functions = rewards(third=third, first=first, second=second, fourth=Fourth())
+    for _ in range(2):  # the second time in the same loop
+        assert list(functions.score([group("a")])[0].rollouts[0].rewards) == ["third", "first", "second", "fourth"]
+    assert len(loops) == 4
+    assert len(set(loops)) == 1
+    assert threads == [threading.main_thread()] * 2
+
+
+def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
+    ended, started = threading.Event(), time.monotonic()
+
+    def quick(**_):
+        return [1.0]
+
+    def slow(**_):
+        ended.wait(60)
+
+    async def waiting(**_):
+        await asyncio.sleep(60)
+
+    def leaves(**_):
+        sys.exit(3)
+
+    async def fails(**_):
+        raise KeyError("no")
+
+    with pytest.raises(SystemExit):
+        rewards(quick=quick, slow=slow, waiting=waiting, mine=leaves).score([group("a")])
+    with pytest.raises(TaskError, match=r"the reward mine raised KeyError: 'no' \(test_task.py, line"):
+        rewards(quick=quick, slow=slow, waiting=waiting, mine=fails).score([group("a")])
+    assert time.monotonic() - started < 30
+    ended.set()
+
+
+MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
+
+
+def test_messages_give_conversational_completions_and_what_trl_passes(rewards):
+    def mine(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric):
+        assert prompts == [MESSAGES] * 2
+        assert completions == [[{"role": "assistant", "content": text}] for text in ("ab", "c")]
+        assert completion_ids == [[97, 98], [99]]
+        assert answer == ["1", "1"]
+        assert (trainer_state.global_step, trainer_state.max_steps) == (4, 9)
+        log_extra("length", [len(ids) for ids in completion_ids])
+        for value in (1, 2):
+            log_metric("longest", value)
+        return [1, True]
+
+    functions = rewards(mine=mine, columns=["answer"])
+    (scored,) = functions.score([group("ab", "c", prompt=MESSAGES, answer="1")], step=5, steps=9)
+    assert [rollout.reward for rollout in scored.rollouts] == [1.0, 1.0]
+    assert [rollout.extra for rollout in scored.rollouts] == [{"length": 2}, {"length": 1}]
+    assert functions.metrics([scored]) == {"longest": 1.5, "rewards/mine/mean": 1.0}
+    assert functions.metrics([scored]) == {"rewards/mine/mean": 1.0}
+
+
+def test_trls_own_rewards_run_unchanged(load):
+    Path("shaped.py").write_text(
+        "from trl import rewards\n"
+        "overlong = rewards.get_soft_overlong_punishment(max_completion_len=40, soft_punish_cache=20)\n"
+        "repetition = rewards.get_repetition_penalty_reward(ngram_size=2)\n"
+        "cosine = rewards.get_cosine_scaled_reward(max_len=100)\n"
+    )
+    write_lines("rows.jsonl", {"prompt": MESSAGES, "solution": "$1$"}, {"prompt": MESSAGES, "solution": ""})
+    names = ["think_format_reward", "accuracy_reward", "reasoning_accuracy_reward"]
+    names = [f"trl.rewards:{name}" for name in names] + ["shaped:overlong", "shaped:repetition", "shaped:cosine"]
+    task = load("--prompts", "rows.jsonl", "--reward", *names)
+    right, wrong = r"<think>half</think>So $\boxed{1}$", r"<think>$\boxed{2}$"
+    groups = [Group(row, group(right, wrong).rollouts) for row in task.rows]
+    (first, second), (unknown, _) = (group.rollouts for group in task.rewards.score(groups))
+    assert first.rewards == {
+        "think_format_reward": 1.0,
+        "accuracy_reward": 1.0,
+        "reasoning_accuracy_reward": 1.0,
+        "overlong": pytest.approx((20 - len(right)) / 20),
+        "repetition": pytest.approx(-5 / (len(right) - 1)),  # th, hi, in, nk and k>
+        "cosine": pytest.approx(0.5 + 0.25 * (1 + math.cos(math.pi * len(right) / 100))),
+    }
+    assert (second.rewards["accuracy_reward"], second.rewards["think_format_reward"]) == (0.0, 0.0)
+    assert second.rewards["cosine"] < 0
+    assert unknown.rewards["accuracy_reward"] is None  # as TRL leaves out what has no parseable solution
+    assert first.extra["answer_parsed"] != "[skipped]" == unknown.extra["answer_parsed"]
+
+
+@pytest.mark.slow  # importing TRL's trainer takes ten seconds
+def test_rewards_are_called_as_trls_trainer_calls_them(rewards, monkeypatch):
+    from trl.trainer import grpo_trainer
+
+    calls = []
+
+    def spy(**arguments):
+        calls.append(arguments)
+        return [1.0, None, 3.0, 0.5]
+
+    async def other(**_):
+        return [1, 2, 3, 4]
+
+    groups = [group("ab", "c", prompt=MESSAGES, answer=1), group("d", "e", prompt=MESSAGES, answer=None)]
+    scored = rewards(columns=["answer"], spy=spy, other=other).score(groups)
+    rollouts = [rollout for group in scored for rollout in group.rollouts]
+    (ours,) = calls
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: tensor)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
+        args=SimpleNamespace(report_to=[]),
+        reward_funcs=[spy, other],
+        reward_processing_classes=[None, None],
+        reward_func_names=["spy", "other"],
+        state=TrainerState(max_steps=1),
+        environments=None,
+        async_loop=loop,
+        _log_completion_extra=None,
+        _log_metric=None,
+    )
+    inputs = [{"prompt": MESSAGES, "answer": answer} for answer in ours["answer"]]
+    values = grpo_trainer.GRPOTrainer._calculate_rewards(
+        trainer, inputs, ours["prompts"], ours["completions"], ours["completion_ids"]
+    )
+    loop.call_soon_threadsafe(loop.stop)
+    assert calls[1].keys() == ours.keys()
+    assert vars(ours["trainer_state"]).items() <= vars(calls[1]["trainer_state"]).items()
+    for name in ours.keys() - {"trainer_state", "log_extra", "log_metric"}:
+        assert calls[1][name] == ours[name], name
+    own = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in rollouts]
+    torch.testing.assert_close(values, torch.tensor(own, dtype=torch.float32), equal_nan=True)
+    assert sums(scored) == values.nansum(1).tolist()
+
+
+def test_code_of_the_documentation_runs_as_printed(load):
+    task, _, reward, shaped = code_of("docs/tasks.md")
+    Path("arithmetic.py").write_text(task)
+    Path("logged.py").write_text(reward)
+    Path("shaped.py").write_text(shaped)
+    task = load("--task", "arithmetic", "--reward", "arithmetic:right", "logged:reward", "shaped:overlong")
+    assert {row.prompt for row in task.eval_rows}.isdisjoint(row.prompt for row in task.rows)
+    row = task.rows[0]
+    right = row.columns["answer"]
+    groups = task.rewards.score([Group(row, group(f"{right} is it", "?").rollouts)])
+    assert [list(rollout.rewards.values()) for rollout in groups[0].rollouts] == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert task.rewards.metrics(groups)["completions/chars"] == (len(right) + 7) / 2
+
+
+# --- Dynamic sampling -------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Stands for an engine actor. A completion has the prompt's text, or its own number where that is a "?"."""
+
+    def __init__(self):
+        self.sample, self.asked = SimpleNamespace(remote=self.complete), []
+
+    def complete(self, prompts, args, seed, first, evaluation):
+        assert prompts  # an engine for which there are none is left alone
+        self.asked.append(len(prompts))
+        texts = ["".join(map(chr, ids)) for ids in prompts]
+        return [
+            Rollout(ids, [1], [0.0], None, str(i) if text == "?" else text)
+            for ids, text in zip(prompts, texts, strict=True)
+            for i in range(args.group_size)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "prompts", "asked", "differ"),
+    [
+        (0, "a" * 12, {(4,)}, {0}),
+        (9, "?" * 12, {(4,)}, {4}),
+        (1, "a" * 12, {(4, 4)}, {0}),
+        (9, "a" * 12, {(4, 4, 4)}, {0}),  # then all have been tried
+        (9, "a" * 10 + "??", None, {2}),
+        (1, "aaaa????????", None, {3, 4}),  # one of the others may be equal as well
+        (9, "aaaa????????", None, {4}),
+    ],
+)
+def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, prompts, asked, differ):
+    Path("graded.py").write_text("def reward(completions, **_):\n    return [text == '1' for text in completions]\n")
+    write_lines("rows.jsonl", *({"prompt": prompt, "number": i} for i, prompt in enumerate(prompts)))
+    task = load("--prompts", "rows.jsonl", "--reward", "graded:reward", "--prompts-per-step", 4)
+    for row in task.rows:
+        row.prompt_ids = list(map(ord, row.prompt))
+    session, args = SimpleNamespace(wait=lambda _, **calls: calls.values()), Arguments(dynamic_sampling=rounds)
+    seen, counts = set(), set()
+    for step in range(1, 20):
+        engine = Engine()
+        batch = generate(session, {"engine": engine}, task, args, step)
+        kept, first = [group.row for group in batch.groups], task.draw(step)
+        assert len({row.columns["number"] for row in kept}) == 4
+        assert all(new is old for new, old in zip(kept, first, strict=True) if old.prompt == "?")  # and in its place
+        replaced = sum(new is not old for new, old in zip(kept, first, strict=True))
+        assert batch.metrics.get("dynamic_sampling/replaced", 0) == replaced
+        assert batch.metrics["rewards/reward/mean"] == sum(sums(batch.groups)) / 32
+        seen.add(tuple(engine.asked))
+        counts.add(sum(not group.is_equal for group in batch.groups))
+        two = generate(session, {"engine0": Engine(), "engine1": Engine()}, task, args, step)
+        assert two == batch  # whatever was drawn before, and however many engines there are
+    assert asked in (None, seen)
+    assert counts == differ
+
+
+def test_built_in_reward():
+    assert uppercase(["ABcd", "", [{"role": "assistant", "content": "É!"}]]) == [0.5, 0.0, 0.0]

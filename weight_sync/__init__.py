@@ -1,0 +1,12 @@
+"""The machinery behind rlhf_utils.py, from the ground up. A module imports only modules listed above it.
+
+link                 messages between trainer and worker, with deadlines and the detection of dead peers
+copies               many copies as one kernel, and a digest of what they write
+trace                which writes vLLM's weight loaders make
+buckets              how tensors are packed into the buckets that travel
+groups               broadcast groups (NCCL, gloo) and memory that two processes share (CUDA IPC)
+channels             links and staging buffers between the trainer and its workers
+replay               a load, recorded as copies that later syncs repeat
+engine_model         the model inside a vLLM worker: preflight, reload, replay, digest
+sender, receiver     the two ends of a sync
+"""

@@ -1,0 +1,169 @@
+"""Channels connect the trainer with its workers. Staging buffers carry the buckets.
+
+`BroadcastChannel` reaches all workers of a broadcast group, `SharedMemoryChannel` the one worker on the same device. A
+channel accepts a link from each worker and opens the trainer's staging buffers.
+"""
+
+import json
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes
+from .groups import device_id_of, refuse_expandable_segments, shared_buffer, synchronize
+from .link import CONNECT_SECONDS, LINK_KEY, Link, WeightSyncError, listen
+
+
+class Staging:
+    """The staging buffers of one end. Some buckets are in flight while others are packed or loaded."""
+
+    def __init__(self, buffers: list[torch.Tensor], buckets: list[list[Piece]]):
+        self.buffers, self.buckets = buffers, buckets
+
+    def view(self, i: int, piece: Piece) -> torch.Tensor:
+        """The elements [count] of a piece, in the staging buffer of bucket `i`."""
+        return self.buffers[i % STAGING_BUFFERS][piece.offset : piece.offset + piece.nbytes].view(piece.dtype)
+
+    def release(self, i: int) -> None:
+        """The reader is done with bucket `i`. On a GPU, its reads are queued in the current stream."""
+
+
+class BroadcastStaging(Staging):
+    """Each end has its own buffers. The trainer broadcasts the buckets."""
+
+    def __init__(self, communicator, buckets: list[list[Piece]], device: torch.device):
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in _staging_sizes(buckets)]
+        super().__init__(buffers, buckets)
+        self.communicator, self.stream = communicator, None
+        if device.type == "cuda":
+            # High priority: a copy kernel that fills the GPU must not keep the next broadcast from starting.
+            self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def start(self, i: int) -> Callable[[], bool]:
+        """Start the broadcast of bucket `i`, on a GPU after the copies queued so far. Returns a check for its end."""
+        buffer = self.buffers[i % STAGING_BUFFERS][: bucket_nbytes(self.buckets[i])]
+        if self.stream is None:
+            work = self.communicator.start_broadcast(buffer, src=0)
+            return lambda: work.is_completed() and work.wait()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.communicator.broadcast(buffer, src=0, stream=self.stream)
+        return self.stream.record_event().query
+
+
+class SharedStaging(Staging):
+    """Both ends map the same buffers, since they share a device. Only the messages "filled" and "emptied" travel.
+
+    The trainer sends "filled" and awaits "emptied", the worker the other way round.
+    """
+
+    def __init__(self, link: Link, buffers: list[torch.Tensor], buckets: list[list[Piece]], sends: str, awaits: str):
+        super().__init__(buffers, buckets)
+        self.link, self.sends, self.awaits = link, sends, awaits
+
+    def start(self, i: int) -> Callable[[], bool]:
+        """Hand bucket `i` to the other end. Returns a check for its answer."""
+        if self.sends == "filled":
+            self._say(i)
+        return lambda: self.link.received(**{self.awaits: i})
+
+    def release(self, i: int) -> None:
+        self._say(i)
+
+    def _say(self, i: int) -> None:
+        synchronize(self.buffers[0].device)
+        self.link.send(**{self.sends: i})
+
+
+class TrainerMemory(Staging):
+    """No staging buffers: the worker has mapped the trainer's parameters and reads them in place."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        super().__init__([], [])
+        self.tensors = tensors
+
+    def view(self, i: int, piece: Piece) -> torch.Tensor:
+        return self.tensors[piece.name].view(-1)[piece.begin : piece.begin + piece.count]
+
+    def start(self, i: int) -> Callable[[], bool]:
+        return lambda: True
+
+
+def _staging_sizes(buckets: list[list[Piece]]) -> list[int]:
+    return [max(map(bucket_nbytes, buckets[i::STAGING_BUFFERS])) for i in range(min(STAGING_BUFFERS, len(buckets)))]
+
+
+class BroadcastChannel:
+    """A channel to all workers of a broadcast group."""
+
+    def __init__(self, communicator):
+        self.communicator = communicator
+
+    def accept(self, links: list[Link]) -> None:
+        listen(self.communicator.group, links)
+
+    def can_map(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether a worker can map these tensors' memory."""
+        return False
+
+    def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
+        """The trainer's staging buffers, and the tensors in them that workers map, by kind: none."""
+        return BroadcastStaging(self.communicator, buckets, device), {}
+
+    def close(self, error: str | None) -> None:
+        if error:
+            # A worker without a link polls this key (`connect_group`).
+            self.communicator.group.store.set(LINK_KEY, json.dumps({"error": error}))
+            if hasattr(self.communicator, "destroy"):
+                self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
+
+
+class SharedMemoryChannel:
+    """A channel from a trainer rank to the engine worker on the same device: CUDA IPC, or shared memory on CPU.
+
+    `handles` maps the device's id to this rank's socket, for `ColocateWorkerExtension.receive_weights`. On CPU all
+    processes share one device, so the index of `device` names the worker: its rank in the engine. Raises
+    WeightSyncError if torch allocates GPU memory that CUDA IPC cannot share.
+    """
+
+    def __init__(self, device: torch.device):
+        if device.type == "cuda":
+            refuse_expandable_segments()
+        self.device = device
+        self.folder = tempfile.mkdtemp(prefix="weight-sync-")  # mode 0700: no other user reaches the socket
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(f"{self.folder}/link")
+        self.server.listen(1)
+        self.handles = {device_id_of(device): f"{self.folder}/link"}
+
+    def accept(self, links: list[Link]) -> None:
+        self.server.settimeout(CONNECT_SECONDS)
+        try:
+            links.append(Link(self.server.accept()[0]))
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"the engine worker on {device_id_of(self.device)} did not connect within {CONNECT_SECONDS:.0f} s:"
+                " is receive_weights running there, with this rank's handle?"
+            ) from error
+        links[-1].recv_hello(self.folder)
+        links[-1].send_hello("the trainer", self.folder)
+        self._stop_listening()
+
+    def can_map(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether the worker can map these tensors' memory."""
+        return all(tensor.is_cuda and tensor.is_contiguous() and not isinstance(tensor, DTensor) for tensor in tensors)
+
+    def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
+        """The staging buffers, and the tensors in them that the worker maps, by kind."""
+        buffers = [shared_buffer(nbytes, device) for nbytes in _staging_sizes(buckets)]
+        return SharedStaging(links[0], buffers, buckets, sends="filled", awaits="emptied"), {"buffers": buffers}
+
+    def close(self, error: str | None) -> None:
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        self.server.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

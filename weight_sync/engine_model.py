@@ -1,0 +1,391 @@
+"""The model inside a vLLM worker, as a weight sync uses it: preflight, reload, replay, digest.
+
+`EngineModel.load` and `finish` reload: they run vLLM's own loaders in its reload bracket. `record` turns such a load
+into copies, and `replay` repeats the copies alone.
+"""
+
+import logging
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .buckets import Piece, dtype_name, wire_of
+from .channels import Staging
+from .copies import digest, digest_together
+from .link import WeightSyncError
+from .replay import Recording, captured
+from .trace import (
+    Write,
+    WriteTrace,
+    layer_of,
+    loadable_elements,
+    plain_tensors,
+    registered,
+    registrations_restored,
+    storage_of,
+    strided_as,
+    unwrapped_loaders,
+)
+
+FOLDED = "the engine was compiled with its weights as constants (inductor's freezing; on CPU also max_autotune)"
+
+
+class EngineModel:
+    """A vLLM worker's model, and what the syncs so far have left in it."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.model = worker.model_runner.get_model()
+        pack_experts_when_loaded(self.model)
+        self.loading = False  # a reload bracket is open
+        self.registered_before: dict[str, torch.Tensor] = {}  # parameters and buffers when the bracket was opened
+        self.required_elements: dict[str, int] = {}  # by parameter: what a sync must write; known after a trace
+        self.expected_elements: dict[str, Counter] = {}  # by layer and parameter: what a load copies
+        self.reregistered: set[str] = set()  # parameters that loaders register anew; vLLM does not count their elements
+        self.written_regions: set[tuple] = set()  # by `load_partial` since the last completed sync
+        self.digest: int | None = None  # of the weights after the last sync, None unless it completed
+        self.version = 0
+        self.replay_steps: list[list] | None = None  # by bucket
+        self.replay_digests = False  # the steps of a replay also compute the digest
+        self.digest_total: torch.Tensor | None = None  # int64 [1], in which they sum it
+        self.compared_digests: dict[str, tuple] = {}  # by quantized weight: digests of its scales and values
+
+    def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
+        """Check that these tensors, given as (name, name of the dtype, shape), load, and are all that the engine needs.
+
+        Returns for each the name of the dtype to send it in (None if this worker does not load it), and the problems.
+        """
+        traced, problems = self._trace(metadata)
+        dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
+        writes = [write for writes in traced.values() for write in writes]
+        self.reregistered = {write.target for write in writes if write.reregistered}
+        self.expected_elements, uncounted = {}, self.reregistered | {name for name, _ in self.model.named_buffers()}
+        for write in writes:
+            if not isinstance(write.value, int | float) and write.target not in uncounted:
+                layer = self.expected_elements.setdefault(layer_of(write.target), Counter())
+                layer[write.target] += write.destination.numel()
+        for name, _, shape in metadata:
+            if self._loads_only_part(traced.get(name, []), torch.Size(shape).numel()):
+                problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
+        missing = self.required_elements.keys() - self._fully_written({write.region for write in writes})
+        if missing and not problems:
+            problems = [f"nothing is sent for the engine's {name}" for name in sorted(missing)]
+        return dtypes, problems
+
+    def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
+        """Whether the workers together load less than the whole tensor: some loaders cut off what does not fit."""
+        padded = any(loadable_elements(write.parameter) < write.parameter.numel() for write in writes)
+        if padded or not all(isinstance(write.value, torch.Tensor) for write in writes):
+            return False  # padding on some workers, or a loader that computes: elements cannot be counted
+        loaded = sum(write.destination.numel() for write in writes)
+        return 0 < loaded < numel / self.worker.parallel_config.tensor_parallel_size
+
+    def _wire_dtype(self, write: Write) -> str:
+        """A loader that copies gets the parameter's dtype. A loader that computes gets the model's."""
+        return dtype_name(self.worker.model_config.dtype if write.value is None else write.destination.dtype)
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load tensors in a reload bracket. The bracket keeps them, uncopied, until their layer is complete."""
+        with self._context():
+            if not self.loading:
+                from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+                self.digest = None
+                self.loading = True
+                initialize_layerwise_reload(self.model)
+                self.registered_before = registered(self.model)
+            self.model.load_weights(weights)
+
+    def finish(self, complete: bool = False) -> None:
+        """Close the reload bracket: the engine serves what was loaded.
+
+        With `complete`, raises WeightSyncError if a loader has copied less than the preflight's trace of it.
+        """
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        missed = self._incompletely_loaded() if complete else []
+        with self._context():
+            self._serve_reregistered()
+            finalize_layerwise_reload(self.model, self.worker.model_config)
+            repack_tied_layers(self.model)
+        self.loading = False
+        if missed:
+            more = f" and {len(missed) - 1} more" if missed[1:] else ""
+            raise WeightSyncError(
+                f"vLLM's loader did not load all that was sent for {missed[0]}{more}: the model's load_weights leaves"
+                " something out, or writes past the parameters' weight loaders, where vLLM's reload cannot see it"
+            )
+
+    def _incompletely_loaded(self) -> list[str]:
+        """Parameters that got less than the preflight traced (or their layer, if each got some), or were not registered
+        anew."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        incomplete = []
+        for layer, elements in self.expected_elements.items():
+            info = get_layerwise_info(self.model.get_submodule(layer))
+            # vLLM processes and resets a layer as soon as it is complete. A layer that `can_load` was not reset.
+            if info.can_load() and info.load_numel < elements.total():
+                loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
+                incomplete += sorted(elements.keys() - loaded) or [layer]
+        now = registered(self.model)
+        kept = {name for name in self.reregistered if now.get(name) is self.registered_before.get(name)}
+        return incomplete + sorted(kept)
+
+    def _serve_reregistered(self) -> None:
+        """Copy what loaders have registered themselves into the tensors that the closing bracket will restore.
+
+        vLLM's Transformers backend registers a new `lm_head.bias` at each load. The bracket does not know the new one
+        and would restore the old one, or none after a start with dummy weights.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module in self.model.modules():
+            registered = (module._parameters, module._buffers)
+            for served, loaded in zip(get_layerwise_info(module).kernel_tensors or (), registered, strict=False):
+                for name, tensor in loaded.items():
+                    if tensor is not None and not tensor.is_meta:
+                        served.setdefault(name, tensor).data.copy_(tensor)
+
+    def mark_complete(self, version: int, digest: int | None) -> None:
+        """Note that every parameter was written: this version of the weights is in place."""
+        self.written_regions.clear()
+        self.digest, self.version = digest, version
+
+    def record(self, buckets: list[list[Piece]], staging: Staging) -> str | None:
+        """Record a load of these buckets as steps for `replay`. Returns the reason if that is impossible."""
+        self.replay_steps, self.replay_digests = None, False
+        traced, _ = self._trace(wire_of(buckets))
+        try:
+            recording = Recording(self.model, self._context, traced, buckets, staging)
+            steps = [recording.steps(i) for i in range(len(buckets))]
+            if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
+                return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
+            if not recording.layers:
+                self.replay_digests = digest_together([copies for (copies,) in steps], list(self.served_tensors()))
+            self.digest_total = torch.zeros(1, dtype=torch.int64, device=recording.device)
+            self.replay_steps = captured(steps, self.digest_total) if recording.device.type == "cuda" else steps
+        except NotImplementedError as reason:
+            return str(reason)
+        except Exception as error:  # processing that cannot be captured, no memory: reload still works
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        return None
+
+    @torch.no_grad()
+    def replay(self, arrivals: Iterator[int]) -> int | None:
+        """Run the recorded steps of each bucket as it arrives. Returns the digest of all weights."""
+        self.digest = None
+        for i in arrivals:
+            for step in self.replay_steps[i]:
+                step.run(self.digest_total)
+        if not self.replay_digests:
+            return self.weights_digest()
+        total = int(self.digest_total) % 2**64
+        self.digest_total.zero_()  # now, so that the next replay need not
+        return total
+
+    def state_digest(self) -> int | None:
+        """The digest of the weights and of all other tensors that the model's layers keep, except the KV cache.
+
+        Some layers compute such tensors from the weights during a load. A replay would leave those stale.
+        """
+        others = [
+            value
+            for module in self.model.modules()
+            for name, value in (vars(module) | module._buffers).items()
+            if isinstance(value, torch.Tensor) and value.device == self.worker.device and name != "kv_cache"
+        ]
+        return digest([tensor for tensor in (*self.served_tensors(), *others) if tensor.numel()])
+
+    def load_partial(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Load some of the tensors. Closes the bracket, which serves them, whenever no layer is half written.
+
+        Raises WeightSyncError for a tensor that the engine cannot load.
+        """
+        traced, problems = self._trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
+        if problems:
+            raise WeightSyncError(problems[0])
+        self.load(weights)
+        self.written_regions |= {write.region for writes in traced.values() for write in writes}
+        unwritten = self.required_elements.keys() - self._fully_written(self.written_regions)
+        if not {layer_of(name) for name in unwritten} & {layer_of(name) for name, *_ in self.written_regions}:
+            self.finish()
+            if not unwritten:
+                self.mark_complete(self.version + 1, self.weights_digest())
+
+    def unchanged(self) -> bool:
+        return self.digest is not None and not self.loading and self.weights_digest() == self.digest
+
+    def _trace(self, metadata: list) -> tuple[dict[str, list[Write]], list[str]]:
+        """Run the loaders without effect. Returns their writes by tensor, and the problems."""
+        traced, problems = {}, [FOLDED] if folds_weights(self.worker) else []
+        with self._loadable_parameters() as parameters, registrations_restored(self.model):
+            for name, dtype, shape in metadata:
+                source = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                try:
+                    with WriteTrace(parameters, source) as trace:
+                        self.model.load_weights([(name, source)])
+                    traced[name] = trace.writes + self._reregistering_writes(trace.other_writes)
+                except Exception as error:  # loaders raise anything for a name or shape that does not fit
+                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                    problems.append(f"{name} {list(shape)}: the engine cannot load it ({reason})")
+        return traced, problems
+
+    def _reregistering_writes(self, others: list[tuple[torch.Tensor, object]]) -> list[Write]:
+        """The writes to tensors that the loader has, by now, registered as parameters."""
+        known = registered(self.model) if others else {}
+        owners = {storage_of(tensor): (name, tensor) for name, tensor in known.items()}
+        return [
+            Write(*owners[storage_of(t)], t, value, reregistered=True) for t, value in others if storage_of(t) in owners
+        ]
+
+    @contextmanager
+    def _loadable_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Parameters and buffers as loaders see them: inside a reload bracket, into which nothing is loaded."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        with self._context():
+            if not self.loading:
+                optional = self._optional_parameters()
+                initialize_layerwise_reload(self.model)
+                parameters = self.model.named_parameters()
+                self.required_elements = {name: loadable_elements(p) for name, p in parameters if name not in optional}
+            parameters = registered(self.model)
+            try:
+                with unwrapped_loaders(parameters.values()):
+                    yield parameters
+            finally:
+                if not self.loading:
+                    finalize_layerwise_reload(self.model, self.worker.model_config)
+
+    def _optional_parameters(self) -> set[str]:
+        """Parameters that a sync need not write: further names of tied ones, and the scales of attention layers."""
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+        scaled = {name for name, module in self.model.named_modules() if is_deferred_attention_layer(module)}
+        firsts = {name for name, _ in self.model.named_parameters()}
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        return {name for name in names if name not in firsts or layer_of(name) in scaled}
+
+    def _fully_written(self, regions: set[tuple]) -> set[str]:
+        """Names of the parameters whose required elements are all in these regions."""
+        written = {}
+        for name, _, size, _ in regions:
+            written[name] = written.get(name, 0) + size.numel()
+        return {name for name, numel in self.required_elements.items() if written.get(name, 0) >= numel}
+
+    @torch.no_grad()
+    def weights_digest(self) -> int | None:
+        """A number that changes with any changed, moved or swapped element; None for a model without parameters."""
+        return digest(list(self.served_tensors()))
+
+    def served_tensors(self) -> Iterator[torch.Tensor]:
+        """Plain tensors that together hold every weight: quantized parameters come as values and scales."""
+        for parameter in self.model.parameters():
+            if parameter.numel():
+                yield from plain_tensors(parameter.detach())
+        for module in self.model.modules():
+            # On CPU, vLLM packs linear weights into an opaque form. Multiplying with the identity reads them.
+            if hasattr(module, "cpu_linear"):
+                whole = module.weight.size(-1) if module.weight.numel() else module.input_size  # of replicated layers
+                identity = torch.eye(getattr(module, "input_size_per_partition", whole), dtype=module.weight.dtype)
+                yield module.cpu_linear(identity, module.weight, None)
+
+    @torch.no_grad()
+    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, bool]]:
+        """Compare each quantized weight with the tensors of `wire`, which `receive(dtype, shape)` brings one by one.
+
+        Returns by weight its largest error, in units of the rounding error of its format there (infinite for a NaN),
+        and whether both its scales and its values changed since the last comparison. Raises WeightSyncError for weights
+        that are neither int8 nor FP8.
+        """
+        quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
+        if unknown := {type(p).__name__ for p in quantized.values()} - {"Int8Tensor", "Float8Tensor"}:
+            raise WeightSyncError(f"weights kept as {', '.join(unknown)} cannot be compared; int8 and FP8 can")
+        traced, _ = self._trace(wire)
+        last_part = {write.target: name for name, writes in traced.items() for write in writes}
+        sent, found = {}, dict.fromkeys(quantized, (math.inf, False))
+        for name, dtype, shape in wire:
+            tensor = receive(dtype, shape)
+            for write in traced[name]:
+                if write.target in quantized:
+                    if write.target not in sent:
+                        sent[write.target] = torch.full(quantized[write.target].shape, math.nan, device=tensor.device)
+                    strided_as(sent[write.target], write.destination).copy_(strided_as(tensor, write.value))
+            for target in [target for target in sent if last_part[target] == name]:
+                weight = quantized[target]
+                errors = weight.dequantize(torch.float32).sub_(sent.pop(target)).abs_().div_(_rounding_errors(weight))
+                # A single scale for the whole weight is left out: it may stay the same although the values change.
+                digests = [digest([tensor]) for tensor in (weight.scale, weight.qdata) if tensor.numel() > 1]
+                before = self.compared_digests.get(target, digests)
+                found[target] = float(errors.max().nan_to_num(math.inf)), all(map(operator.ne, digests, before))
+                self.compared_digests[target] = digests
+        return found
+
+    @contextmanager
+    def _context(self):
+        from vllm.config import set_current_vllm_config
+
+        # vLLM warns of every layer that a bracket did not load. A trace, or a single parameter, leaves most unloaded.
+        logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config):
+                yield
+        finally:
+            logger.setLevel(level)
+
+
+def folds_weights(worker) -> bool:
+    """Whether inductor made the engine's weights constants of what it compiled ("freezing"): it would never look at
+    others. vLLM's default does not; its CPU engine does with `max_autotune`."""
+    config = worker.vllm_config.compilation_config
+    if not config.mode:
+        return False  # not compiled, whatever graphs were captured
+    from torch._inductor import config as inductor
+
+    options = config.inductor_compile_config
+    on_cpu = worker.device.type == "cpu" and options.get("max_autotune")
+    return bool(options.get("freezing", inductor.freezing) or on_cpu)
+
+
+def repack_tied_layers(model: torch.nn.Module) -> None:
+    """On CPU, pack tied layers again: vLLM packs a copy for each, and loads weights only into the first."""
+    first_users = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        tied = weight is not None and first_users.setdefault(id(weight), module) is not module
+        if tied and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def pack_experts_when_loaded(model: torch.nn.Module) -> None:
+    """vLLM's CPU engine packs experts when it starts, but not when it loads them again. Have it pack them then, too."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        # On CPU, experts name the instruction set (ISA) that they are packed for.
+        if hasattr(experts, "isa") and "process_weights_after_loading" not in vars(method):
+
+            def process_and_pack(layer, process=method.process_weights_after_loading, experts=experts):
+                process(layer)
+                experts.process_weights_after_loading(layer)
+
+            method.process_weights_after_loading = process_and_pack
+
+
+def _rounding_errors(weight: torch.Tensor) -> torch.Tensor:
+    """The largest rounding error at each element: half a step of the format. Broadcasts to the weight's shape."""
+    scale = weight.scale  # one for each block of elements: a row, a part of a row, a square
+    for dim, blocks in enumerate(scale.shape):
+        if blocks > 1:
+            scale = scale.repeat_interleave(weight.size(dim) // blocks, dim)
+    if not weight.qdata.is_floating_point():
+        return scale / 2
+    format = torch.finfo(weight.qdata.dtype)
+    return weight.qdata.float().abs_().clamp_(min=format.smallest_normal).mul_(scale * format.eps / 2)

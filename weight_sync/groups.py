@@ -1,0 +1,170 @@
+"""Transports: a broadcast group (NCCL, gloo) between devices, shared memory (CUDA IPC) on one device."""
+
+import base64
+import os
+import pickle
+import socket
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import torch
+
+from .buckets import SLOWEST_BYTES_PER_SECOND
+from .link import CONNECT_SECONDS, Link, WeightSyncError, address_family, host_and_port, wait_until
+
+
+class GlooCommunicator:
+    """A broadcast group for tensors on CPU, with the interface of vLLM's PyNcclCommunicator."""
+
+    def __init__(self, group):
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        self.group, self.rank, self.world_size = group, group.rank, group.world_size
+        self.disabled = False
+        self._gloo = ProcessGroupGloo(
+            PrefixStore("gloo", group.store), group.rank, group.world_size, timeout=timedelta(seconds=CONNECT_SECONDS)
+        )
+
+    def start_broadcast(self, tensor: torch.Tensor, src: int):
+        """Start to broadcast a contiguous tensor in place. Returns torch.distributed's Work."""
+        from torch.distributed import BroadcastOptions
+
+        if not tensor.is_contiguous():
+            raise ValueError("broadcast needs a contiguous tensor")
+        options = BroadcastOptions()
+        options.rootRank = src
+        return self._gloo.broadcast([tensor.detach().view(-1).view(torch.uint8)], options)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream=None) -> None:
+        """Broadcast a contiguous tensor in place and wait for it. `stream` is there for the interface only."""
+        self.start_broadcast(tensor, src).wait()
+
+    def destroy(self) -> None:
+        """Leave the group, in a thread: gloo waits for unfinished broadcasts until its timeout."""
+        threading.Thread(target=[vars(self).pop("_gloo", None)].clear, daemon=True).start()
+
+
+def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device):
+    """Join a broadcast group of the trainer (rank 0) and the engine workers, beside torch.distributed's global groups.
+
+    Every rank calls this at about the same time. Returns vLLM's `PyNcclCommunicator` on a GPU,
+    `GlooCommunicator` on `cpu`. Raises WeightSyncError if the port is taken, or if vLLM would build a disabled
+    communicator, whose broadcasts do nothing.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    options = {"store_timeout": int(CONNECT_SECONDS)}
+    try:
+        family = address_family(master_address)
+        if rank == 0 and family != socket.AF_INET:  # vLLM would listen on IPv4
+            options["listen_socket"] = socket.create_server((master_address, master_port), family=family)
+        group = StatelessProcessGroup.create(master_address, master_port, rank, world_size, **options)
+    except OSError as error:  # rank 0 cannot listen there
+        raise WeightSyncError(f"no group at {host_and_port(master_address, master_port)}: {error}") from error
+    if torch.device(device).type == "cpu":
+        return GlooCommunicator(group)
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    communicator = PyNcclCommunicator(group, device=device)
+    refuse_disabled(communicator)
+    return communicator
+
+
+def refuse_disabled(communicator) -> None:
+    """Raise WeightSyncError if vLLM built a communicator whose broadcasts do nothing."""
+    if communicator.disabled:
+        raise WeightSyncError(
+            "vLLM built a disabled NCCL communicator, which would broadcast nothing: NCCL is absent or too old for this"
+            " vLLM, VLLM_DISABLE_PYNCCL is set, or the group has one rank (world_size must count trainer and workers)"
+        )
+
+
+def broadcast(communicator, tensor: torch.Tensor, links: list[Link]) -> None:
+    """Broadcast one tensor from the trainer and wait for it. Raises WeightSyncError if a peer fails meanwhile."""
+    if tensor.is_cuda:
+        stream = torch.cuda.current_stream(tensor.device)
+        communicator.broadcast(tensor, src=0, stream=stream)
+        done = stream.record_event().query
+    else:
+        work = communicator.start_broadcast(tensor, src=0)
+        done = lambda: work.is_completed() and work.wait()  # noqa: E731 - wait() raises gloo's error
+    wait_until(done, links, time.monotonic() + CONNECT_SECONDS + tensor.nbytes / SLOWEST_BYTES_PER_SECOND)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def refuse_expandable_segments() -> None:
+    """Raise WeightSyncError if torch allocates GPU memory in expandable segments, which CUDA IPC cannot share."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in "".join(os.environ.get(name, "").lower().split()):
+            raise WeightSyncError(f"{name} has expandable_segments:True, whose memory CUDA IPC cannot share: unset it")
+
+
+def share_tensor(tensor: torch.Tensor) -> tuple:
+    """A handle with which another process on this device maps the tensor's memory, by `rebuild_ipc`.
+
+    On a GPU this is torch's `reduce_tensor` (CUDA IPC) and works for any tensor. On CPU it works for a tensor of
+    `shared_buffer`, or a view of all of it, and raises WeightSyncError for others.
+    """
+    if tensor.is_cuda:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return reduce_tensor(tensor.detach())
+    path = _shared.get(tensor.data_ptr())
+    if path is None:
+        raise WeightSyncError("on CPU, only tensors of shared_buffer can be mapped by another process")
+    return _map_memory, (path, tensor.dtype, tensor.shape)
+
+
+_shared: dict[int, str] = {}  # by address: the path of the file behind each tensor of `shared_buffer` on CPU
+
+
+def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """A uint8 tensor [nbytes] that `share_tensor` can share."""
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    # A file without a name: it disappears with the last process that has it open or mapped, however that ends.
+    file = os.memfd_create("weight sync")
+    os.ftruncate(file, nbytes)
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    tensor = _map_memory(path, torch.uint8, (nbytes,))
+    address = tensor.data_ptr()
+    _shared[address] = path
+    weakref.finalize(tensor.untyped_storage(), lambda: (_shared.pop(address), os.close(file)))
+    return tensor
+
+
+def _map_memory(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+
+
+def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:
+    """The tensor behind a handle of `share_tensor` or torch's `reduce_tensor`. It lies in the sender's memory.
+
+    `device_id` is the GPU's index in this process, needed if it differs from the index in the sender's.
+    """
+    function, arguments = handle
+    arguments = list(arguments)
+    if device_id is not None and function is not _map_memory:
+        arguments[6] = device_id  # the parameter storage_device of torch's rebuild_cuda_tensor
+    return function(*arguments)
+
+
+def device_id_of(device: torch.device) -> str:
+    """A GPU's UUID as nvidia-smi prints it, the same in every process; on CPU "cpu:" and the index."""
+    if device.type == "cuda":
+        return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"cpu:{device.index or 0}"
+
+
+def pack_handle(tensor: torch.Tensor) -> str:
+    return base64.b64encode(pickle.dumps(share_tensor(tensor))).decode()
+
+
+def unpack_handle(text: str) -> tuple:
+    return pickle.loads(base64.b64decode(text))

@@ -1,0 +1,128 @@
+"""Trace which writes vLLM's weight loaders make, by running them on tensors without storage (meta tensors)."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class Write:
+    """One write of a weight loader into a parameter."""
+
+    target: str  # the parameter's name
+    parameter: torch.Tensor  # as the loader sees it, which is before vLLM's processing (quantization, padding)
+    destination: torch.Tensor  # the view of it that is written
+    value: object  # a view of the loaded tensor if it is copied, a number if it is filled in, None if it is computed
+    reregistered: bool = False  # the loader makes and registers this parameter itself, anew at each load
+
+    @property
+    def region(self) -> tuple:
+        """Identifies the written elements: target, offset, size and stride."""
+        return self.target, self.destination.storage_offset(), self.destination.size(), self.destination.stride()
+
+
+class WriteTrace(TorchDispatchMode):
+    """Runs a weight loader without effect on the parameters, and records its writes instead."""
+
+    def __init__(self, parameters: dict[str, torch.Tensor], source: torch.Tensor):
+        super().__init__()
+        self.parameters = {storage_of(parameter): (name, parameter) for name, parameter in parameters.items()}
+        self.source, self.writes = storage_of(source), []
+        # Writes to real tensors that are not parameters (yet): the tensor and, as in `Write`, the value.
+        self.other_writes: list[tuple[torch.Tensor, object]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func._schema.is_mutable or not isinstance(args[0], torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        parameter, value, runs = self.parameters.get(storage_of(args[0])), None, True
+        if func is torch.ops.aten.copy_.default:
+            runs = args[0].is_meta or not args[1].is_meta  # a meta tensor has no data for a real one
+            if (parameter or not runs) and args[0].numel() != args[1].numel():
+                raise ValueError(f"{list(args[1].shape)} does not fit {list(args[0].shape)}")
+            value = args[1] if storage_of(args[1]) == self.source else None
+        elif func is torch.ops.aten.fill_.Scalar:
+            value = args[1]
+        elif func is torch.ops.aten.zero_.default:
+            value = 0
+        if parameter:
+            self.writes.append(Write(*parameter, args[0], value))
+        elif not args[0].is_meta:
+            self.other_writes.append((args[0], value))
+        return args[0] if parameter or not runs else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def registrations_restored(model: torch.nn.Module) -> Iterator[None]:
+    """Undo what a loader registers on the model inside this context."""
+    tensors = [each for module in model.modules() for each in (module._parameters, module._buffers)]
+    before = [dict(each) for each in tensors]
+    try:
+        yield
+    finally:
+        for each, registered in zip(tensors, before, strict=True):
+            each.clear()
+            each.update(registered)
+
+
+@contextmanager
+def unwrapped_loaders(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Unwrap the weight loaders: a reload bracket wraps them to count elements and to process complete layers."""
+    wrapped = []
+    for parameter in parameters:
+        loader = getattr(parameter, "weight_loader", None)
+        if getattr(loader, "__name__", "") == "online_process_loader":
+            wrapped.append((parameter, loader))
+            while loader.__name__ == "online_process_loader":
+                loader = loader.__wrapped__
+            parameter.weight_loader = loader
+    try:
+        yield
+    finally:
+        for parameter, loader in wrapped:
+            parameter.weight_loader = loader
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """An identity of the tensor's storage that meta tensors have too; they have no address."""
+    return tensor.untyped_storage()._cdata
+
+
+def registered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def layout(parameter: torch.Tensor | None) -> tuple | None:
+    """Where two layouts agree, a copy into one tensor can be repeated as a copy into the other. None has no layout.
+
+    A quantized tensor reports the dtype and shape of a plain one, so the layout also says that it is quantized.
+    """
+    if parameter is None:
+        return None
+    quantized = hasattr(parameter, "__tensor_flatten__")
+    return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset(), quantized
+
+
+def loadable_elements(parameter: torch.Tensor) -> int:
+    """How many elements of a parameter a checkpoint fills: all but the padding that vLLM declares."""
+    return getattr(parameter, "weight_loader_numel", parameter.numel())
+
+
+def layer_of(parameter_name: str) -> str:
+    return parameter_name.rpartition(".")[0]
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a quantized tensor consists of, or the tensor itself."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor.as_subclass(torch.Tensor)
+
+
+def strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(view.size(), view.stride(), tensor.storage_offset() + view.storage_offset())
