@@ -1,0 +1,123 @@
+"""The memory that quantization saves: an engine in bf16, then one quantized by torchao, without a trainer.
+
+    python benchmarks/quantized_memory.py --tensor-parallel-size 1 --gpu-memory-utilization 0.4   # 1 GPU, OPT-125M
+    python benchmarks/quantized_memory.py --model Qwen/Qwen2.5-7B                                 # 2 GPUs, TP=2
+    python benchmarks/quantized_memory.py                                                         # no GPU: built-in
+
+Prints the size of a worker's weights, the KV-cache blocks that fit beside them, and the tokens per second of rollouts.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ray
+from pydantic import AfterValidator
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers.hf_argparser import HfArg
+
+from recipe.arguments import RunArguments, parse
+from recipe.checkpoint import choose_models
+from recipe.engine import EngineArguments, engine_options
+from recipe.errors import RunError
+from recipe.quantization import quantize_by_torchao, torchao_config
+from recipe.ray_session import RaySession, die_with_children, run_main
+from recipe.run_folder import RunFolder
+from recipe.uppercase import PROMPTS
+
+BATCH = {"cpu": (8, 8, 16), "cuda": (64, 8, 256)}  # prompts, completions of each, their tokens: enough to fill a GPU
+ROUNDS = {"cpu": 1, "cuda": 3}
+
+
+@dataclass
+class Arguments(RunArguments, EngineArguments):
+    """What to measure."""
+
+    quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = HfArg(
+        default=None, help="torchao's, as JSON or a file of it (default: FP8, int8 on CPU)"
+    )
+
+
+class Engine:
+    """A Ray actor around a vllm.LLM, in bf16 or quantized."""
+
+    def __init__(self, model: str, args: Arguments, device: str, quantized: bool):
+        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "dtype": "bfloat16"}
+        workers = args.tensor_parallel_size
+        options = engine_options(args, device, range(workers), workers, **options)
+        # Only now, as the import of vLLM: engine_options has set the environment variables.
+        more, self.quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
+        from vllm import LLM
+
+        self.llm = LLM(model, **more | options)
+        die_with_children()
+
+    def start(self) -> str:
+        """Returns the name of the quantization once the engine has started."""
+        return self.quantization
+
+    def measure(self, prompts: list[str], completions: int, tokens: int, rounds: int) -> tuple[int, int, int, float]:
+        """Bytes of a worker's weights, KV-cache blocks, tokens in a block, and tokens per second of rollouts."""
+        from vllm import SamplingParams
+
+        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # as in `recipe.engine.sample`
+        params = SamplingParams(n=completions, max_tokens=tokens, ignore_eos=True, seed=0, **options)
+        self.llm.generate(prompts, params, use_tqdm=False)  # warms up
+        count, started = 0, time.perf_counter()
+        for _ in range(rounds):
+            requests = self.llm.generate(prompts, params, use_tqdm=False)
+            count += sum(len(output.token_ids) for request in requests for output in request.outputs)
+        speed = count / (time.perf_counter() - started)
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        return max(self.llm.collective_rpc("weight_bytes")), cache.num_gpu_blocks, cache.block_size, speed
+
+    def shutdown(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def place(tensor_parallel_size: int) -> tuple[str, dict]:
+    """Reserve the engine's GPUs. Returns the device, and the Ray options that place the engine."""
+    gpus, options = int(ray.cluster_resources().get("GPU", 0)), {"num_cpus": 0}
+    if 0 < gpus < tensor_parallel_size:
+        raise RunError(f"--tensor-parallel-size {tensor_parallel_size} takes as many GPUs, and there are {gpus}")
+    if gpus:
+        group = placement_group([{"GPU": 1}] * tensor_parallel_size)
+        if not group.wait(timeout_seconds=60):
+            raise RunError(f"Ray could not reserve {tensor_parallel_size} GPUs within 60 s: another run may hold them")
+        strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+        options["scheduling_strategy"] = strategy
+    return "cuda" if gpus else "cpu", options
+
+
+def main(args: Arguments) -> None:
+    table = []
+    with RunFolder(args, Path(__file__).stem) as run:
+        for quantized in (False, True):
+            with RaySession(run, args.ray_address) as session:
+                device, options = place(args.tensor_parallel_size)
+                model, _ = choose_models(run.path, args, device)
+                count, *batch = BATCH[device]
+                prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+                engine = ray.remote(Engine).options(**options).remote(model, args, device, quantized)
+                session.actors["engine"] = engine
+                (quantization,) = session.wait("starting", engine=engine.start.remote())
+                table += session.wait("generating", engine=engine.measure.remote(prompts, *batch, ROUNDS[device]))
+    eager = args.enforce_eager or device == "cpu"
+    print(f"model {model}, {'eager' if eager else 'decode graphs'}, TP={args.tensor_parallel_size}")
+    print(f"quantized by torchao's {quantization}")
+    print("rollouts of {} prompts x {} completions of {} tokens, or as many as the model takes".format(*BATCH[device]))
+    print(f"{'':10}{'weights of a worker':>22}{'KV-cache blocks':>18}{'of tokens':>12}{'rollout':>18}")
+    for name, (weights, blocks, block_size, speed) in zip(("bf16", "quantized"), table, strict=True):
+        print(f"{name:10}{weights / 2**30:18.4g} GiB{blocks:18,}{block_size:12}{speed:9,.0f} tokens/s")
+    if device == "cpu":
+        print("on CPU the KV cache has a fixed size: it does not get the memory that smaller weights leave free")
+    print(f"OK: quantized, the weights take {table[1][0] / table[0][0]:.2f} of their memory in bf16")
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Arguments, __doc__))

@@ -1,0 +1,32 @@
+"""The shapes of the models that the benchmarks make, with random weights, and the GPUs of this machine."""
+
+import subprocess
+
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
+OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
+SHAPES = {
+    "tiny": OPT
+    | {"hidden_size": 256, "word_embed_proj_dim": 256, "ffn_dim": 1024, "num_hidden_layers": 4}
+    | {"num_attention_heads": 4, "vocab_size": 4096, "max_position_embeddings": 256},
+    "opt-125m": OPT | {"word_embed_proj_dim": 768},
+    "qwen2.5-0.5b": QWEN2
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen2.5-7b": QWEN2
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "qwen2.5-32b": QWEN2
+    | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+    | {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+}
+
+
+def device_kind() -> tuple[str, int]:
+    """The name of this machine's GPUs, and the bytes of the smallest; without one, "CPU" and 0."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "CPU", 0
+    gpus = [line.rsplit(", ", 1) for line in listing.splitlines()]
+    return gpus[0][0], min(int(mebibytes) for _, mebibytes in gpus) << 20

@@ -1,0 +1,103 @@
+"""TRL's GRPOTrainer on the workload of benchmarks/step.py, which starts this. And the reward that both are given.
+
+On a GPU, vLLM runs in the same process; on CPU, transformers generates. Writes steps.json.
+"""
+
+import json
+import os
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+
+def reward(prompts: list[str], completions: list[str], **columns) -> list[float]:
+    """Numbers that depend on the texts alone, and differ among the completions of a prompt."""
+    return [zlib.crc32(text.encode()) % 1000 / 1000 for text in completions]
+
+
+class Parts:
+    """Seconds of each step of a trainer, and of its parts."""
+
+    def __init__(self, synchronize: Callable):
+        self.synchronize, self.seconds, self.steps, self.began = synchronize, Counter(), [], None
+
+    def time(self, owner, name: str) -> None:
+        """Time this method from now on."""
+        method = getattr(owner, name)
+
+        def run(*args, **options):
+            self.synchronize()
+            started = time.perf_counter()
+            result = method(*args, **options)
+            self.synchronize()
+            self.seconds[name] += time.perf_counter() - started
+            return result
+
+        setattr(owner, name, run)
+
+    def next_step(self) -> None:
+        """A step begins, and the last one, if any, ends."""
+        now, parts = time.perf_counter(), self.seconds
+        if self.began:
+            generating, sync = parts["_generate_single_turn"], parts["sync_weights"]  # which is a part of generating
+            learn = parts["training_step"] - generating - parts["_calculate_rewards"] + parts["step"]
+            step = {"whole": now - self.began, "rollout": generating - sync, "learn": learn, "sync": sync}
+            self.steps.append(step)
+        self.began = now
+        self.seconds.clear()
+
+
+def main(workload: dict) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM runs in this process
+    import torch
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, gpu, batch = Path("../model").resolve(), workload["gpu"], workload["trl_batch"]
+    parts = Parts(torch.cuda.synchronize if gpu else lambda: None)
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_, optimizer, **__):
+            parts.time(optimizer, "step")
+
+        def on_step_begin(self, *_, **__):
+            parts.next_step()
+
+        def on_train_end(self, *_, **__):
+            parts.next_step()
+
+    config = GRPOConfig(
+        output_dir="trl",
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=workload["prompts"] * workload["completions"] // batch,
+        num_generations=workload["completions"],
+        max_completion_length=workload["tokens"],
+        max_steps=workload["steps"],
+        gradient_checkpointing=False,
+        bf16=gpu,
+        use_cpu=not gpu,
+        use_vllm=gpu,
+        vllm_gpu_memory_utilization=workload["gpu_memory_utilization"],
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    rows = [json.loads(line) for line in (model / "prompts.jsonl").read_text().splitlines()]
+    dataset, options = Dataset.from_list(rows), {"reward_funcs": reward, "args": config, "callbacks": [Clock()]}
+    trainer = GRPOTrainer(model=str(model), train_dataset=dataset, **options)
+    for method in ("training_step", "_generate_single_turn", "_calculate_rewards"):
+        parts.time(trainer, method)
+    if gpu:
+        parts.time(trainer.vllm_generation, "sync_weights")
+    trainer.train()
+    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    Path("steps.json").write_text(json.dumps({"steps": parts.steps, "lengths": lengths}) + "\n")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
