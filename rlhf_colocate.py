@@ -39,7 +39,8 @@ from recipe.checkpoint import choose_models, write_checkpoint
 from recipe.engine import EngineArguments, engine_options, generate, reset_prefix_cache, sample, serves_checkpoint
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
-from recipe.grpo import GRPOConfig, Learner, Rollout
+from recipe.grpo import GRPOConfig, GRPOLearner
+from recipe.learner import Rollout
 from recipe.memory import engine_memory, measure, memory_summary, rank_memory, sleep_level
 from recipe.ray_session import RaySession, die_with_children, run_main
 from recipe.run_folder import RunFolder
@@ -160,7 +161,7 @@ class Trainer:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
         join_ranks(*address, self.rank, ranks, here)
-        self.learner = Learner(model, args, here, args.seed, initial, args.steps)
+        self.learner = GRPOLearner(model, args, here, args.seed, initial, args.steps)
         self.offload_optimizer = args.offload_optimizer
         if args.resume:
             self.learner.load_state(Path(model))

@@ -38,7 +38,8 @@ from recipe.checkpoint import choose_models, write_checkpoint
 from recipe.engine import EngineArguments, engine_options, generate, reset_prefix_cache, sample
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
-from recipe.grpo import GRPOConfig, Learner, Rollout
+from recipe.grpo import GRPOConfig, GRPOLearner
+from recipe.learner import Rollout
 from recipe.quantization import quantize_by_torchao, torchao_config
 from recipe.ray_session import RaySession, die_with_children, run_main
 from recipe.run_folder import RunFolder
@@ -108,7 +109,7 @@ class Trainer:
     def __init__(self, model: str, initial: str, args: Arguments, device: str):
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = Learner(model, args, here, args.seed, initial, args.steps)
+        self.learner = GRPOLearner(model, args, here, args.seed, initial, args.steps)
         if args.resume:
             self.learner.load_state(Path(model))
 

@@ -30,7 +30,7 @@ from .dataset import Row
 from .engine import in_groups, rollouts_of, sample_batch, sampling_params, step_seed
 from .errors import RunError, TaskError
 from .evaluation import evaluate, is_due
-from .grpo import Rollout
+from .learner import Rollout
 from .ray_session import RaySession
 from .rewards import Batch
 from .task import Task

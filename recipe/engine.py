@@ -13,7 +13,7 @@ from transformers.hf_argparser import HfArg
 from .arguments import json_object
 from .dataset import Row
 from .errors import RunError
-from .grpo import Rollout
+from .learner import Rollout
 from .ray_session import RaySession
 from .rewards import Batch, Group
 from .task import Task

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 from .dataset import Row, failed, named_function
 from .errors import TaskError
-from .grpo import Rollout
+from .learner import Rollout
 
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 

@@ -34,7 +34,7 @@ from rlhf_utils import WeightSyncError
 from .arguments import NOT_SAVED, RunArguments
 from .checkpoint import disk_errors, replace_file
 from .errors import RunError, UserError
-from .grpo import Rollout
+from .learner import Rollout
 from .objectives import advantages
 from .reporting import TRACKERS
 from .rewards import Batch

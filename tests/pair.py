@@ -14,7 +14,8 @@ import torch
 from engine_probe import gpu_memory
 
 import rlhf
-from recipe.grpo import GRPOConfig, Learner, Rollout
+from recipe.grpo import GRPOConfig, GRPOLearner
+from recipe.learner import Rollout
 from recipe.leftovers import shared_memory_of
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 
@@ -41,7 +42,7 @@ class Pair:
         **options,
     ):
         config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=max_mismatch)
-        self.learner = Learner(str(model), config, DEVICE)
+        self.learner = GRPOLearner(str(model), config, DEVICE)
         self.original = {name: tensor.clone() for name, tensor in self.learner.model.named_parameters()}
         self.world_size, self.colocated, self.handles = 1 + tensor_parallel_size, colocated, []
         from vllm import LLM

@@ -11,7 +11,7 @@ from pair import CORE_IN_PROCESS, DEVICE, Pair, swap_layers
 from safetensors.torch import load_file
 
 from recipe.errors import MismatchError
-from recipe.grpo import GRPOConfig, Learner
+from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.tiny_model import byte_tokenizer
 from rlhf_utils import WeightSyncError
 
@@ -95,7 +95,7 @@ def engine_core_in_this_process(monkeypatch):
 @pytest.mark.parametrize("architecture", ARCHITECTURES | MORE_ARCHITECTURES)
 def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, architecture):
     build(architecture, tmp_path)
-    learner = Learner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
+    learner = GRPOLearner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
     memory = {tensor.untyped_storage().data_ptr() for tensor in learner.model.state_dict().values()}
     sent, saved = learner.named_tensors(), load_file(tmp_path / "model.safetensors")
     assert sent.keys() == saved.keys()

@@ -24,7 +24,8 @@ from recipe import async_rollouts
 from recipe.async_rollouts import InFlight, RolloutsAhead
 from recipe.dataset import Row
 from recipe.errors import MismatchError, RunError, TaskError
-from recipe.grpo import Learner, Rollout
+from recipe.grpo import GRPOLearner
+from recipe.learner import Rollout
 from recipe.ray_session import RaySession
 from recipe.tiny_model import build_tiny_model, byte_tokenizer
 
@@ -144,7 +145,7 @@ def test_a_batch_with_few_new_tokens_gets_more_to_prove_the_sync(monkeypatch):
 
 
 def test_tokens_of_the_trainers_own_weights_prove_a_batch(model):
-    learner = Learner(model, config(max_mismatch=1e-5), CPU)
+    learner = GRPOLearner(model, config(max_mismatch=1e-5), CPU)
     learner.step = 3
     batch = rollouts(learner)
 

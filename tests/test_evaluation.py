@@ -15,7 +15,7 @@ from recipe import addition, task
 from recipe.checkpoint import choose_models, write_checkpoint
 from recipe.errors import TaskError
 from recipe.evaluation import evaluate, pass_at_k
-from recipe.grpo import Rollout
+from recipe.learner import Rollout
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
 

@@ -19,7 +19,8 @@ from recipe import checkpoint
 from recipe.arguments import RunArguments, parse
 from recipe.checkpoint import choose_models, last_checkpoint, write_checkpoint
 from recipe.errors import DivergenceError, MismatchError, RunError
-from recipe.grpo import GRPOConfig, Learner, Rollout, micro_batches, rate_schedule
+from recipe.grpo import GRPOConfig, GRPOLearner
+from recipe.learner import Rollout, micro_batches, rate_schedule
 from recipe.objectives import advantages
 from recipe.run_folder import RunFolder
 from recipe.tiny_model import build_tiny_model, byte_tokenizer
@@ -54,7 +55,7 @@ def rollouts(learner, seed=0, count=4):
 
 
 def test_token_logprobs_are_the_models_at_the_temperature(model):
-    learner = Learner(model, config(temperature=0.7), CPU)
+    learner = GRPOLearner(model, config(temperature=0.7), CPU)
     rollout = Rollout([5, 6, 7], [8, 9], [], 0.0)
     longer = Rollout([4], [3, 3, 3, 3], [], 0.0)
     with torch.no_grad():
@@ -70,7 +71,7 @@ def test_token_logprobs_are_the_models_at_the_temperature(model):
 def test_gradient_does_not_depend_on_micro_batches(model, loss):
     weights, settings = [], {"loss": loss, "max_grad_norm": 1e9, "learning_rate": 1.0}
     for tokens in (1, 30, 1000):
-        learner = Learner(model, config(micro_batch_tokens=tokens, **settings), CPU)
+        learner = GRPOLearner(model, config(micro_batch_tokens=tokens, **settings), CPU)
         learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
         learner.learn(rollouts(learner, count=8))
         weights.append(torch.nn.utils.parameters_to_vector(learner.model.parameters()))
@@ -116,7 +117,7 @@ def plain_gradient(learner, batch):
 
 def assert_gradient_is_the_plain_one(path, **changes):
     settings = {"temperature": 0.7, "max_grad_norm": 1e9, "learning_rate": 0.0, "micro_batch_tokens": 30}
-    learner = Learner(path, config(**settings, **changes), CPU)
+    learner = GRPOLearner(path, config(**settings, **changes), CPU)
     batch = rollouts(learner, count=8)
     batch[2:4] = [replace(r, reward=0.5) for r in batch[2:4]]  # no gradient, but part of the means
     batch = [replace(r, logprobs=[logprob - 0.1 * i for logprob in r.logprobs]) for i, r in enumerate(batch)]
@@ -164,7 +165,7 @@ def test_gradient_of_a_model_whose_head_wants_more_than_its_trunk(tmp_path, monk
 
 def test_only_completions_go_through_the_head_and_again_in_backward(model, monkeypatch):
     monkeypatch.setattr("recipe.logprobs.CHUNK", 7)
-    learner, sizes = Learner(model, config(), CPU), []
+    learner, sizes = GRPOLearner(model, config(), CPU), []
     batch = rollouts(learner, count=4)
     learner.model.lm_head.register_forward_hook(
         lambda module, inputs, output: sizes.append(inputs[0].shape[:-1].numel())
@@ -179,7 +180,7 @@ def test_only_completions_go_through_the_head_and_again_in_backward(model, monke
 def test_checkpointed_blocks_run_again_in_backward(model):
     runs = {}
     for on in (False, True):
-        learner, count = Learner(model, config(gradient_checkpointing=on), CPU), []
+        learner, count = GRPOLearner(model, config(gradient_checkpointing=on), CPU), []
         learner.model.model.decoder.layers[0].self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
         logprobs, _ = learner.token_logprobs([Rollout([5], [6, 7], [], 0.0)], 2)
         logprobs.sum().backward()
@@ -188,7 +189,7 @@ def test_checkpointed_blocks_run_again_in_backward(model):
 
 
 def test_step_raises_the_probability_of_what_was_rewarded(model):
-    learner = Learner(model, config(), CPU)
+    learner = GRPOLearner(model, config(), CPU)
     batch = rollouts(learner, count=2)
     batch = [
         Rollout(r.prompt_ids, r.completion_ids, r.logprobs, reward) for r, reward in zip(batch, (1.0, 0.0), strict=True)
@@ -204,7 +205,7 @@ def test_step_raises_the_probability_of_what_was_rewarded(model):
 
 
 def test_several_updates_use_the_first_policy_for_the_ratio(model):
-    learner = Learner(model, config(updates=3, kl_coef=0.1), CPU)
+    learner = GRPOLearner(model, config(updates=3, kl_coef=0.1), CPU)
     metrics = learner.learn(rollouts(learner))
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)  # against the initial model, before the first update
     assert metrics["loss"] != 0
@@ -227,7 +228,7 @@ def passes(learner, monkeypatch):
 
 
 def test_groups_of_equal_rewards_cost_one_forward_pass_and_are_proven(model, monkeypatch):
-    learner = Learner(model, config(updates=2, max_mismatch=1e-3), CPU)
+    learner = GRPOLearner(model, config(updates=2, max_mismatch=1e-3), CPU)
     batch = graded(rollouts(learner, count=6), 1.0, 0.0, 0.5, 0.5, 0.0, 0.0)
     batch = [replace(rollout, prompt_ids=[9] * (i + 1)) for i, rollout in enumerate(batch)]
     with torch.no_grad():
@@ -247,7 +248,7 @@ def test_groups_of_equal_rewards_cost_one_forward_pass_and_are_proven(model, mon
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_truncated_completions_are_masked_if_asked_for(model, monkeypatch, kl_coef):
-    learner = Learner(model, config(mask_truncated_completions=True, kl_coef=kl_coef), CPU)
+    learner = GRPOLearner(model, config(mask_truncated_completions=True, kl_coef=kl_coef), CPU)
     batch = [replace(r, truncated=i % 2 == 0) for i, r in enumerate(rollouts(learner, count=4))]
     seen = passes(learner, monkeypatch)
     metrics = learner.learn(batch)
@@ -257,7 +258,7 @@ def test_truncated_completions_are_masked_if_asked_for(model, monkeypatch, kl_co
 
 
 def test_batch_of_equal_rewards_moves_the_weights_by_momentum_alone(model):
-    learner = Learner(model, config(), CPU)
+    learner = GRPOLearner(model, config(), CPU)
     learner.learn(rollouts(learner, seed=1))
     before = {name: tensor.detach().clone() for name, tensor in learner.model.named_parameters()}
     momentum = [state["exp_avg"].clone() for state in learner.optimizer.state.values()]
@@ -273,7 +274,7 @@ def test_batch_of_equal_rewards_moves_the_weights_by_momentum_alone(model):
 
 
 def test_importance_metrics_are_of_all_tokens(model):
-    learner = Learner(model, config(mismatch_correction="icepop", updates=2), CPU)
+    learner = GRPOLearner(model, config(mismatch_correction="icepop", updates=2), CPU)
     batch = rollouts(learner, count=4)
     batch[0] = replace(batch[0], logprobs=[logprob + 1 for logprob in batch[0].logprobs])
     batch[1] = replace(batch[1], logprobs=[logprob - 0.5 for logprob in batch[1].logprobs])
@@ -300,7 +301,7 @@ def test_learning_rates(schedule, factors):
 
 
 def test_learning_rate_is_the_optimizers(model):
-    learner = Learner(model, config(lr_scheduler="linear", warmup_steps=1), CPU, steps=3)
+    learner = GRPOLearner(model, config(lr_scheduler="linear", warmup_steps=1), CPU, steps=3)
     start, rates, moved = [p.detach().clone() for p in learner.model.parameters()], [], []
     for seed in range(3):
         rates.append(learner.learn(rollouts(learner, seed=seed))["learning_rate"])
@@ -310,7 +311,7 @@ def test_learning_rate_is_the_optimizers(model):
 
 
 def test_mismatch_over_the_bound_updates_nothing(model):
-    learner = Learner(model, config(max_mismatch=1e-5, updates=2), CPU)
+    learner = GRPOLearner(model, config(max_mismatch=1e-5, updates=2), CPU)
     before = torch.nn.utils.parameters_to_vector(learner.model.parameters()).clone()
     batch = [
         Rollout(r.prompt_ids, r.completion_ids, [p - 0.01 for p in r.logprobs], r.reward) for r in rollouts(learner)
@@ -344,19 +345,19 @@ def gemma2(folder, scale: float, **options) -> str:
 @pytest.mark.parametrize("scale", [3.5, 8.0])  # whose log-probabilities are 7e-6 and 2e-3 off
 def test_attention_that_leaves_something_out_is_not_taken(tmp_path, scale):
     path = gemma2(tmp_path, scale)
-    learner = Learner(path, config(kl_coef=0.1), CPU)
+    learner = GRPOLearner(path, config(kl_coef=0.1), CPU)
     assert "eager, which is slower: sdpa's logits are" in learner.attention[1]
     for model in learner.model, learner.reference:
         assert model.config._attn_implementation == "eager"
         assert model.config.sliding_window == 4096
-    asked = Learner(path, config(attention="sdpa"), CPU)
+    asked = GRPOLearner(path, config(attention="sdpa"), CPU)
     assert asked.model.config._attn_implementation == "sdpa"
     assert "sdpa, as asked for; its logits are" in asked.attention[1]
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_attention_that_is_right_stays(tmp_path, scale):
-    learner = Learner(gemma2(tmp_path, scale, attn_logit_softcapping=None), config(), CPU)
+    learner = GRPOLearner(gemma2(tmp_path, scale, attn_logit_softcapping=None), config(), CPU)
     assert learner.attention == ("sdpa", "sdpa, whose logits are eager's but for rounding")
 
 
@@ -367,7 +368,7 @@ def test_attention_of_a_model_whose_eager_is_wrong_stays(tmp_path):
         FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=258, alibi=True)
     ).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    assert Learner(str(tmp_path), config(), CPU).attention == ("sdpa", "sdpa")
+    assert GRPOLearner(str(tmp_path), config(), CPU).attention == ("sdpa", "sdpa")
 
 
 def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypatch):
@@ -375,17 +376,17 @@ def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypa
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     path = gemma2(tmp_path, 1.0, attn_logit_softcapping=None)
-    assert Learner(path, config(), CPU).attention[0] == "sdpa"
+    assert GRPOLearner(path, config(), CPU).attention[0] == "sdpa"
 
     def without_mask(module, query, key, value, attention_mask, **options):
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)
-    assert Learner(path, config(), CPU).attention[0] == "eager"
+    assert GRPOLearner(path, config(), CPU).attention[0] == "eager"
 
 
 def test_gradient_that_is_not_finite_updates_nothing(model):
-    learner = Learner(model, config(), CPU)
+    learner = GRPOLearner(model, config(), CPU)
     before = torch.nn.utils.parameters_to_vector(learner.model.parameters()).clone()
     batch = [replace(rollout, reward=math.inf) for rollout in rollouts(learner)]
     with pytest.raises(DivergenceError, match="step 1: the gradient is not finite"):
@@ -395,14 +396,14 @@ def test_gradient_that_is_not_finite_updates_nothing(model):
 
 @pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.5}, {"lr_scheduler": "cosine", "warmup_steps": 1}])
 def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path, changes):
-    whole = Learner(model, config(**changes), CPU, steps=3)
+    whole = GRPOLearner(model, config(**changes), CPU, steps=3)
     first, second = rollouts(whole, seed=1), rollouts(whole, seed=2)
     whole.learn(first)
     checkpoint = write_checkpoint(tmp_path, whole.step, whole.save)
     random_state = torch.get_rng_state()
     expected = whole.learn(second)
 
-    resumed = Learner(str(checkpoint), config(**changes), CPU, seed=123, initial=model, steps=3)
+    resumed = GRPOLearner(str(checkpoint), config(**changes), CPU, seed=123, initial=model, steps=3)
     resumed.load_state(checkpoint)
     assert torch.get_rng_state().equal(random_state)
     assert resumed.step == 1
@@ -520,7 +521,7 @@ def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypa
 def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.9}')
-    Learner(str(tmp_path / "model"), config(), CPU).save(tmp_path)
+    GRPOLearner(str(tmp_path / "model"), config(), CPU).save(tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text())["temperature"] == 0.9
 
 
@@ -542,7 +543,7 @@ def test_byte_tokenizer_round_trips():
 
 
 def test_named_tensors_are_made_once_and_again_where_a_tensor_has_moved(tmp_path):
-    learner = Learner(str(build_tiny_model(tmp_path)), config(), CPU)
+    learner = GRPOLearner(str(build_tiny_model(tmp_path)), config(), CPU)
     name, parameter = next(iter(learner.model.named_parameters()))
     sent = learner.named_tensors()
     assert learner.named_tensors() is sent
@@ -563,7 +564,7 @@ def test_named_tensors_are_made_once_and_again_where_a_tensor_has_moved(tmp_path
 
 
 def test_tensors_that_a_conversion_computes_are_computed_for_every_sync(tmp_path, monkeypatch):
-    learner = Learner(str(build_tiny_model(tmp_path)), config(), CPU)
+    learner = GRPOLearner(str(build_tiny_model(tmp_path)), config(), CPU)
     name, parameter = next(iter(learner.model.named_parameters()))
     monkeypatch.setattr(
         "transformers.core_model_loading.revert_weight_conversion", lambda model, tensors: {name: 2 * tensors[name]}

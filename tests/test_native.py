@@ -25,7 +25,8 @@ import rlhf_nccl
 from recipe import native_transfer
 from recipe.arguments import RunArguments
 from recipe.errors import MismatchError
-from recipe.grpo import GRPOConfig, Learner, Rollout
+from recipe.grpo import GRPOConfig, GRPOLearner
+from recipe.learner import Rollout
 from recipe.native_transfer import NativeSender, transfer_init_info, weight_source, worker_error
 from recipe.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError
@@ -153,7 +154,7 @@ class Pair:
                 worker_extension_cls="recipe.native_transfer.GlooTransferWorker",
             )
         config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=1e-5)
-        self.learner = Learner(str(model), config, torch.device("cpu"))
+        self.learner = GRPOLearner(str(model), config, torch.device("cpu"))
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         self.llm.init_weight_transfer_engine({"init_info": init_info})
@@ -259,7 +260,7 @@ def test_nan_is_no_greedy_token(trainer, precision):
 @pytest.mark.parametrize("architecture", ["Mixtral", "Qwen3Moe", "OPT"])
 def test_source_has_the_checkpoints_names(tmp_path, architecture):
     build(architecture, tmp_path)
-    learner = Learner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
+    learner = GRPOLearner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
     source, saved = weight_source(learner.named_tensors, torch.bfloat16), load_file(tmp_path / "model.safetensors")
     metadata = source.metadata() if callable(source.metadata) else source.metadata
     assert {(meta.name, meta.shape) for meta in metadata} == {(name, tuple(t.shape)) for name, t in saved.items()}

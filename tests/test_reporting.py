@@ -13,7 +13,7 @@ import rlhf
 from recipe.arguments import parse
 from recipe.dataset import Row
 from recipe.errors import RunError
-from recipe.grpo import Rollout
+from recipe.learner import Rollout
 from recipe.rewards import Batch, Group
 from recipe.run_folder import RunFolder
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from recipe import grpo, sharding
 from recipe.errors import MismatchError
-from recipe.grpo import Learner
+from recipe.grpo import GRPOLearner
 from recipe.sharding import shard
 from recipe.tiny_model import build_tiny_model
 
@@ -66,7 +66,7 @@ def learn_all_kinds(folder, model, batches):
     results = {}
     for kind, changes in KINDS.items():
         settings = {"group_size": 3, "updates": 2, "micro_batch_tokens": 25, "max_grad_norm": 0.01}
-        learner = Learner(model, config(loss=kind, learning_rate=1.0, **settings, **changes), CPU)
+        learner = GRPOLearner(model, config(loss=kind, learning_rate=1.0, **settings, **changes), CPU)
         # Adam would blow differences in the last bit of a gradient near zero up to the size of the learning rate.
         learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
         metrics = [learner.learn(batch) for batch in batches]
@@ -77,14 +77,14 @@ def learn_all_kinds(folder, model, batches):
 
 
 def test_two_ranks_learn_what_one_learns_also_from_shares_of_unequal_size(model, tmp_path):
-    batches = [rollouts(Learner(model, config(), CPU), seed=seed, count=9) for seed in range(2)]
+    batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed, count=9) for seed in range(2)]
     for batch in batches:  # of 3 groups, one teaches nothing, and with it one rollout of another
         batch[3:6] = [replace(rollout, reward=0.5) for rollout in batch[3:6]]
         batch[0] = replace(batch[0], truncated=True)
     learn_all_kinds(tmp_path, model, batches)
     on_ranks(2, learn_all_kinds, tmp_path, model, batches)
     ours, theirs = (torch.load(tmp_path / f"results-{ranks}.pt") for ranks in (1, 2))
-    before = weights_of(Learner(model, config(), CPU))
+    before = weights_of(GRPOLearner(model, config(), CPU))
     for kind in KINDS:
         (metrics, weights), (sharded_metrics, sharded_weights) = ours[kind], theirs[kind]
         for row, sharded_row in zip(metrics, sharded_metrics, strict=True):
@@ -104,7 +104,7 @@ def learn_reducing(folder, model, batch):
     for tokens, room in ((1000, True), (20, True), (20, False)):
         grpo.whole_gradients_fit = lambda *_, room=room: room
         changes = {"updates": 2, "micro_batch_tokens": tokens, "learning_rate": 1.0}
-        learner = Learner(model, config(gradient_checkpointing=True, **changes), CPU)
+        learner = GRPOLearner(model, config(gradient_checkpointing=True, **changes), CPU)
         learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
         reductions.clear()
         learner.learn(batch)
@@ -118,14 +118,14 @@ def learn_reducing(folder, model, batch):
 
 
 def test_gradients_are_reduced_once_an_update_where_they_fit(model, tmp_path):
-    on_ranks(2, learn_reducing, tmp_path, model, rollouts(Learner(model, config(), CPU), count=8))
+    on_ranks(2, learn_reducing, tmp_path, model, rollouts(GRPOLearner(model, config(), CPU), count=8))
 
 
 def learn_compiled(folder, model, batches, **changes):
     """Steps with compiled blocks. Saves the weights after each, and how many graphs were compiled."""
     torch._dynamo.reset()
     counters.clear()
-    learner = Learner(model, config(micro_batch_tokens=60, learning_rate=1.0, **changes), CPU)
+    learner = GRPOLearner(model, config(micro_batch_tokens=60, learning_rate=1.0, **changes), CPU)
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
     steps = [learner.learn(batch) and weights_of(learner) for batch in batches]
     if learner.rank == 0:
@@ -134,8 +134,8 @@ def learn_compiled(folder, model, batches, **changes):
 
 @pytest.mark.slow
 def test_compiled_blocks_learn_the_same_on_one_rank_and_on_two(model, tmp_path):
-    batches = [rollouts(Learner(model, config(), CPU), seed=seed, count=8) for seed in range(2)]
-    learner = Learner(model, config(learning_rate=1.0), CPU)
+    batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed, count=8) for seed in range(2)]
+    learner = GRPOLearner(model, config(learning_rate=1.0), CPU)
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
     before, plain = weights_of(learner), [learner.learn(batch) and weights_of(learner) for batch in batches]
     learn_compiled(tmp_path, model, batches, compile=True, gradient_checkpointing=True)
@@ -161,7 +161,7 @@ def test_fused_experts_are_not_sharded(tmp_path):
 
 
 def load_gemma2(folder):
-    for model in (learner := Learner(str(folder), config(kl_coef=0.1), CPU)).model, learner.reference:
+    for model in (learner := GRPOLearner(str(folder), config(kl_coef=0.1), CPU)).model, learner.reference:
         assert model.config._attn_implementation == "eager"
     assert "sdpa's logits are" in learner.attention[1]
 
@@ -172,7 +172,7 @@ def test_ranks_take_the_attention_that_computes_the_model(tmp_path):
 
 
 def learn_from_a_bad_share(folder, model, batch):
-    learner = Learner(model, config(max_mismatch=1e-3), CPU)
+    learner = GRPOLearner(model, config(max_mismatch=1e-3), CPU)
     before = weights_of(learner)
     for method in (learner.learn, learner.mismatch):
         # 0.01 on one rollout of two is 0.005 on average, weighted by their lengths.
@@ -184,7 +184,7 @@ def learn_from_a_bad_share(folder, model, batch):
 
 
 def test_a_mismatch_in_the_share_of_one_rank_stops_them_all(model, tmp_path):
-    good, bad = rollouts(Learner(model, config(), CPU), count=2)
+    good, bad = rollouts(GRPOLearner(model, config(), CPU), count=2)
     bad = replace(bad, logprobs=[logprob - 0.01 for logprob in bad.logprobs])
     on_ranks(2, learn_from_a_bad_share, tmp_path, model, [good, bad])
 
@@ -193,7 +193,7 @@ def save_and_go_on(folder, model, batches):
     """A step, a checkpoint, another step; and the same with everything that can be offloaded."""
     ends = []
     for name in ("plain", "offloaded"):
-        learner = Learner(model, config(), CPU)
+        learner = GRPOLearner(model, config(), CPU)
         learner.learn(batches[0])
         if name == "offloaded":
             learner.release_memory(offload_optimizer=True)
@@ -209,7 +209,7 @@ def save_and_go_on(folder, model, batches):
 
 
 def resume_and_go_on(folder, batches):
-    learner = Learner(str(folder / "plain"), config(), CPU)
+    learner = GRPOLearner(str(folder / "plain"), config(), CPU)
     learner.load_state(folder / "plain")
     assert learner.step == 1
     save(learner, folder / f"again-{learner.ranks}")
@@ -229,7 +229,7 @@ def save(learner, folder):
 
 @pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3)])
 def test_checkpoint_is_of_no_number_of_ranks(model, tmp_path, before, after):
-    batches = [rollouts(Learner(model, config(), CPU), seed=seed) for seed in range(2)]
+    batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed) for seed in range(2)]
     for count, function, *args in ((before, save_and_go_on, model, batches), (after, resume_and_go_on, batches)):
         if count == 1:
             function(tmp_path, *args)

@@ -27,8 +27,8 @@ from recipe.arguments import parse
 from recipe.dataset import Row
 from recipe.engine import generate
 from recipe.errors import TaskError
-from recipe.grpo import Rollout
 from recipe.gsm8k import final_number
+from recipe.learner import Rollout
 from recipe.rewards import Group, Rewards
 from recipe.task import load_task
 from recipe.tiny_model import byte_tokenizer
