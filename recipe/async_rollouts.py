@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -175,6 +175,8 @@ class RolloutsAhead:
         return self.session.wait("proving", engine=self.engine.sample.remote(prompts, short, seed, 0, False))[0]
 
     def _sample(self, step: int, rows: list[Row]) -> ray.ObjectRef:
+        if self.session.leaving:
+            raise RunError("the run has ended")  # or this call, from the thread, would start Ray anew
         prompts, seed = [row.prompt_ids for row in rows], step_seed(self.args, step)
         return self.engine.sample.remote(prompts, self.args, seed, 0, False, waits=True)
 
@@ -182,7 +184,7 @@ class RolloutsAhead:
         while True:
             step = self.to_score.get()
             try:
-                ray.wait([step.call])
+                wait([step.rollouts])
                 with self.scoring:
                     self.scored = step
                     step.batch.set_result(sample_batch(self.task, self.args, step.number, step.complete))
@@ -195,15 +197,20 @@ class _Step:
 
     def __init__(self, number: int, rows: list[Row], sample: Callable[[int, list[Row]], ray.ObjectRef]):
         self.number, self.rows, self.sample = number, rows, sample
-        self.call, self.batch = sample(number, rows), Future()
+        self.batch: Future[Batch] = Future()
         self.scoring_since: float | None = None
+        self._begin(rows)
+
+    def _begin(self, rows: list[Row]) -> None:
+        self.call = self.sample(self.number, rows)
+        self.rollouts = self.call.future()  # for the thread: once Ray has ended, ray.get and ray.wait start it anew
 
     def complete(self, rows: list[Row]) -> Batch:
         """The completions of these rows; other ones than its own are to replace some of them."""
         self.scoring_since = None
         if rows != self.rows:
-            self.call = self.sample(self.number, rows)
-        batch = in_groups(rows, ray.get(self.call))
+            self._begin(rows)
+        batch = in_groups(rows, self.rollouts.result())
         self.scoring_since = time.monotonic()
         return batch
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 import torch
 from conftest import cpu_only
 from test_learning import CPU, config, rollouts
@@ -61,17 +62,9 @@ class Ahead(RolloutsAhead):
         self.steps.append(prompts[0][0])
         self.lengths.append(args.max_tokens)
         answer = Future()
+        answer.future = lambda: answer
         answer.set_result([Rollout(ids, [7], [0.0], 1.0, versions=[self.version]) for ids in prompts for _ in range(2)])
         return answer
-
-
-@pytest.fixture(autouse=True)
-def no_ray(monkeypatch):
-    monkeypatch.setattr(
-        async_rollouts,
-        "ray",
-        SimpleNamespace(get=lambda call: call.result(), wait=lambda calls: calls, ObjectRef=Future),
-    )
 
 
 @pytest.mark.parametrize(
@@ -130,6 +123,25 @@ def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
     assert [group.row.prompt for group in batch.groups] == ["other", "other"]
     assert [rollout.prompt_ids for rollout in batch.rollouts] == [[99]] * 4
     assert batch.metrics["dynamic_sampling/replaced"] == 2
+
+
+def test_what_is_left_to_score_when_a_run_ends_does_not_start_ray_anew():
+    """ray.get and ray.wait do, and a call of an actor does."""
+    may_go_on = threading.Event()
+
+    def score(groups, *_):
+        may_go_on.wait()
+        return groups
+
+    ahead = Ahead(score, max_staleness=2, reward_timeout=0.5, dynamic_sampling=1)
+    with pytest.raises(TaskError, match="--reward-timeout"):
+        ahead.take(1)
+    ahead.session.leaving = time.monotonic(), None
+    may_go_on.set()
+    for step in ahead.ahead:  # whose groups have equal rewards, so that others are drawn
+        with pytest.raises(RunError, match="the run has ended"):
+            step.batch.result(timeout=30)
+    assert not ray.is_initialized()
 
 
 def test_a_batch_with_few_new_tokens_gets_more_to_prove_the_sync(monkeypatch):
