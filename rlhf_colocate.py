@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import choose_models, write_checkpoint
+from recipe.checkpoint import Models, choose_models, write_checkpoint
 from recipe.engine import EngineArguments, engine_options, generate, reset_prefix_cache, sample, serves_checkpoint
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
@@ -155,17 +155,17 @@ class Trainer:
 
         return ray.util.get_node_ip_address(), get_open_port()
 
-    def load(self, address: tuple, model: str, initial: str, args: Arguments, device: str) -> dict[str, str]:
+    def load(self, address: tuple, models: Models, args: Arguments, device: str) -> dict[str, str]:
         """Join the other ranks (the first one is at `address`) and load. Returns the handle for the worker."""
         ranks = args.engines * args.tensor_parallel_size
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
         join_ranks(*address, self.rank, ranks, here)
-        self.learner = GRPOLearner(model, args, here, args.seed, initial, args.steps)
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
         self.offload_optimizer = args.offload_optimizer
-        if args.resume:
-            self.learner.load_state(Path(model))
-        self.learner.release_memory(bool(args.resume) and self.offload_optimizer)  # loading held whole tensors
+        if models.checkpoint:
+            self.learner.load_state(models.checkpoint)
+        self.learner.release_memory(bool(models.checkpoint) and self.offload_optimizer)  # loading held whole tensors
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every step
         worker = 0 if device == "cuda" else self.rank % args.tensor_parallel_size  # all ranks share the CPU
         channel = SharedMemoryChannel(torch.device(device, worker))
@@ -239,15 +239,15 @@ def main(args: Arguments) -> None:
     with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
-        initial, model = choose_models(run.path, args, device)
-        task.tokenize(model, args.max_model_len)
+        models = choose_models(run.path, args, device)
+        task.tokenize(models.loaded, args.max_model_len)
         if device == "cpu":
             run.say("no GPU: trainer ranks and engines on CPU, where vLLM has no sleep mode: engines stay awake")
-        run.say(f"model {model}\nrun folder {run.path}")
+        run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         args.max_mismatch, args.weights_proven = args.max_mismatch or MAX_MISMATCH[device], True
         trainers = [ray.remote(Trainer).options(**o).remote(rank) for rank, o in enumerate(trainer_options)]
         engines = [
-            ray.remote(Engine).options(**options).remote(model, args, device, bundles)
+            ray.remote(Engine).options(**options).remote(models.loaded, args, device, bundles)
             for bundles, options in engine_options
         ]
         by_name = {f"engine{i}": engine for i, engine in enumerate(engines)}
@@ -255,7 +255,7 @@ def main(args: Arguments) -> None:
         room, *_ = session.wait("starting", **each("engine", engines, "start", args.sleep))
         task.check_lengths(room)
         (address,) = session.wait("loading", trainer0=trainers[0].address.remote())
-        loading = each("trainer", trainers, "load", address, model, initial, args, device)
+        loading = each("trainer", trainers, "load", address, models, args, device)
         handles = session.wait("loading", **loading)
         ((first_step, attention),) = session.wait("loading", trainer0=trainers[0].start.remote())
         run.say(f"the trainer's attention: {attention}")

@@ -46,7 +46,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import choose_models, write_checkpoint
+from recipe.checkpoint import Models, choose_models, write_checkpoint
 from recipe.engine import EngineArguments, complete, engine_options, generate, reset_prefix_cache, sample
 from recipe.errors import MismatchError, RunError
 from recipe.evaluation import evaluate
@@ -129,14 +129,14 @@ class Engine:
 class Trainer:
     """A Ray actor around the learner. It is rank 0 of the group in which the weights travel."""
 
-    def __init__(self, model: str, initial: str, args: Arguments, device: str):
+    def __init__(self, models: Models, args: Arguments, device: str):
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = GRPOLearner(model, args, here, args.seed, initial, args.steps)
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
         self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
         self.shares_gpu = args.backend == "ipc"
-        if args.resume:
-            self.learner.load_state(Path(model))
+        if models.checkpoint:
+            self.learner.load_state(models.checkpoint)
             self.make_room()
 
     def connect(self, engine, backend: str, world_size: int) -> None:
@@ -255,19 +255,19 @@ def main(args: Arguments) -> None:
     with NativeRunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
-        initial, model = choose_models(run.path, args, device)
-        task.tokenize(model, args.max_model_len)
+        models = choose_models(run.path, args, device)
+        task.tokenize(models.loaded, args.max_model_len)
         tp, backend = args.tensor_parallel_size, "gloo" if device == "cpu" else args.backend
         if device == "cpu":
             run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
-        run.say(f"model {model}\nrun folder {run.path}")
+        run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         args.max_mismatch = args.max_mismatch or MAX_MISMATCH[args.quantization or device]
-        engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
+        engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
         session.actors["engine"] = engine
         if backend == "ipc":
             session.wait("starting", engine=engine.start.remote())  # first: vLLM measures the GPU's free memory
         session.actors["trainer"] = trainer = (
-            ray.remote(Trainer).options(**trainer_options).remote(model, initial, args, device)
+            ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
         )
         (first_step, attention), room = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()

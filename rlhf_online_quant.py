@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import choose_models, write_checkpoint
+from recipe.checkpoint import Models, choose_models, write_checkpoint
 from recipe.engine import EngineArguments, engine_options, generate, reset_prefix_cache, sample
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
@@ -106,12 +106,12 @@ class Engine:
 class Trainer:
     """A Ray actor around the learner. It is rank 0 of the group in which the weights travel."""
 
-    def __init__(self, model: str, initial: str, args: Arguments, device: str):
+    def __init__(self, models: Models, args: Arguments, device: str):
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = GRPOLearner(model, args, here, args.seed, initial, args.steps)
-        if args.resume:
-            self.learner.load_state(Path(model))
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
+        if models.checkpoint:
+            self.learner.load_state(models.checkpoint)
 
     def address(self) -> tuple[str, int]:
         from vllm.utils.network_utils import get_open_port
@@ -171,15 +171,15 @@ def main(args: Arguments) -> None:
     with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, trainer_options, engine_options = place(args)
-        initial, model = choose_models(run.path, args, device)
-        task.tokenize(model, args.max_model_len)
+        models = choose_models(run.path, args, device)
+        task.tokenize(models.loaded, args.max_model_len)
         tp = args.tensor_parallel_size
         if device == "cpu":
             run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
-        run.say(f"model {model}\nrun folder {run.path}")
+        run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         args.max_mismatch = args.max_mismatch or MAX_MISMATCH[device]
-        trainer = ray.remote(Trainer).options(**trainer_options).remote(model, initial, args, device)
-        engine = ray.remote(Engine).options(**engine_options).remote(model, args, device)
+        trainer = ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
+        engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
         (first_step, attention), (room, quantization) = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()

@@ -46,12 +46,14 @@ from weight_sync.groups import (
     unpack_handle,
 )
 from weight_sync.link import CONNECT_SECONDS, Link, WeightSyncError, connect_group, connect_path, reason_of
+from weight_sync.lora import LoRAWeight
 from weight_sync.receiver import WeightReceiver
 from weight_sync.sender import Comparison, SyncReport, WeightSender
 
 __all__ = [
     "ColocateWorkerExtension",
     "Comparison",
+    "LoRAWeight",
     "SharedMemoryChannel",
     "SyncReport",
     "WeightSender",

@@ -100,7 +100,7 @@ def main(args: Arguments) -> None:
         for quantized in (False, True):
             with RaySession(run, args.ray_address) as session:
                 device, options = place(args.tensor_parallel_size)
-                model, _ = choose_models(run.path, args, device)
+                model = choose_models(run.path, args, device).loaded
                 count, *batch = BATCH[device]
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
                 engine = ray.remote(Engine).options(**options).remote(model, args, device, quantized)

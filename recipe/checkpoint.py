@@ -6,15 +6,26 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from .arguments import RunArguments
 from .dataset import named_function
 from .errors import RunError
+from .lora import adapted_model, check_adapters
 
 DEFAULT_MODEL = "facebook/opt-125m"
 BUILTIN_LEARNING_RATE = 3e-3
 CHECKPOINTS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a run begins with: names of models on the hub, or folders."""
+
+    initial: str  # that the run began with when it was new
+    loaded: str  # by trainer and engine: the same or, with --resume, the last checkpoint, if that is a whole model
+    checkpoint: Path | None  # whose training state the trainer goes on from, with --resume
 
 
 @contextmanager
@@ -62,14 +73,14 @@ def last_checkpoint(run_folder: Path, of_model: str) -> Path:
     checkpoints = sorted(run_folder.glob("checkpoint-*"))
     if not checkpoints:
         raise RunError(f"{run_folder} has no checkpoint to continue from")
-    shapes = [check_model(str(path)) for path in (checkpoints[-1], of_model)]
+    shapes = [check_model(str(path)) for path in (adapted_model(checkpoints[-1]) or checkpoints[-1], of_model)]
     if shapes[0] != shapes[1]:
         raise RunError(f"{checkpoints[-1]} is a checkpoint of another model than {of_model}: {shapes[0]}, {shapes[1]}")
     return checkpoints[-1]
 
 
-def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[str, str]:
-    """The initial model, and the one to load: the same or, with --resume, the last checkpoint.
+def choose_models(run_folder: Path, args: RunArguments, device: str) -> Models:
+    """The models of a new run, or of the one to resume.
 
     Without --model, the built-in model on CPU, with its own learning rate unless another was chosen. A model that is a
     function's to make is made in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume
@@ -84,14 +95,15 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[st
     if builder and not args.resume:
         named_function("--model", builder)(initial, args.seed)
     check_model(initial)
-    model = str(last_checkpoint(run_folder, of_model=initial)) if args.resume else initial
-    if args.resume and (done := int(model.rpartition("-")[2])) >= args.steps:
-        raise RunError(f"that run has done its {done} steps: ask for more with --steps")
+    checkpoint = last_checkpoint(run_folder, of_model=initial) if args.resume else None
+    if checkpoint:
+        check_adapters(checkpoint, args)
+        if (done := int(checkpoint.name.rpartition("-")[2])) >= args.steps:
+            raise RunError(f"that run has done its {done} steps: ask for more with --steps")
     if args.ray_address:
-        check_nodes(
-            sorted(path for path in {initial, model} if os.path.isdir(path)), "GPU" if device == "cuda" else "CPU"
-        )
-    return initial, model
+        folders = {path for path in (initial, str(checkpoint or initial)) if os.path.isdir(path)}
+        check_nodes(sorted(folders), "GPU" if device == "cuda" else "CPU")
+    return Models(initial, initial if args.lora_rank else str(checkpoint or initial), checkpoint)
 
 
 def check_nodes(folders: list[str], resource: str) -> None:

@@ -18,6 +18,7 @@ Rollouts whose loss is 0, such as those of a group whose rewards are all equal, 
 and the metrics, and cost no backward pass.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from annotated_types import Ge
 from transformers.hf_argparser import HfArg
 
 from .learner import Learner, LearnerConfig, Rollout, distance_of
+from .lora import dropout, without_adapters
 from .objectives import ObjectiveConfig, advantages, importance_weights, kl_estimate, loss_weights, token_losses
 from .sharding import whole_gradients_fit
 
@@ -39,7 +41,7 @@ class GRPOConfig(ObjectiveConfig, LearnerConfig):
 
 class GRPOLearner(Learner):
     """A learner whose steps are GRPO's. The KL is measured to the model `initial` that the run began with, if `path` is
-    a checkpoint."""
+    a checkpoint; with adapters, to the model that they adapt."""
 
     def __init__(
         self,
@@ -51,7 +53,9 @@ class GRPOLearner(Learner):
         steps: int | None = None,
     ):
         super().__init__(path, config, device, seed, steps)
-        self.reference = self._load(initial or path).requires_grad_(False) if config.kl_coef else None
+        self.reference = None
+        if config.kl_coef and not self.adapters:
+            self.reference = self._load(initial or path).requires_grad_(False)
 
     def learn(self, rollouts: list[Rollout], proof: list[Rollout] = ()) -> dict[str, float]:
         """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics.
@@ -72,33 +76,35 @@ class GRPOLearner(Learner):
         )
         parts = parts or [idle.pop()]  # momentum moves the weights even where all gradients are 0
         old_logprobs, entropies = torch.zeros_like(engine_logprobs), torch.zeros_like(engine_logprobs)
-        with torch.no_grad():
-            for part in idle:
+        with torch.no_grad():  # with dropout, what learns is not what sampled
+            for part in idle + parts if config.lora_dropout else idle:
                 old_logprobs[part], entropies[part] = self.token_logprobs(mine[part], mask.shape[1], entropy=True)
         reference_logprobs = None
-        if self.reference is not None:
-            reference_logprobs = self._all_logprobs(parts + idle, mine, mask, self.reference)
-        reduce_once = self.ranks > 1 and self._sum(whole_gradients_fit(self.model, self.device))[0] == self.ranks
+        if config.kl_coef:
+            with without_adapters(self.model) if self.adapters else nullcontext():
+                reference_logprobs = self._all_logprobs(parts + idle, mine, mask, self.reference or self.model)
+        reduce_once = self.ranks > 1 and self._sum(whole_gradients_fit(self.parameters, self.device))[0] == self.ranks
         for update in range(config.updates):
             self.optimizer.zero_grad(set_to_none=True)
-            total_loss = 0.0
+            total_loss, first = 0.0, update == 0 and not config.lora_dropout
             for part in parts:
                 if self.ranks > 1:
                     self.model.set_requires_gradient_sync(part is parts[-1] or not reduce_once)
-                logprobs, entropy = self.token_logprobs(mine[part], mask.shape[1], entropy=update == 0)
-                if update == 0:
-                    old_logprobs[part], entropies[part] = logprobs.detach(), entropy
-                losses = token_losses(
-                    logprobs,
-                    old_logprobs[part],
-                    engine_logprobs[part],
-                    advantage[part],
-                    mask[part],
-                    config,
-                    None if reference_logprobs is None else reference_logprobs[part],
-                )
-                loss = (losses * weights[part]).sum()
-                (loss * self.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
+                with dropout(self.model):
+                    logprobs, entropy = self.token_logprobs(mine[part], mask.shape[1], entropy=first)
+                    if first:
+                        old_logprobs[part], entropies[part] = logprobs.detach(), entropy
+                    losses = token_losses(
+                        logprobs,
+                        old_logprobs[part],
+                        engine_logprobs[part],
+                        advantage[part],
+                        mask[part],
+                        config,
+                        None if reference_logprobs is None else reference_logprobs[part],
+                    )
+                    loss = (losses * weights[part]).sum()
+                    (loss * self.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
                 total_loss = total_loss + loss.detach()  # a tensor: reading it would wait for the GPU
             if update == 0:
                 distance = distance_of(old_logprobs, engine_logprobs, current)

@@ -22,6 +22,7 @@ from transformers.hf_argparser import HfArg
 
 from .errors import DivergenceError, MismatchError
 from .logprobs import add_token_scores, has_head_apart
+from .lora import LoRAArguments, adapter_parameters, add_adapters, load_adapters, save_merged
 from .named_tensors import NamedTensors
 from .sharding import (
     Offload,
@@ -54,7 +55,7 @@ class Rollout:
 
 
 @dataclass
-class LearnerConfig:
+class LearnerConfig(LoRAArguments):
     """How a model learns, whatever its objective."""
 
     temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="of sampling; vLLM takes 0.01 at least")
@@ -94,23 +95,25 @@ def micro_batches(lengths: list[int], tokens: int) -> list[slice]:
 class Learner:
     """A causal language model and its optimizer, or one rank of it: every method runs on all ranks together.
 
-    `path` is a Hugging Face model, or a checkpoint that `save` wrote. `steps` are the run's: a schedule of the learning
-    rate that ends wants to know when.
+    `path` is a Hugging Face model, or a checkpoint that `save` wrote; with adapters (lora.py), always the model that
+    they adapt. `steps` are the run's: a schedule of the learning rate that ends wants to know when.
     """
 
     def __init__(self, path: str, config: LearnerConfig, device: torch.device, seed: int = 0, steps: int | None = None):
         from transformers import AutoTokenizer
 
         torch.manual_seed(seed)
-        self.config, self.device = config, device
+        self.config, self.device, self.seed = config, device, seed
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.attention: tuple[str, str] | None = None  # its name, and what is to be said of it
         self.head_apart: bool | None = None  # its trunk can run without it (logprobs.py)
         self.model = self._load(path)
         self.named_tensors = NamedTensors(self.model)
+        self.adapters = adapter_parameters(self.model)
+        self.parameters = self.adapters or list(self.model.parameters())  # what learns
         self.optimizer = torch.optim.AdamW(  # fused: it makes no temporary copies of the weights
-            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            self.parameters, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.rate = rate_schedule(config, steps)
         self.offload = Offload(self.optimizer)
@@ -134,11 +137,14 @@ class Learner:
                 if self.rank == 0 and not self.attention:  # before it is sharded: in fp32, on the CPU
                     self.attention = choose_attention(model, self.config.attention)
                     self.head_apart = has_head_apart(model)
+                if self.config.lora_rank:
+                    torch.manual_seed(self.seed)  # the same adapters on all ranks
+                    add_adapters(model, self.config)
                 if self.config.compile:  # only now: the comparisons above would compile as well
                     compile_blocks(model)
                 if self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside
-                    checkpoint_blocks(model)
-                model = shard(model, mesh) if mesh else model
+                    checkpoint_blocks(model, has_dropout=self.config.lora_dropout > 0)
+                model = shard(model, mesh, adapter_parameters(model)) if mesh else model
             if mesh:
                 dist.barrier()
         if mesh:
@@ -151,7 +157,11 @@ class Learner:
 
     def _update(self) -> float:
         """An optimizer step with the gradients that there are, clipped. Returns their norm. Raises DivergenceError."""
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
+        if self.ranks > 1:
+            for parameter in self.adapters:  # which every rank has: FSDP leaves them alone
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.ranks
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if not norm.isfinite():
             raise DivergenceError(f"step {self.step + 1}: the gradient is not finite; lower --learning-rate")
         for group in self.optimizer.param_groups:
@@ -261,11 +271,14 @@ class Learner:
             torch.cuda.empty_cache()
 
     def save(self, folder: Path | None) -> None:
-        """Write the model and tokenizer in Hugging Face format, and beside them what `load_state` needs.
+        """Write the model or its adapters, and the tokenizer, in Hugging Face format, and beside them what `load_state`
+        needs.
 
         The first rank writes; the others, whose folder is None, help to gather. Any number of ranks can go on from it.
         """
-        weights, optimizer = gather_states(self.model, self.optimizer, self.rank)
+        weights, optimizer = gather_states(self.model, self.parameters, self.optimizer, self.rank)
+        if self.adapters and self.config.save_merged:
+            save_merged(self.model, self.named_tensors(), folder and folder / "merged")
         if folder is None:
             return
         self.model.save_pretrained(folder, state_dict=weights)
@@ -276,10 +289,12 @@ class Learner:
         torch.save(state, folder / STATE_FILE)
 
     def load_state(self, folder: Path) -> None:
-        """Go on from a checkpoint whose model this learner was made from: optimizer, step and random states."""
+        """Go on from a checkpoint whose model this learner was made from: adapters, optimizer, step, random states."""
+        if self.adapters:
+            load_adapters(self.model, folder)
         state = torch.load(folder / STATE_FILE, map_location="cpu", mmap=True, weights_only=True)
         self.step = state["step"]
-        load_optimizer_state(self.model, self.optimizer, state["optimizer"])
+        load_optimizer_state(self.parameters, self.optimizer, state["optimizer"])
         torch.set_rng_state(state["random"])
         if "random_cuda" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.device)

@@ -3,12 +3,15 @@
 import torch
 from torch.overrides import TorchFunctionMode
 
+from weight_sync.lora import LoRAWeight
+
+from .lora import adapted_weights
 from .sharding import local_part
 
 
 class NamedTensors:
     """Called, it returns views of a transformers model's tensors, named and shaped as in its checkpoint, which is how
-    an engine loads them. Tied tensors come once.
+    an engine loads them. Tied tensors come once. A weight with an adapter comes as a LoRAWeight.
 
     The modules differ from that where transformers fuses what checkpoints keep apart: a mixture's experts, which are
     views of the fused tensors. `shard` refuses such a model.
@@ -27,15 +30,18 @@ class NamedTensors:
             if tensor is not None
         ]
         self.addresses: list[int] = []
-        self.views: dict[str, torch.Tensor] = {}
+        self.views: dict[str, torch.Tensor | LoRAWeight] = {}
 
     @torch.no_grad()
-    def __call__(self) -> dict[str, torch.Tensor]:
+    def __call__(self) -> dict[str, torch.Tensor | LoRAWeight]:
         if not self.views or self.addresses != self._addresses():
             named = self._named()
             self.addresses = self._addresses()  # only now: state_dict() makes FSDP put its shards back
             memory = {_memory(tensors[name]) for tensors, name in self.places}
-            if not all(_memory(tensor) in memory for tensor in named.values()):
+            views = all(_memory(tensor) in memory for tensor in named.values())
+            adapted = {_memory(weight.base): weight for weight in adapted_weights(self.model)}
+            named = {name: adapted.get(_memory(tensor), tensor) for name, tensor in named.items()}
+            if not views:
                 return named  # some conversion of this model copies
             self.views = named
         return self.views
@@ -44,7 +50,11 @@ class NamedTensors:
         from transformers.core_model_loading import revert_weight_conversion
 
         tied = self.model.all_tied_weights_keys
-        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        tensors = {
+            name.replace(".base_layer.", "."): tensor  # where peft keeps the layer that it has put an adapter to
+            for name, tensor in self.model.state_dict().items()
+            if name not in tied and ".lora_" not in name
+        }
         with _WithoutCopies():
             return revert_weight_conversion(self.model, tensors)
 

@@ -20,6 +20,7 @@ from weight_sync.buckets import SLOWEST_BYTES_PER_SECOND, dtype_name
 from weight_sync.engine_model import pack_experts_when_loaded, repack_tied_layers
 from weight_sync.groups import refuse_disabled, refuse_expandable_segments
 from weight_sync.link import CONNECT_SECONDS
+from weight_sync.lora import LoRAWeight, materialized
 
 PACK_BYTES = 1 << 30  # the size of a pack of tensors, unless one tensor is larger
 STUCK_SECONDS = 15  # a transfer fails if nothing moves for this long, plus the time of the bytes in flight
@@ -137,7 +138,7 @@ def worker_error(log: str) -> str | None:
     return [line for line in said if re.match(r"(?!Traceback)\S", line)][-1]
 
 
-def weight_source(named_tensors: Callable[[], dict[str, torch.Tensor]], dtype: torch.dtype):
+def weight_source(named_tensors: Callable[[], dict[str, torch.Tensor | LoRAWeight]], dtype: torch.dtype):
     """The tensors, named as in the checkpoint, as a vLLM `WeightSource` that casts each one to `dtype`."""
     with known_api():
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource
@@ -154,7 +155,7 @@ def weight_source(named_tensors: Callable[[], dict[str, torch.Tensor]], dtype: t
             def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
                 for name, tensor in named_tensors().items():
                     self.taken = time.monotonic()
-                    yield name, tensor.detach().to(dtype)
+                    yield name, materialized(tensor).detach().to(dtype)
 
             __iter__ = iter_full  # vLLM 0.32
 

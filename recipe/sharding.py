@@ -41,8 +41,10 @@ def turns_on_node() -> tuple[int, int]:
     return hosts[:rank].count(hosts[rank]), max(map(hosts.count, hosts))
 
 
-def shard(model, mesh: DeviceMesh):
+def shard(model, mesh: DeviceMesh, replicated: list[torch.nn.Parameter] = ()):
     """Shard each block of a transformers model, then the rest of it, in place. Returns the model.
+
+    The `replicated` parameters stay whole on every rank, with a gradient of each rank's own.
 
     FSDP2 gathers a block for its own forward and backward pass only. Weights and optimizer state stay fp32. On a GPU,
     the compute is bf16, and gradients are summed over the ranks in fp32.
@@ -61,17 +63,19 @@ def shard(model, mesh: DeviceMesh):
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in reversed([model, *_blocks(model)]):  # inner modules first
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=set(replicated))
+    for parameter in replicated:
+        parameter.data = parameter.data.to(mesh.device_type)
     return model
 
 
-def checkpoint_blocks(model) -> None:
-    """Keep no more of a block than its inputs for backward, which computes the rest again.
+def checkpoint_blocks(model, has_dropout: bool) -> None:
+    """Keep no more of a block than its inputs for backward, which computes the rest again, with the same dropout.
 
     transformers' own way wants modules in training mode, with their dropout.
     """
     for block in _blocks(model, "--gradient-checkpointing"):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=has_dropout)
 
 
 def compile_blocks(model) -> None:
@@ -88,15 +92,15 @@ def _blocks(model, needed_by: str = "") -> list[torch.nn.Module]:
     return blocks
 
 
-def whole_gradients_fit(model, device: torch.device) -> bool:
-    """Whether gradients that are not sharded, in fp32, take less than half of the memory that this rank has free.
+def whole_gradients_fit(parameters: list[torch.nn.Parameter], device: torch.device) -> bool:
+    """Whether whole gradients of these parameters, in fp32, take less than half of the memory that this rank has free.
 
     Then ranks can add up those of their micro-batches by themselves, and reduce them once.
     """
     if device.type == "cpu":
         return True
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2 * 4 * sum(parameter.numel() for parameter in model.parameters()) < free
+    return 2 * 4 * sum(parameter.numel() for parameter in parameters) < free
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,8 +109,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def gather_states(model, optimizer: torch.optim.Optimizer, rank: int) -> tuple[dict, dict]:
-    """State dicts for a checkpoint that does not depend on the number of ranks: shards are gathered on rank 0.
+def gather_states(
+    model, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, rank: int
+) -> tuple[dict, dict]:
+    """State dicts of the optimizer and of the model, these parameters and its buffers, for a checkpoint that does not
+    depend on the number of ranks: shards are gathered on rank 0.
 
     Gathers one tensor at a time on the device, then moves it to rank 0's host memory; other ranks get None. This also
     works while the optimizer's state is offloaded. Tied weights come once.
@@ -118,17 +125,19 @@ def gather_states(model, optimizer: torch.optim.Optimizer, rank: int) -> tuple[d
         gathered = whole(_like(parameter, local_part(tensor)))
         return gathered.cpu() if rank == 0 else None
 
-    names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    learned = set(map(id, parameters))
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in learned}
+    names |= {name for name, _ in model.named_buffers()}
     weights = {name: gather(tensor, tensor) for name, tensor in model.state_dict().items() if name in names}
-    parameters, state = list(model.parameters()), optimizer.state_dict()
+    state = optimizer.state_dict()
     for i, moments in state["state"].items():
         state["state"][i] = {k: v if k == "step" else gather(v, parameters[i]) for k, v in moments.items()}
     return weights, state
 
 
-def load_optimizer_state(model, optimizer: torch.optim.Optimizer, state: dict) -> None:
+def load_optimizer_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, state: dict) -> None:
     """Load the optimizer state from `gather_states`. Each rank takes its own rows, whatever the number of ranks."""
-    for i, parameter in enumerate(model.parameters()):
+    for i, parameter in enumerate(parameters):
         moments = state["state"].get(i, {})
         for name in moments.keys() - {"step"} if isinstance(parameter, DTensor) else ():
             layout = parameter.device_mesh, parameter.placements

@@ -12,7 +12,7 @@ import pytest
 
 import rlhf
 from recipe import addition, task
-from recipe.checkpoint import choose_models, write_checkpoint
+from recipe.checkpoint import Models, choose_models, write_checkpoint
 from recipe.errors import TaskError
 from recipe.evaluation import evaluate, pass_at_k
 from recipe.learner import Rollout
@@ -140,11 +140,12 @@ def test_answer_and_nothing_else_is_right():
 def test_tasks_model_is_taught_once_in_the_runs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(addition, "RIGHT", 1e-4)  # one answer
     args = dataclasses.replace(arguments(), model="recipe.addition:build_model", seed=3)
-    assert choose_models(tmp_path, args, "cuda") == (str(tmp_path / "model"),) * 2
+    assert choose_models(tmp_path, args, "cuda") == Models(*(str(tmp_path / "model"),) * 2, None)
     assert re.match(r"\d+ supervised steps have taught a small model to add", capsys.readouterr().out)
     assert args.learning_rate == 1e-6  # not that of the built-in model
 
     write_checkpoint(tmp_path, 7, lambda folder: shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True))
     monkeypatch.delattr(addition, "build_model")
     args.resume = tmp_path
-    assert choose_models(tmp_path, args, "cpu") == (str(tmp_path / "model"), str(tmp_path / "checkpoint-000007"))
+    checkpoint = tmp_path / "checkpoint-000007"
+    assert choose_models(tmp_path, args, "cpu") == Models(str(tmp_path / "model"), str(checkpoint), checkpoint)

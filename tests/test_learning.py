@@ -17,7 +17,7 @@ import rlhf
 import rlhf_colocate
 from recipe import checkpoint
 from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import choose_models, last_checkpoint, write_checkpoint
+from recipe.checkpoint import Models, choose_models, last_checkpoint, write_checkpoint
 from recipe.errors import DivergenceError, MismatchError, RunError
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout, micro_batches, rate_schedule
@@ -503,7 +503,7 @@ def test_finished_run_is_not_resumed(tmp_path):
     with pytest.raises(RunError, match="that run has done its 7 steps: ask for more with --steps"):
         choose_models(tmp_path / "run", args, "cpu")
     args.steps = 8
-    assert choose_models(tmp_path / "run", args, "cpu")[1].endswith("checkpoint-000007")
+    assert choose_models(tmp_path / "run", args, "cpu").loaded.endswith("checkpoint-000007")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -514,7 +514,8 @@ def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypa
     monkeypatch.setattr(checkpoint, "DEFAULT_MODEL", str(model))
     write_checkpoint(run, 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
     args = rlhf.Arguments(resume=run, steps=8)
-    assert choose_models(run, args, device) == (str(model), str(run / "checkpoint-000007"))
+    last = run / "checkpoint-000007"
+    assert choose_models(run, args, device) == Models(str(model), str(last), last)
     assert args.learning_rate == learning_rate
 
 

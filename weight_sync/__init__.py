@@ -6,6 +6,7 @@ trace                which writes vLLM's weight loaders make
 buckets              how tensors are packed into the buckets that travel
 groups               broadcast groups (NCCL, gloo) and memory that two processes share (CUDA IPC)
 channels             links and staging buffers between the trainer and its workers
+lora                 weights with LoRA adapters, which are merged where they are packed
 replay               a load, recorded as copies that later syncs repeat
 engine_model         the model inside a vLLM worker: preflight, reload, replay, digest
 sender, receiver     the two ends of a sync

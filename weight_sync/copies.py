@@ -27,17 +27,19 @@ SOURCE, DESTINATION, WORDS, MULTIPLIER, OFFSET = range(5)  # rows of a table; a 
 class Copies:
     """Many copies and fills as one operation.
 
-    A copy is a (destination, source) of the same shape, a fill a (destination, number). The tables hold addresses, so
-    the destinations must outlive this object. It keeps the sources alive itself.
+    A copy is a (destination, source) of the same shape, a fill a (destination, number). A source may be a function that
+    computes it. The tables hold addresses, so the destinations must outlive this object. It keeps the sources alive
+    itself.
     """
 
     def __init__(self, device: torch.device, pairs: list[tuple], fills: list[tuple] = ()):
         self.device, self.fills = device, fills
         self.sources = [source for _, source in pairs]
+        self.computed = [pair for pair in pairs if callable(pair[1])]
         self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.tables: list[_Table] = []
         runs = {False: [], True: []}
-        for destination, source in pairs:
+        for destination, source in (pair for pair in pairs if not callable(pair[1])):
             found = _runs(destination, source) if _has_kernel(device) else None
             if found is None:
                 self.plain.append((destination, source))
@@ -49,12 +51,14 @@ class Copies:
 
     def writes(self) -> bool:
         """Whether `run` writes anything."""
-        return bool(self.fills or self.plain or any(table.runs.size(1) for table in self.tables))
+        return bool(self.fills or self.computed or self.plain or any(table.runs.size(1) for table in self.tables))
 
     def run(self, digest: torch.Tensor | None = None) -> None:
         """Run in the current stream. After `digest_together`, adds the digest of the written words to int64 [1]."""
         for destination, number in self.fills:
             destination.fill_(number)
+        for destination, compute in self.computed:
+            destination.copy_(compute())
         if self.plain:
             torch._foreach_copy_(*map(list, zip(*self.plain, strict=True)))
         for table in self.tables:

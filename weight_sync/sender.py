@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from .channels import BroadcastChannel, SharedMemoryChannel, TrainerMemory
 from .copies import Copies
 from .groups import broadcast, pack_handle, synchronize
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
+from .lora import LoRAWeight, materialized
 
 REASON_BYTES = 1000  # longest text that one trainer rank tells the others
 ROUNDING_SLACK = 1.001  # a weight may be off by this times the rounding error, since the comparison rounds as well
@@ -63,7 +65,8 @@ class WeightSender:
         self.replay, self.closed, self.version = replay, False, 0
         self.links: list[Link] = []
         # What the last handshake agreed on:
-        self.sources = None  # (name, address, dtype, shape, strides) of each tensor
+        self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
+        self.adapted: dict[str, LoRAWeight] = {}  # those that have adapters
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging = None
         self.buckets: list[list[Piece]] = []
@@ -72,7 +75,7 @@ class WeightSender:
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
     @torch.no_grad()
-    def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+    def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor | LoRAWeight]]) -> SyncReport:
         """Send these weights to every engine worker. Names are those of the Hugging Face checkpoint; any dtype.
 
         Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors must be sharded by rows,
@@ -86,9 +89,11 @@ class WeightSender:
         try:
             for link in self.links:
                 link.send(prepare=True)  # workers wake up while this side looks through its tensors
-            named_tensors = list(named_tensors)
-            with torch.cuda.device_of(next((tensor for _, tensor in named_tensors), torch.empty(0))):
-                self._agree(named_tensors)
+            weights = dict(named_tensors)
+            adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
+            tensors = weights | {name: weight.base for name, weight in adapted.items()}
+            with torch.cuda.device_of(next(iter(tensors.values()), torch.empty(0))):
+                self._agree(tensors, adapted)
                 self.version += 1
                 if self.loader:
                     self._transmit("replay" if self.loader == "replay" else "reload")
@@ -107,12 +112,14 @@ class WeightSender:
         self.links, self.staging, self.packing = [], None, []
         self.channel.close(error)
 
-    def _agree(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _agree(self, tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> None:
         """Unless the tensors are those of the last sync: preflight, and prepare the copies that pack the buckets."""
-        sources = [(name, _local(t).data_ptr(), t.dtype, t.shape, t.stride()) for name, t in named_tensors]
+        sources = [
+            (name, _local(t).data_ptr(), t.dtype, t.shape, t.stride(), adapted.get(name)) for name, t in tensors.items()
+        ]
         if sources == self.sources:
             return
-        tensors = _without_ties(named_tensors)
+        tensors, self.adapted = _without_ties(tensors), adapted
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         moved = isinstance(self.staging, TrainerMemory)  # workers have mapped memory that the tensors have left
         self.packing, (self.group, self.rank) = [], _sharding_group(tensors)
@@ -148,7 +155,7 @@ class WeightSender:
         if problems:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
-        mapped = may_map and self.replay and self.channel.can_map(tensors.values())
+        mapped = may_map and self.replay and not self.adapted and self.channel.can_map(tensors.values())
         bucket_bytes = 1 << 62 if mapped else staging_buffer_bytes()
         self.buckets = wire_buckets(wire, bucket_bytes)
         if mapped:
@@ -214,15 +221,22 @@ class WeightSender:
 
         `view` is the piece's place in the bucket. Of a tensor that is not sharded, the first rank packs everything.
         """
-        if not isinstance(tensor, DTensor):
-            part = piece_of(tensor, piece)
-            return None if self.rank else (view.view(part.shape), part)
-        rows, local = -(-tensor.shape[0] // self.group.size()), tensor.to_local()  # rows divided as by torch.chunk
-        first = self.rank * rows * (tensor.numel() // tensor.shape[0])
-        begin, end = max(piece.begin, first), min(piece.begin + piece.count, first + local.numel())
-        if begin >= end:
+        begin, row = piece.begin, torch.Size(tensor.shape[1:]).numel()
+        if isinstance(tensor, DTensor):
+            rows, local = -(-tensor.shape[0] // self.group.size()), tensor.to_local()  # rows divided as by torch.chunk
+            first = self.rank * rows * row
+            begin, end = max(piece.begin, first), min(piece.begin + piece.count, first + local.numel())
+            if begin >= end:
+                return None
+            view, part = view[begin - piece.begin : end - piece.begin], local.view(-1)[begin - first : end - first]
+        elif self.rank:
             return None
-        return view[begin - piece.begin : end - piece.begin], local.view(-1)[begin - first : end - first]
+        else:
+            part = piece_of(tensor, piece)
+        if piece.name in self.adapted:
+            part = part.reshape(-1, row)
+            return view.view(part.shape), partial(self.adapted[piece.name].merge, part, begin // row)
+        return view.view(part.shape), part
 
     def _pack(self, i: int, deadline: float) -> None:
         """Fill bucket `i`. With sharded tensors, each rank packs its own bytes over zeros, and an all-reduce sums them.
@@ -245,7 +259,7 @@ class WeightSender:
         summing.wait()
 
     @torch.no_grad()
-    def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Comparison:
+    def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor | LoRAWeight]]) -> Comparison:
         """Send the tensors of the last sync again. Every worker compares its quantized weights with them.
 
         Runs while `compare_weights` runs on every worker. Raises WeightSyncError if a weight differs from what was sent
@@ -255,9 +269,9 @@ class WeightSender:
             raise WeightSyncError("compare_weights needs a sync before it")
         found = {}
         try:
-            tensors = _without_ties(list(named_tensors))
+            weights = dict(named_tensors)
             for name, dtype, _ in wire_of(self.buckets):
-                tensor = tensors[name].to(getattr(torch, dtype)).contiguous()
+                tensor = materialized(weights[name]).detach().to(getattr(torch, dtype)).contiguous()
                 broadcast(self.channel.communicator, tensor, self.links)
             for link in self.links:
                 found |= {
@@ -278,10 +292,10 @@ class WeightSender:
         return Comparison(len(found), sum(changed for _, changed in found.values()))
 
 
-def _without_ties(named_tensors: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _without_ties(named_tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors by name. Of tensors that share memory (tied weights), only the first."""
     tensors, seen = {}, set()
-    for name, tensor in named_tensors:
+    for name, tensor in named_tensors.items():
         local = _local(tensor)
         # By the storage's identity: a shard without rows has no address.
         memory = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape)

@@ -1,0 +1,160 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): the model stays as it was loaded, and small adapters learn, by peft.
+
+A layer computes base(x) + scaling * lora_B(lora_A(x)), with scaling = alpha / rank. The base is frozen, in bf16 on a
+GPU; adapters are fp32. lora_B begins as 0, so the model begins as its base. The engine knows nothing of this: a sync
+sends it merged weights (weight_sync/lora.py).
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Lt
+from torch.distributed.tensor import DTensor
+from transformers.hf_argparser import HfArg
+
+from weight_sync.lora import LoRAWeight
+
+from .errors import RunError
+
+NAME = "default"  # peft's, of a model's only adapter
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+ALL = ["all-linear"]
+
+
+@dataclass
+class LoRAArguments:
+    """Which adapters learn, if not the whole model does."""
+
+    lora_rank: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="learn adapters of this rank, with the model itself frozen (default: learn all weights)"
+    )
+    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="adapters count by this over their rank")
+    lora_targets: list[str] = HfArg(
+        default_factory=ALL.copy, help="layers that get adapters: names such as q_proj v_proj, or all but the head"
+    )
+    lora_dropout: Annotated[float, Ge(0), Lt(1)] = HfArg(default=0.0, help="of what adapters see while they learn")
+    save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
+
+
+def add_adapters(model, args: LoRAArguments) -> None:
+    """Freeze the model, and give layers adapters. On a GPU, what is frozen becomes bf16.
+
+    Raises RunError for targets that are none of its linear layers, naming those.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    layers = [n for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head]
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    targets = names if args.lora_targets == ALL else args.lora_targets
+    for target in targets or [str(*ALL)]:
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            there = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
+            raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {there}")
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
+        parameter.data = parameter.data.to(torch.bfloat16 if parameter.is_cuda else torch.float32)
+    options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
+    model.add_adapter(LoraConfig(target_modules=targets, **options), NAME)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False  # autocast does that
+    for parameter in adapter_parameters(model):
+        parameter.data = parameter.data.float()
+    model.eval()  # also their dropout, which peft adds in training mode
+
+
+def adapter_parameters(model) -> list[torch.nn.Parameter]:
+    """The parameters of a model's adapters; none if it has no adapters."""
+    return [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+
+
+def adapted_weights(model) -> list[LoRAWeight]:
+    """The weights of the layers with adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    return [
+        LoRAWeight(
+            layer.base_layer.weight.detach(),
+            layer.lora_A[NAME].weight.detach(),
+            layer.lora_B[NAME].weight.detach(),
+            layer.scaling[NAME],
+            transposed=layer.fan_in_fan_out,
+        )
+        for layer in model.modules()
+        if isinstance(layer, LoraLayer)
+    ]
+
+
+@contextmanager
+def without_adapters(model) -> Iterator[None]:
+    """The model computes as its base does."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+@contextmanager
+def dropout(model) -> Iterator[None]:
+    """Adapters drop some of what they see, as they were told."""
+    dropouts = [module for name, module in model.named_modules() if name.endswith(f"lora_dropout.{NAME}")]
+    for module in dropouts:
+        module.train()
+    try:
+        yield
+    finally:
+        for module in dropouts:
+            module.eval()
+
+
+def save_merged(model, weights: dict[str, torch.Tensor | LoRAWeight], folder: Path | None) -> None:
+    """Write the merged model in Hugging Face format, in its base's dtype. All ranks call this; one has a folder."""
+    from huggingface_hub import save_torch_state_dict
+
+    merged = {}
+    for name, weight in weights.items():
+        base = weight.base if isinstance(weight, LoRAWeight) else weight
+        tensor = base.full_tensor() if isinstance(base, DTensor) else base
+        if folder:
+            merged[name] = (weight.merge(tensor) if base is not weight else tensor).to("cpu", base.dtype).contiguous()
+    if folder:
+        folder.mkdir()
+        save_torch_state_dict(merged, folder)
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+
+
+def load_adapters(model, folder: Path) -> None:
+    """Load adapters from a checkpoint in PEFT's format, which `check_adapters` has approved."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / WEIGHTS_FILE)
+    if odd := weights.keys() ^ get_peft_model_state_dict(model).keys():
+        raise RunError(f"{folder} has adapters of other --lora-targets: {min(odd)} is not in both")
+    set_peft_model_state_dict(model, weights, NAME)
+
+
+def adapted_model(checkpoint: Path) -> str | None:
+    """The model to which the adapters in this checkpoint belong; None if it has none."""
+    file = checkpoint / CONFIG_FILE
+    return json.loads(file.read_text())["base_model_name_or_path"] if file.exists() else None
+
+
+def check_adapters(checkpoint: Path, args: LoRAArguments) -> None:
+    """Raise RunError if this checkpoint has other adapters than those that are asked for, or none."""
+    file = checkpoint / CONFIG_FILE
+    there = json.loads(file.read_text()) if file.exists() else {"r": None}
+    if there["r"] != args.lora_rank:
+        has, asked = (f"adapters of rank {rank}" if rank else "a whole model" for rank in (there["r"], args.lora_rank))
+        raise RunError(f"{checkpoint} has {has}, and --resume cannot go on with {asked}: --lora-rank must be the same")
+    if args.lora_rank and there["lora_alpha"] != args.lora_alpha:
+        raise RunError(f"{checkpoint} has adapters of --lora-alpha {there['lora_alpha']}, not {args.lora_alpha}")
