@@ -36,6 +36,7 @@ from .sharding import (
 )
 
 STATE_FILE = "trainer_state.pt"
+MERGED = "merged"  # a checkpoint's folder with the whole model, of --save-merged
 MAX_ROUNDING = 4  # times the measured rounding by which two implementations of the same attention may differ
 
 
@@ -277,12 +278,14 @@ class Learner:
         The first rank writes; the others, whose folder is None, help to gather. Any number of ranks can go on from it.
         """
         weights, optimizer = gather_states(self.model, self.parameters, self.optimizer, self.rank)
-        if self.adapters and self.config.save_merged:
-            save_merged(self.model, self.named_tensors(), folder and folder / "merged")
+        merged = self.adapters and self.config.save_merged
+        if merged:
+            save_merged(self.model, self.named_tensors(), folder and folder / MERGED)
         if folder is None:
             return
         self.model.save_pretrained(folder, state_dict=weights)
-        self.tokenizer.save_pretrained(folder)
+        for place in (folder, folder / MERGED) if merged else (folder,):
+            self.tokenizer.save_pretrained(place)
         state = {"step": self.step, "optimizer": optimizer, "random": torch.get_rng_state()}
         if self.device.type == "cuda":
             state["random_cuda"] = torch.cuda.get_rng_state(self.device)

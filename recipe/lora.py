@@ -23,6 +23,7 @@ from .errors import RunError
 
 NAME = "default"  # peft's, of a model's only adapter
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of the names in that file: peft wraps the model, transformers does not
 ALL = ["all-linear"]
 
 
@@ -137,7 +138,7 @@ def load_adapters(model, folder: Path) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    weights = load_file(folder / WEIGHTS_FILE)
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
     if odd := weights.keys() ^ get_peft_model_state_dict(model).keys():
         raise RunError(f"{folder} has adapters of other --lora-targets: {min(odd)} is not in both")
     set_peft_model_state_dict(model, weights, NAME)

@@ -25,6 +25,7 @@ from rlhf_utils import (
 )
 from weight_sync import buckets, channels
 from weight_sync.groups import shared_buffer
+from weight_sync.lora import LoRAWeight, materialized
 
 CPU = torch.device("cpu")
 
@@ -159,7 +160,7 @@ def _sharded_rank(rank, port, failures, done):
     buckets.STAGING_BYTES = buckets.STAGING_BUFFERS * 1024  # `w` has 8,400 bytes: it is cut
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
-    # Uneven shards, two without rows on rank 1, tensors that are cut, and one that is not sharded.
+    # Uneven shards, two without rows on rank 1, tensors that are cut, one that is not sharded, two with adapters.
     whole = {"a": torch.randn(1), "w": torch.randn(101, 20), "b": torch.randn(7), "u": torch.randn(2, 3, 100)}
     whole |= {"e": torch.randn(1), "h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
     for tensor in whole.values():
@@ -167,6 +168,12 @@ def _sharded_rank(rank, port, failures, done):
     mesh, sender = init_device_mesh("cpu", (2,)), WeightSender(channel)
     shards = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items() if name != "plain"}
     shards["plain"] = whole["plain"]
+    torch.manual_seed(0)
+    for name, transposed in (("w", False), ("t", True)):
+        base, lora_A, lora_B = torch.randn(101, 20), torch.randn(3, 20), torch.randn(101, 3)
+        base, adapter = (base.T.contiguous() if transposed else base), (lora_A, lora_B, 0.7, transposed)
+        shards[name] = LoRAWeight(distribute_tensor(base, mesh, [Shard(0)]), *adapter)
+        whole[name] = materialized(LoRAWeight(base, *adapter))
     for _ in range(2):
         sender.send_weights(shards.items())
         received = receiving.worker.weight_model.weights

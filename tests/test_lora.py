@@ -1,0 +1,264 @@
+"""LoRA: what learns, what is sent, what is saved; into engines in test_sync.py, test_native.py and test_quantized.py.
+
+pytest tests/test_lora.py
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from test_architectures import build
+from test_learning import CPU, config, rollouts
+from test_sharded import on_ranks, save, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rlhf
+from recipe.arguments import parse
+from recipe.checkpoint import Models, choose_models, write_checkpoint
+from recipe.errors import RunError
+from recipe.grpo import GRPOLearner
+from recipe.lora import load_adapters
+from recipe.tiny_model import build_tiny_model
+from weight_sync.lora import LoRAWeight, materialized
+
+LORA = {"lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def batches(model):
+    learner = GRPOLearner(model, config(), CPU)
+    return [rollouts(learner, seed=seed, count=8) for seed in range(3)]
+
+
+def adapters_of(learner):
+    return [parameter.detach().clone() for parameter in learner.adapters]
+
+
+def sent(learner):
+    return {name: materialized(weight).clone() for name, weight in learner.named_tensors().items()}
+
+
+def peft_model(path, seed, std=0.02, **options):
+    """peft's own model, with adapters that have learned something."""
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(target_modules="all-linear", **options))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    return adapted
+
+
+@pytest.mark.parametrize("architecture", ["OPT", "GPT2", "Qwen2", "Gemma2", "Phi3", "Granite", "Falcon"])
+def test_what_is_sent_is_the_checkpoint_and_then_pefts_own_merge_bit_for_bit(tmp_path, architecture):
+    build(architecture, tmp_path / "model")
+    adapted = peft_model(tmp_path / "model", 1, r=4, lora_alpha=8)
+    adapted.save_pretrained(tmp_path / "adapters")
+    learner = GRPOLearner(str(tmp_path / "model"), config(lora_rank=4, lora_alpha=8), CPU)
+    saved, first = load_file(tmp_path / "model" / "model.safetensors"), sent(learner)
+    assert first.keys() == saved.keys()
+    assert all(first[name].equal(saved[name]) for name in saved)
+    load_adapters(learner.model, tmp_path / "adapters")
+    merged, now = adapted.merge_and_unload().state_dict(), sent(learner)
+    changed = {name for name, weight in learner.named_tensors().items() if isinstance(weight, LoRAWeight)}
+    assert len(changed) >= 8
+    assert all(now[name].equal(merged[name]) for name in saved)
+    assert {name for name in saved if not now[name].equal(saved[name])} == changed
+
+
+def test_what_has_not_learned_is_its_base_to_the_sign_of_zero():
+    base = torch.tensor([[-0.0, 0.0, 1.0]]).bfloat16()
+    merged = LoRAWeight(base, torch.randn(2, 3), torch.zeros(1, 2), 2.0).merge(base)
+    assert merged.dtype == torch.float32
+    assert merged.signbit().tolist() == [[True, False, False]]
+    assert merged.equal(base.float())
+
+
+def test_a_base_of_half_precision_is_merged_in_fp32():
+    generator = torch.Generator().manual_seed(0)
+    base, (lora_A, lora_B) = (
+        torch.randn(64, 32, generator=generator).bfloat16(),
+        (torch.randn(shape, generator=generator) * 0.01 for shape in ((4, 32), (64, 4))),
+    )
+    expected = base.float() + (lora_B @ lora_A) * 2.0
+    for _ in range(200):
+        merged = LoRAWeight(base, lora_A, lora_B, 2.0).merge(base)
+    assert merged.equal(expected)
+    assert not merged.equal(base.float())
+    in_place = base.clone()
+    for _ in range(200):  # what merging into the base itself does to it
+        in_place += ((lora_B @ lora_A) * 2.0).bfloat16()
+        in_place -= ((lora_B @ lora_A) * 2.0).bfloat16()
+    assert not in_place.equal(base)
+
+
+def test_only_adapters_learn(model, batches):
+    learner = GRPOLearner(model, config(**LORA), CPU)
+    before, first = weights_of(learner), sent(learner)
+    for batch in batches:
+        learner.config.max_mismatch = None  # of what other weights sampled
+        learner.learn(batch)
+    moved = {name for name, tensor in weights_of(learner).items() if not tensor.equal(before[name])}
+    assert moved == {name for name in before if ".lora_" in name}
+    assert len(moved) == 2 * 6 * 2
+    assert learner.optimizer.state.keys() == set(learner.adapters)
+    assert sum(not first[name].equal(tensor) for name, tensor in sent(learner).items()) == 12
+
+
+def test_gradient_is_that_of_pefts_own_model_however_it_is_computed(model, batches):
+    gradients = []
+    for changes in ({}, {"micro_batch_tokens": 20}, {"gradient_checkpointing": True}):
+        learner = GRPOLearner(model, config(**LORA, max_grad_norm=1e9, **changes), CPU)
+        learner.learn(batches[0])
+        learner.learn(batches[1])  # only now has lora_A a gradient
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in learner.adapters]))
+        assert gradients[-1].abs().min() < 1 < 1e3 * gradients[-1].norm()
+    for gradient in gradients[1:]:
+        assert (gradient - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_the_kl_is_to_the_base(model, batches):
+    learner, base = (GRPOLearner(model, config(kl_coef=0.1, **changes), CPU) for changes in (LORA, {}))
+    assert learner.reference is None
+    assert learner.learn(batches[0])["kl"] == pytest.approx(0, abs=1e-9)
+    first = base.learn(batches[0])["kl"]
+    assert first == pytest.approx(0, abs=1e-9)
+    with torch.no_grad():  # the same policy, as a whole model
+        for name, parameter in base.model.named_parameters():
+            parameter.copy_(sent(learner).get(name, parameter))
+    kl = learner.learn(batches[1])["kl"]
+    assert kl > 1e-4
+    assert kl == pytest.approx(base.learn(batches[1])["kl"], rel=1e-4)
+    assert all(parameter.requires_grad for parameter in learner.adapters)
+
+
+def test_dropout_is_for_learning_alone(model, batches):
+    runs = []
+    for checkpointed in (False, True):
+        learner = GRPOLearner(
+            model, config(**LORA, lora_dropout=0.5, max_mismatch=1e-5, gradient_checkpointing=checkpointed), CPU
+        )
+        learner.learn(batches[0])
+        batch = rollouts(learner, seed=5, count=8)  # what this policy samples, without dropout
+        assert learner.learn(batch)["logprobs/mismatch"] < 1e-6
+        assert not any(module.training for module in learner.model.modules())
+        runs.append(adapters_of(learner))
+    assert all(a.equal(b) for a, b in zip(*runs, strict=True))  # recomputed with what was dropped at first
+    plain = GRPOLearner(model, config(**LORA), CPU)
+    plain.learn(batches[0])
+    plain.learn(batch)
+    assert not any(a.equal(b) for a, b in zip(adapters_of(plain), runs[0], strict=True))
+
+
+def learn_lora(folder, model, batches):
+    learner = GRPOLearner(model, config(**LORA, kl_coef=0.1, save_merged=True), CPU)
+    learner.optimizer = torch.optim.SGD(learner.adapters, lr=1.0)
+    metrics = [learner.learn(batch) for batch in batches[:2]]
+    assert all(type(parameter) is torch.nn.Parameter for parameter in learner.adapters)
+    weights = {name: getattr(weight, "base", weight) for name, weight in learner.named_tensors().items()}
+    assert learner.ranks == 1 or all(hasattr(tensor, "full_tensor") for tensor in weights.values())
+    save(learner, folder / f"ranks-{learner.ranks}")
+    if learner.rank == 0:
+        torch.save((metrics, adapters_of(learner)), folder / f"learned-{learner.ranks}.pt")
+
+
+def test_two_ranks_learn_and_save_what_one_does(model, tmp_path, batches):
+    learn_lora(tmp_path, model, batches)
+    on_ranks(2, learn_lora, tmp_path, model, batches)
+    (metrics, adapters), (metrics_of_two, adapters_of_two) = (
+        torch.load(tmp_path / f"learned-{ranks}.pt") for ranks in (1, 2)
+    )
+    for one, two in zip(metrics, metrics_of_two, strict=True):
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
+    for one, two in zip(adapters, adapters_of_two, strict=True):
+        assert (one - two).norm() <= 1e-5 * one.norm()
+    for file in ("adapter_model.safetensors", "merged/model.safetensors"):
+        one, two = (load_file(tmp_path / f"ranks-{ranks}" / file) for ranks in (1, 2))
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-6)
+
+
+def test_checkpoint_is_pefts_and_goes_on_bit_for_bit(model, tmp_path, batches):
+    settings = config(**LORA, lora_dropout=0.1, save_merged=True)
+    learner = GRPOLearner(model, settings, CPU)
+    learner.learn(batches[0])
+    save(learner, tmp_path / "checkpoint-000001")
+    checkpoint, now = tmp_path / "checkpoint-000001", sent(learner)
+    learner.learn(batches[1])
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, checkpoint).merge_and_unload().state_dict()
+    whole_model = AutoModelForCausalLM.from_pretrained(checkpoint / "merged", dtype=torch.float32).state_dict()
+    for name, tensor in now.items():
+        assert merged[name].equal(tensor)
+        assert whole_model[name].equal(tensor)
+    assert AutoTokenizer.from_pretrained(checkpoint / "merged").vocab_size == 258
+    resumed = GRPOLearner(model, settings, CPU, seed=123)
+    resumed.load_state(checkpoint)
+    resumed.learn(batches[1])
+    assert resumed.step == 2
+    assert all(a.equal(b) for a, b in zip(adapters_of(learner), adapters_of(resumed), strict=True))
+
+
+def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
+    run = tmp_path / "run"
+    for rank in (4, None):
+        learner = GRPOLearner(model, config(lora_rank=rank), CPU)
+        write_checkpoint(run if rank else tmp_path / "whole", 7, learner.save)
+    args = rlhf.Arguments(model=model, resume=run, steps=9, lora_rank=4)
+    last = run / "checkpoint-000007"
+    assert choose_models(run, args, "cpu") == Models(model, model, last)
+    for change, message in (
+        ({"lora_rank": 8}, "has adapters of rank 4, and --resume cannot go on with adapters of rank 8"),
+        ({"lora_rank": None}, "has adapters of rank 4, and --resume cannot go on with a whole model"),
+        ({"lora_alpha": 5}, "has adapters of --lora-alpha 32, not 5"),
+    ):
+        with pytest.raises(RunError, match=message):
+            choose_models(run, replace(args, **change), "cpu")
+    with pytest.raises(RunError, match="has a whole model, and --resume cannot go on with adapters of rank 4"):
+        choose_models(tmp_path / "whole", replace(args, resume=tmp_path / "whole"), "cpu")
+    other = GRPOLearner(model, config(lora_rank=4, lora_targets=["fc1"]), CPU)
+    with pytest.raises(RunError, match=r"has adapters of other --lora-targets: .*fc2"):
+        other.load_state(last)
+    assert json.loads((last / "adapter_config.json").read_text())["base_model_name_or_path"] == model
+
+
+def test_targets_are_layers(model, tmp_path):
+    for targets, adapted in ((["q_proj", "v_proj"], 4), (["self_attn.q_proj"], 2), (["all-linear"], 12)):
+        learner = GRPOLearner(model, config(lora_rank=2, lora_targets=targets), CPU)
+        assert len(learner.adapters) == 2 * adapted
+    build("Mixtral", tmp_path)
+    for path, targets, message in (
+        (
+            model,
+            ["q_proj", "nope"],
+            "OPTForCausalLM has no layer nope; its linear layers are fc1, fc2, k_proj",
+        ),
+        (model, ["proj"], "has no layer proj"),
+        (model, ["lm_head"], "has no layer lm_head"),  # it is tied to the embeddings
+        (str(tmp_path), ["w1"], "MixtralForCausalLM has no layer w1; its linear layers are k_proj, o_proj"),
+    ):
+        with pytest.raises(RunError, match=f"--lora-targets: .*{message}"):
+            GRPOLearner(path, config(lora_rank=2, lora_targets=targets), CPU)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora-rank", "0"], "--lora-rank: Input should be greater than or equal to 1"),
+        (["--lora-rank", "8", "--lora-dropout", "1"], "--lora-dropout: Input should be less than 1"),
+    ],
+)
+def test_flags(monkeypatch, capsys, flags, message):
+    monkeypatch.setattr("sys.argv", ["rlhf.py", *flags])
+    with pytest.raises(SystemExit):
+        parse(rlhf.Arguments, rlhf.__doc__)
+    assert message in capsys.readouterr().err
