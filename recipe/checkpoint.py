@@ -88,7 +88,7 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> Models:
     """
     builder = args.model if args.model and re.fullmatch(r"[\w.]+:\w+", args.model) else None
     if args.model is None and ((run_folder / "model").is_dir() if args.resume else device == "cpu"):
-        builder = "recipe.tiny_model:build_tiny_model"
+        builder = f"recipe.tiny_model:build_tiny_{'base' if args.lora_rank else 'model'}"
         if "learning_rate" not in args.given and args.learning_rate == type(args).learning_rate:  # nor by a task
             args.learning_rate = BUILTIN_LEARNING_RATE
     initial = str(run_folder / "model") if builder else args.model or DEFAULT_MODEL

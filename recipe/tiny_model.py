@@ -16,7 +16,15 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 HIDDEN_SIZE, HEADS, LAYERS, MAX_LENGTH = 128, 4, 2, 256
 
 
-def build_tiny_model(folder: str | Path, seed: int = 0) -> Path:
+def build_tiny_base(folder: str | Path, seed: int = 0) -> Path:
+    """The model for adapters, with larger random weights.
+
+    With the usual ones, its head, which adapters leave as it is, makes all tokens about as likely from any hidden state.
+    """
+    return build_tiny_model(folder, seed, init_std=0.1)
+
+
+def build_tiny_model(folder: str | Path, seed: int = 0, init_std: float = 0.02) -> Path:
     """Write the model to `folder` (about 0.5 million fp32 parameters, one token a byte) and return the folder."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
@@ -28,6 +36,7 @@ def build_tiny_model(folder: str | Path, seed: int = 0) -> Path:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         max_position_embeddings=MAX_LENGTH,
+        init_std=init_std,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

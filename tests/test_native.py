@@ -231,6 +231,16 @@ def test_source_that_disagrees_with_the_engine(pair, trainer):
     assert pair.buckets == 1
     assert pair.mismatch() < 1e-5
 
+    path, rank = pair.learner.model.name_or_path, {"lora_rank": 4, "max_mismatch": 1e-5}
+    adapted = GRPOLearner(path, GRPOConfig(group_size=2, max_tokens=8, **rank), torch.device("cpu"))
+    for name, parameter in adapted.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    pair.sync(weight_source(adapted.named_tensors, torch.float32))
+    assert adapted.mismatch(pair.rollouts(temperature=1)) < 1e-5
+    with pytest.raises(MismatchError):
+        pair.mismatch()
+
     with torch.no_grad():
         tensors[WEIGHT].mul_(2)
     del tensors[WEIGHT]

@@ -18,9 +18,11 @@ from test_rlhf import rows
 import rlhf_online_quant
 from recipe.arguments import parse
 from recipe.errors import MismatchError
+from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.tiny_model import build_tiny_model
 from rlhf_utils import Comparison, WeightSyncError
 from weight_sync.engine_model import _rounding_errors
+from weight_sync.lora import LoRAWeight
 from weight_sync.sender import ROUNDING_SLACK
 
 pytestmark = cpu_only
@@ -52,10 +54,10 @@ def pair(tmp_path_factory):
         yield pair
 
 
-def compare(pair) -> tuple[int, int]:
+def compare(pair, weights=None) -> tuple[int, int]:
     comparing = pair.start("compare_weights")
     try:
-        return dataclasses.astuple(pair.sender.compare_weights(pair.learner.model.named_parameters()))
+        return dataclasses.astuple(pair.sender.compare_weights(weights or pair.learner.model.named_parameters()))
     finally:
         comparing.result()
 
@@ -98,6 +100,23 @@ def test_comparison_sees_what_changes(pair):
     pair.set(changed)
     pair.sync()
     assert compare(pair) == (16, 2)
+
+
+def test_adapters_are_quantized_with_what_they_adapt(pair):
+    pair.set(pair.original)
+    pair.sync()
+    path, changes = pair.learner.model.name_or_path, {"lora_rank": 4, "max_mismatch": MAX_MISMATCH}
+    learner = GRPOLearner(path, GRPOConfig(group_size=2, max_tokens=8, **changes), pair.learner.device)
+    weights = learner.named_tensors()
+    for weight in weights.values():
+        if isinstance(weight, LoRAWeight):
+            torch.nn.init.normal_(weight.lora_B, std=0.02)
+    pair.sync(weights.items())
+    assert compare(pair, weights.items())[0] == 16
+    assert learner.mismatch(pair.generate(seed=1)) < MAX_MISMATCH
+    with pytest.raises(WeightSyncError, match="quantized weights are not what was sent"):
+        compare(pair)  # with the base alone
+    pair.connect()
 
 
 @pytest.mark.parametrize("growth", [1.01, 1.03, 0.97])
