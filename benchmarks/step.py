@@ -3,6 +3,7 @@
     python benchmarks/step.py --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 512
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 \
         --options '--offload-optimizer --sleep weights --gradient-checkpointing'
+    python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
 Runs rlhf_colocate.py as a user does: with its defaults, then (on a GPU) with learner and engine compiled. Then TRL's
@@ -17,7 +18,8 @@ outside, and each ends when the GPU has done its work.
 
 MFU is the share of the GPU's peak in bf16 (PEAK_FLOPS) that learning's own arithmetic took, without any recomputation:
 6 FLOPs for each weight of the blocks and each token, for each weight of the head and each token of a completion, and
-6 * layers * hidden size * length for the attention of each token. Memory is the peak of all of the GPU that is in use;
+6 * layers * hidden size * length for the attention of each token; with adapters 4 for the weights, which get no
+gradient. Memory is the peak of all of the GPU that is in use;
 on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
 """
 
@@ -62,6 +64,7 @@ class Arguments:
     tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="of each completion")
     prompt_tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="of each prompt")
     steps: Annotated[int, Ge(2)] = HfArg(default=6, help="of each way; the first is not counted")
+    lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="of adapters on all linear layers")
     options: str = HfArg(default="", help="more flags of rlhf_colocate.py")
     trl_batch: Annotated[int, Ge(1)] = HfArg(default=16, help="completions in a forward pass of TRL")
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.3, help="of the engine, whose-ever it is")
@@ -104,7 +107,8 @@ def learning_flops(args: Arguments) -> float:
     blocks = sum(p.numel() for p in model.parameters()) - sum(w.numel() for w in {embeddings, head})
     length, sequences = args.prompt_tokens + args.tokens, args.prompts * args.completions
     attention = model.config.num_hidden_layers * model.config.hidden_size * length
-    return 6 * sequences * ((blocks + attention) * length + head.numel() * args.tokens)
+    weights = blocks * length + head.numel() * args.tokens
+    return sequences * ((4 if args.lora_rank else 6) * weights + 6 * attention * length)
 
 
 def run_way(folder: Path, command: list[str], gpu: bool) -> float:
@@ -152,6 +156,7 @@ def our_step(folder: Path, args: Arguments, gpu: bool, more: list[str]) -> tuple
     flags = {"model": model, "dataset": model / "prompts.jsonl", "prompts-per-step": args.prompts, "steps": args.steps}
     flags |= {"group-size": args.completions, "max-tokens": args.tokens, "reward": "step_trl:reward", "save-every": 0}
     flags |= {"engines": 1, "tensor-parallel-size": 1, "gpu-memory-utilization": args.gpu_memory_utilization}
+    flags |= {"lora-rank": args.lora_rank} if args.lora_rank else {}
     options = [f"--{name}={value}" for name, value in flags.items()]
     command = [str(ROOT / "rlhf_colocate.py"), *options, "--output", "run", *shlex.split(args.options), *more]
     peak = run_way(folder, command, gpu)

@@ -89,6 +89,10 @@ def main(workload: dict) -> None:
     )
     rows = [json.loads(line) for line in (model / "prompts.jsonl").read_text().splitlines()]
     dataset, options = Dataset.from_list(rows), {"reward_funcs": reward, "args": config, "callbacks": [Clock()]}
+    if rank := workload["lora_rank"]:
+        from peft import LoraConfig
+
+        options["peft_config"] = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear")
     trainer = GRPOTrainer(model=str(model), train_dataset=dataset, **options)
     for method in ("training_step", "_generate_single_turn", "_calculate_rewards"):
         parts.time(trainer, method)

@@ -19,7 +19,7 @@ HIDDEN_SIZE, HEADS, LAYERS, MAX_LENGTH = 128, 4, 2, 256
 def build_tiny_base(folder: str | Path, seed: int = 0) -> Path:
     """The model for adapters, with larger random weights.
 
-    With the usual ones, its head, which adapters leave as it is, makes all tokens about as likely from any hidden state.
+    With the usual ones, its head, which no adapter changes, makes all tokens about as likely from any hidden state.
     """
     return build_tiny_model(folder, seed, init_std=0.1)
 

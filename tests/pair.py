@@ -105,12 +105,12 @@ class Pair:
             receiving.result()
             yield name
 
-    def generate(self, seed: int | None = None, prompts: list[str] = PROMPTS) -> list[Rollout]:
+    def generate(self, seed: int | None = None, prompts: list[str] = PROMPTS, **options) -> list[Rollout]:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=8, logprobs=0)
         rollouts = []
-        for request in self.llm.generate(prompts, params, use_tqdm=False):
+        for request in self.llm.generate(prompts, params, use_tqdm=False, **options):
             ids = list(request.outputs[0].token_ids)
             logprobs = [row[token].logprob for row, token in zip(request.outputs[0].logprobs, ids, strict=True)]
             rollouts.append(Rollout(list(request.prompt_token_ids), ids, logprobs, 0.0))

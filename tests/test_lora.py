@@ -5,20 +5,24 @@ pytest tests/test_lora.py
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import cpu_only
+from pair import CORE_IN_PROCESS, Pair
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_architectures import build
 from test_learning import CPU, config, rollouts
+from test_rlhf import rows
 from test_sharded import on_ranks, save, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlhf
 from recipe.arguments import parse
 from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.errors import RunError
+from recipe.errors import MismatchError, RunError
 from recipe.grpo import GRPOLearner
 from recipe.lora import load_adapters
 from recipe.tiny_model import build_tiny_model
@@ -262,3 +266,44 @@ def test_flags(monkeypatch, capsys, flags, message):
     with pytest.raises(SystemExit):
         parse(rlhf.Arguments, rlhf.__doc__)
     assert message in capsys.readouterr().err
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rlhf.py",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("rlhf_async.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py")
+        ),
+    ],
+)
+def test_script_with_adapters_learns_and_goes_on(script, tmp_path, name):
+    flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")
+    text = script(name, *flags, **CORE_IN_PROCESS).finish(300)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    metrics = rows(tmp_path / "run")
+    assert metrics[0]["reward/mean"] < 0.25
+    assert metrics[-1]["reward/mean"] > 0.75
+    assert (tmp_path / "run" / "checkpoint-000014" / "adapter_model.safetensors").exists()
+    text = script(name, "--resume", "run", "--steps", 16, **CORE_IN_PROCESS).finish(200)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 17))
+    assert rows(tmp_path / "run")[-2]["reward/mean"] > 0.7
+
+
+@cpu_only
+@pytest.mark.slow
+def test_vllm_serves_a_checkpoints_adapters(model, tmp_path):
+    learner = GRPOLearner(model, config(lora_rank=8, max_mismatch=1e-5), CPU)
+    for name, parameter in learner.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    save(learner, tmp_path / "it")
+    from vllm.lora.request import LoRARequest
+
+    with Pair(Path(model), 1, enable_lora=True, max_lora_rank=8) as pair:
+        assert learner.mismatch(pair.generate(seed=1, lora_request=LoRARequest("it", 1, str(tmp_path / "it")))) < 1e-5
+        with pytest.raises(MismatchError):
+            learner.mismatch(pair.generate(seed=1))
