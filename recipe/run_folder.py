@@ -7,7 +7,7 @@ tensorboard/          both as TensorBoard events, or wandb/ with --report-to wan
 reward.png            reward, evaluation, mismatch and sync time over the steps
 run.log               everything that Ray, vLLM and the actors printed
 lock                  locked during a run
-checkpoint-000010/    Hugging Face model or adapters, tokenizer, and trainer_state.pt for --resume; the last two are kept
+checkpoint-000010/    model or adapters in Hugging Face format, trainer_state.pt for --resume; the last two are kept
 """
 
 import dataclasses
