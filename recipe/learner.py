@@ -140,7 +140,7 @@ class Learner:
                     self.head_apart = has_head_apart(model)
                 if self.config.lora_rank:
                     torch.manual_seed(self.seed)  # the same adapters on all ranks
-                    add_adapters(model, self.config)
+                    add_adapters(model, self.config, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
                 if self.config.compile:  # only now: the comparisons above would compile as well
                     compile_blocks(model)
                 if self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside

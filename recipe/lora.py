@@ -42,8 +42,8 @@ class LoRAArguments:
     save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
 
 
-def add_adapters(model, args: LoRAArguments) -> None:
-    """Freeze the model, and give layers adapters. On a GPU, what is frozen becomes bf16.
+def add_adapters(model, args: LoRAArguments, frozen: torch.dtype) -> None:
+    """Freeze the model, in this dtype, and give layers adapters.
 
     Raises RunError for targets that are none of its linear layers, naming those.
     """
@@ -55,12 +55,12 @@ def add_adapters(model, args: LoRAArguments) -> None:
     layers = [n for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head]
     names = sorted({name.rpartition(".")[2] for name in layers})
     targets = names if args.lora_targets == ALL else args.lora_targets
-    for target in targets or [str(*ALL)]:
+    for target in targets or ALL:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             there = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
             raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {there}")
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
-        parameter.data = parameter.data.to(torch.bfloat16 if parameter.is_cuda else torch.float32)
+        parameter.data = parameter.data.to(frozen)
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
     model.add_adapter(LoraConfig(target_modules=targets, **options), NAME)
     for module in model.modules():

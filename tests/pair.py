@@ -6,18 +6,24 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 import torch
 from engine_probe import gpu_memory
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 import rlhf
+from recipe.errors import MismatchError
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout
 from recipe.leftovers import shared_memory_of
-from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
+from rlhf_utils import LoRAWeight, SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
+from weight_sync.lora import materialized
 
 CORE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # of vLLM's engine, which starts in half the time
 PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
@@ -171,6 +177,48 @@ def assert_memory_is_flat(pair: Pair, syncs: int) -> None:
     pair.mismatch()
     grown = {name: after[name] - before[name] for name in after}
     assert all(growth <= MAX_GROWTH.get(name, 0) for name, growth in grown.items()), (before, after)
+
+
+def assert_adapters_are_exact(pair: Pair, syncs: int) -> None:
+    """What arrives of adapters is what peft merges. The pair has synced what its engine had loaded from disk."""
+    from_disk, path = pair.rpc("digest"), pair.learner.model.name_or_path
+    config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=pair.learner.config.max_mismatch, lora_rank=4)
+    learner = GRPOLearner(path, config, DEVICE)
+    weights = learner.named_tensors()
+    bases = {name: getattr(weight, "base", weight).clone() for name, weight in weights.items()}
+    pair.sync(weights.items())  # before anything is learned
+    assert pair.rpc("digest") == from_disk
+    learner.mismatch(pair.generate(seed=1))
+
+    for _ in range(syncs):
+        for name, parameter in learner.model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        assert pair.sync(weights.items(), reset_prefix_cache=False).tensors == len(pair.original)
+    assert all(getattr(weight, "base", weight).equal(bases[name]) for name, weight in weights.items())
+    right = pair.rpc("digest")
+
+    adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
+    for wrong in (
+        {name: weight.base for name, weight in adapted.items()},  # not sent
+        {name: replace(weight, base=materialized(weight)) for name, weight in adapted.items()},  # sent twice
+        {name: replace(weight, scaling=weight.scaling**2) for name, weight in adapted.items()},  # scaled twice
+    ):
+        pair.sync((weights | wrong).items())
+        with pytest.raises(MismatchError):
+            learner.mismatch(pair.generate(seed=1))
+    pair.sync(weights.items())
+    assert pair.rpc("digest") == right
+    learner.mismatch(pair.generate(seed=1))
+
+    with TemporaryDirectory() as folder:
+        learner.save(Path(folder))
+        base = AutoModelForCausalLM.from_pretrained(path, dtype=next(iter(adapted.values())).base.dtype)
+        merged = PeftModel.from_pretrained(base.to(DEVICE).float(), folder).merge_and_unload()
+    pair.set(pair.original)
+    pair.sync()
+    pair.sync(merged.named_parameters())
+    assert pair.rpc("digest") == right
 
 
 def swap_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

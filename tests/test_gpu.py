@@ -9,13 +9,13 @@ import re
 
 import pytest
 import torch
-from pair import Pair, assert_memory_is_flat, gpus
+from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, gpus
 from test_compiled import assert_syncs_are_exact
 from test_quantized import compare
 
 from recipe.engine import DECODE_GRAPHS
 from recipe.quantization import quantize_by_torchao
-from recipe.tiny_model import build_tiny_model
+from recipe.tiny_model import build_tiny_base, build_tiny_model
 from rlhf_online_quant import MAX_MISMATCH
 from rlhf_utils import WeightSyncError
 from weight_sync.channels import SharedStaging, TrainerMemory
@@ -32,6 +32,7 @@ RUNS = [
     ("rlhf_colocate.py", 1, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +0$", r"^--sleep (none|kv) from now on: learning takes"]),
     ('rlhf_colocate.py --sleep none --compile --engine-args={"compilation_config":{}}', 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py --sleep weights --offload-optimizer --gradient-checkpointing", 1, 0.75, [REPLAY]),
+    ("rlhf_colocate.py --lora-rank 8", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py", 4, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +[01]$", r"^GPU-\S+ +3 +1 +[01]$"]),
     ("rlhf_online_quant.py", 3, 0.5, [REPLAY, r"torchao's Float8DynamicActivationFloat8WeightConfig$", COMPARED]),
     ("rlhf_nccl.py", 3, 0.75, [r"by vLLM's nccl backend", r"greedy tokens are the trainer's own"]),
@@ -45,7 +46,7 @@ RUNS = [
     [pytest.param(*run, marks=pytest.mark.gpu(run[1]), id=f"{run[0]}-{run[1]}gpu") for run in RUNS],
 )
 def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, reward, says):
-    model = build_tiny_model(tmp_path / "model")
+    model = (build_tiny_base if "--lora-rank" in command else build_tiny_model)(tmp_path / "model")
     options = "--learning-rate", "3e-3", "--gpu-memory-utilization", 0.05, "--save-every", 30, "--output", "run"
     run = script(*command.split(), "--model", model, *options, CUDA_VISIBLE_DEVICES=gpus(slice(count)))
     text = run.finish(300)
@@ -173,6 +174,13 @@ def test_colocated_worker_reads_the_trainers_memory_until_it_moves(request, colo
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     assert restore(colocated) == original  # moved again
+
+
+def test_adapters_arrive_merged_by_peft_and_no_other_way(pair):
+    pair.connect()
+    restore(pair)
+    assert_adapters_are_exact(pair, syncs=20)
+    pair.connect()
 
 
 def test_memory_is_flat_over_200_syncs(pair):

@@ -4,23 +4,16 @@ pytest tests/test_sync.py
 """
 
 import time
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 from conftest import cpu_only
-from pair import Pair, assert_memory_is_flat, swap_layers
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, swap_layers
 
 from recipe.errors import MismatchError
-from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError, stateless_init_process_group
 from weight_sync import buckets
-from weight_sync.lora import LoRAWeight, materialized
 
 pytestmark = cpu_only
 LAYERS = "model.decoder.layers."
@@ -112,46 +105,7 @@ def test_sync_that_skips_something_fails(pair, part, named):
 
 
 def test_adapters_arrive_merged_by_peft_and_no_other_way(pair):
-    from_disk, path = pair.rpc("digest"), pair.learner.model.name_or_path
-    learner = GRPOLearner(
-        path, GRPOConfig(group_size=2, max_tokens=8, max_mismatch=1e-5, lora_rank=4), pair.learner.device
-    )
-    weights = learner.named_tensors()
-    bases = {name: getattr(weight, "base", weight).clone() for name, weight in weights.items()}
-    pair.sync(weights.items())  # before anything is learned
-    assert pair.rpc("digest") == from_disk
-    assert learner.mismatch(pair.generate(seed=1)) < 1e-5
-
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        for name, parameter in learner.model.named_parameters():
-            if "lora_B" in name:
-                parameter.data.normal_(std=0.02, generator=generator)
-        report = pair.sync(learner.named_tensors().items(), reset_prefix_cache=False)
-    assert report.tensors == 36
-    assert all(getattr(weight, "base", weight).equal(bases[name]) for name, weight in weights.items())
-    right = pair.rpc("digest")
-
-    adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
-    for wrong in (
-        {name: weight.base for name, weight in adapted.items()},  # not sent
-        {name: replace(weight, base=materialized(weight)) for name, weight in adapted.items()},  # sent twice
-        {name: replace(weight, scaling=weight.scaling**2) for name, weight in adapted.items()},  # scaled twice
-    ):
-        pair.sync((weights | wrong).items())
-        with pytest.raises(MismatchError):
-            learner.mismatch(pair.generate(seed=1))
-    pair.sync(weights.items())
-    assert pair.rpc("digest") == right
-    assert learner.mismatch(pair.generate(seed=1)) < 1e-5
-
-    with TemporaryDirectory() as folder:
-        learner.save(Path(folder))
-        merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), folder).merge_and_unload()
-    pair.set(pair.original)
-    pair.sync()
-    pair.sync(merged.named_parameters())
-    assert pair.rpc("digest") == right
+    assert_adapters_are_exact(pair, syncs=200)
 
 
 def test_proof_fails_if_the_loader_swaps_layers(pair):
