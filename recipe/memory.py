@@ -54,7 +54,7 @@ class Phases:
         """
         self.metrics[f"time/{phase}"] = time.perf_counter() - self.since
         actors = self.session.actors
-        answers = self.session.wait(phase, **{name: actor.memory.remote() for name, actor in actors.items()})
+        answers = self.session.wait("measuring", **{name: actor.memory.remote() for name, actor in actors.items()})
         for name, answer in zip(actors, answers, strict=True):
             own = "engine" if name == "engine" else "trainer"
             beside = [each["engine"] for each in answers if "gpu" in each] if name == "engine" else []
