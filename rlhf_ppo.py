@@ -38,14 +38,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import choose_models, write_checkpoint
+from recipe.checkpoint import write_checkpoint
 from recipe.engine import EngineArguments, complete, engine_options, reset_prefix_cache, sample, serves_checkpoint
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.learner import Rollout
-from recipe.memory import Phases, engine_memory, memory_summary
-from recipe.ppo import CriticLearner, Experience, PPOConfig, PPOLearner, estimate
-from recipe.ppo_models import RewardScorer, Scorer, choose_beside
+from recipe.memory import Phases, engine_memory
+from recipe.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
+from recipe.ppo_models import RewardScorer, Scorer, choose_ppo_models
 from recipe.ranks import Rank, Ranks
 from recipe.ray_session import RaySession, die_with_children, run_main
 from recipe.reward_workers import RayRewards, RewardArguments
@@ -56,6 +56,7 @@ from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSync
 from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
+NO_GPU = "no GPU: all actors run on CPU, where vLLM has no sleep mode\n"
 GPU_SHARE = 0.2  # the share of a GPU that Ray counts for each of five actors on it
 
 
@@ -64,8 +65,7 @@ class Arguments(RunArguments, EngineArguments, TaskArguments, RewardArguments, P
     """What the command line sets."""
 
     task: str = HfArg(
-        default="tiny_reward_model",
-        help="a module of recipe/, or your own: its DEFAULTS are those of other flags",
+        default="tiny_reward_model", help="a module of recipe/, or your own: its DEFAULTS are those of other flags"
     )
     placement: Literal["colocated", "split"] = HfArg(
         default="colocated", help="all actors on the same GPUs, or the engine on its own"
@@ -156,43 +156,31 @@ class Engine:
 
 
 class Reference(Rank):
-    learner_class = Scorer
+    """A rank of the model that the run began with: `logprobs`."""
 
-    def logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        with self.turn():
-            return self.learner.logprobs(rollouts)
+    learner_class = Scorer
 
 
 class RewardModel(Rank):
-    learner_class = RewardScorer
+    """A rank of the reward model: `score`."""
 
-    def score(self, prompts: list, completions: list) -> list[float]:
-        with self.turn():
-            return self.learner.score(prompts, completions)
+    learner_class = RewardScorer
 
 
 class Critic(Rank):
+    """A rank of the critic: `values`, `learn`."""
+
     learner_class = CriticLearner
 
-    def values(self, rollouts: list[Rollout]) -> torch.Tensor:
-        with self.turn():
-            return self.learner.values(rollouts)
-
-    def learn(self, experience: Experience) -> dict[str, float]:
-        with self.turn():
-            return self.learner.learn(experience)
-
     def save(self, run_folder: Path) -> None:
-        """Where the trainer, on the same node, takes it into its checkpoint."""
+        """To a folder from which the trainer, on the same node, takes it into its checkpoint."""
         folder = run_folder / "unfinished-critic"
-        if self.rank == 0:
-            folder.mkdir(exist_ok=True)
-        with self.turn():
-            self.learner.save(folder if self.rank == 0 else None)
+        folder.mkdir(exist_ok=True)
+        self.run("save", folder if self.rank == 0 else None)
 
 
 class Trainer(Rank):
-    """The policy's rank. It sends to the worker on the same device or, as rank 0 of a group, to all."""
+    """A rank of the policy: `score`, `learn`, `mismatch`. It sends to the worker on its device, or to a group."""
 
     learner_class = PPOLearner
     weights_stay = True  # on the GPU, where the engine reads them
@@ -211,30 +199,18 @@ class Trainer(Rank):
     def send_weights(self) -> SyncReport:
         return self.sender.send_weights(self.learner.named_tensors().items())
 
-    def score(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, dict[str, float]]:
-        with self.turn():
-            return self.learner.score(rollouts)
-
-    def learn(self, experience: Experience) -> dict[str, float]:
-        with self.turn():
-            return self.learner.learn(experience)
-
-    def mismatch(self, rollouts: list[Rollout]) -> float:
-        return self.learner.mismatch(rollouts)
-
     def start(self) -> tuple[int, str]:
         """Returns once the model is loaded: the steps it has done, and how it computes attention."""
         return self.learner.step, self.learner.attention[1]
 
     def save(self, run_folder: Path) -> None:
         if self.rank == 0:
-            write_checkpoint(run_folder, self.learner.step, lambda folder: self._save_beside(run_folder, folder))
+            critic = run_folder / "unfinished-critic"
+            write_checkpoint(
+                run_folder, self.learner.step, lambda to: (self.learner.save(to), critic.rename(to / "critic"))
+            )
         else:
             self.learner.save(None)
-
-    def _save_beside(self, run_folder: Path, folder: Path) -> None:
-        self.learner.save(folder)
-        (run_folder / "unfinished-critic").rename(folder / "critic")
 
 
 MODELS = {"trainer": Trainer, "critic": Critic, "reference": Reference, "reward_model": RewardModel}
@@ -283,20 +259,17 @@ def main(args: Arguments) -> None:
     with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
         # 1. Place
         device, shared, places = place(args)
-        initial, model = choose_models(run.path, args, device)
-        paths, resumed = choose_beside(run.path, args, initial, model, device)
-        task.tokenize(model, args.max_model_len)
-        if device == "cpu":
-            run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode: the engine stays awake")
-        run.say(f"model {model}\nrun folder {run.path}")
+        paths, resumed = choose_ppo_models(run.path, args, device)
+        task.tokenize(paths["trainer"], args.max_model_len)
+        run.say(f"{NO_GPU if device == 'cpu' else ''}model {paths['trainer']}\nrun folder {run.path}")
         args.max_mismatch, args.weights_proven = args.max_mismatch or MAX_MISMATCH[device], True
-        bundles, options = zip(*places["engine"], strict=True)
-        engine = ray.remote(Engine).options(**options[0]).remote(model, args, device, bundles)
+        (_, options), bundles = places["engine"][0], [bundle for bundle, _ in places["engine"]]
+        engine = ray.remote(Engine).options(**options).remote(paths["trainer"], args, device, bundles)
         session.actors["engine"] = engine
         ranks = Ranks(session, {name: MODELS[name] for name in paths}, places, shared)
-        room, first_step, attention = start(session, engine, ranks, paths, args, device, resumed)
-        task.check_lengths(room)
         task.rewards.call = RayRewards(task.rewards, session, ranks, args)
+        room, (first_step, attention) = start(session, engine, ranks, paths, args, device, resumed)
+        task.check_lengths(room)
         run.say(f"the trainer's attention: {attention}")
         run.start_metrics(first_step)
 
@@ -333,15 +306,15 @@ def main(args: Arguments) -> None:
             metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
             run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
             if step in (first_step + 1, args.steps):
-                run.say(memory_summary(metrics))
+                run.say(phases.table())
             if run.saves(step):
-                for name in ("critic", "trainer"):  # the trainer takes the critic's into its own
-                    ranks.call("saving", run.path, **{name: "save"})
+                session.wait("saving", **ranks.each("critic", "save", run.path))
+                session.wait("saving", **ranks.each("trainer", "save", run.path))
                 run.draw()
 
         # 4. Generate again, and prove the last sync
-        batch = complete(session, {"engine": engine}, task.draw(args.steps + 1), args, args.steps + 1)
-        batch = reward(session, engine, task, batch, args, args.steps + 1)
+        completed = complete(session, {"engine": engine}, task.draw(args.steps + 1), args, args.steps + 1)
+        batch = reward(session, engine, task, completed, args, args.steps + 1)
         (mismatch,) = ranks.call("proving", batch.rollouts, trainer="mismatch")
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         run.show(batch)
@@ -351,19 +324,15 @@ def main(args: Arguments) -> None:
 
 def start(
     session: RaySession, engine, ranks: Ranks, paths: dict[str, str], args: Arguments, device: str, resumed: set[str]
-) -> tuple[int, int, str]:
-    """Load all models. The engine's is first where GPUs are shared, since vLLM measures the free memory.
-
-    Returns the tokens that a prompt and its completion may have, the steps that the trainer has done, and how it
-    computes attention.
-    """
+) -> tuple[int, tuple[int, str]]:
+    """Load all models: where GPUs are shared, the engine's first, since vLLM measures the free memory. Returns what
+    `start` of engine and trainer return."""
     starting = engine.start.remote(args.sleep)
     if ranks.shared:
         session.wait("starting", engine=starting)
     ranks.load(paths, args, device, resumed)
-    (loaded,) = ranks.call("starting", trainer="start")
-    (room,) = session.wait("starting", engine=starting)
-    return room, *loaded
+    room, loaded, *_ = session.wait("starting", engine=starting, **ranks.each("trainer", "start"))
+    return room, loaded
 
 
 def connect(
@@ -378,7 +347,7 @@ def connect(
         lines += [f"{own:40}  {name:11} {i}  {places[name][i][0]:6}" for i, own in enumerate(ids)]
     run.say("\n".join(lines))
     if args.placement == "split":
-        (address,) = ranks.call("connecting", trainer="address")
+        (address,) = session.wait("connecting", **ranks.each("trainer", "address"))
         world = (*address, 1 + len(devices["engine"]))
         joining = ranks.each("trainer", "init_weight_update_group", *world)
         session.wait("connecting", **joining, engine=engine.init_weight_update_group.remote(*world))

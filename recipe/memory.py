@@ -61,6 +61,15 @@ class Phases:
             self.metrics[f"memory/{phase}/{name}"] = max([answer.get(own, 0.0), *beside])
         self.since = time.perf_counter()
 
+    def table(self) -> str:
+        """The memory in each phase so far, a line each."""
+        phases = [name.removeprefix("time/") for name in self.metrics if name.startswith("time/")]
+        lines = [f"  {'GB':8}" + "".join(f"  {name:>13}" for name in self.session.actors)]
+        for phase in phases:
+            numbers = (self.metrics[f"memory/{phase}/{name}"] for name in self.session.actors)
+            lines.append(f"  {phase:8}" + "".join(f"  {number:13.2f}" for number in numbers))
+        return "\n".join(lines)
+
 
 def sleep_level(memory: dict[str, float]) -> tuple[str, str]:
     """How engines are to sleep while trainers learn, "none" or "kv", and why: by the results of `measure` in a step in

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from .arguments import RunArguments
-from .checkpoint import check_model, check_nodes
+from .checkpoint import check_model, check_nodes, choose_models
 from .dataset import named_function
 from .errors import RunError
 from .learner import Learner, Rollout, choose_attention
@@ -114,16 +114,14 @@ def longest(rollouts: list[Rollout]) -> int:
     return max(len(rollout.completion_ids) for rollout in rollouts)
 
 
-def choose_beside(
-    run_folder: Path, args: RunArguments, initial: str, model: str, device: str
-) -> tuple[dict[str, str], set[str]]:
-    """What each actor loads, by name, for a policy that the run began with (`initial`) and now has (`model`); and who
-    goes on from a checkpoint.
+def choose_ppo_models(run_folder: Path, args: RunArguments, device: str) -> tuple[dict[str, str], set[str]]:
+    """What each actor loads, by name, and who goes on from a checkpoint.
 
-    The critic is that of a checkpoint to resume from, if it has one, or `--critic-model`, or the initial policy. A
-    reward model, if there is one, that is a function's to make is made in the run's folder. Raises RunError for models
-    that do not fit.
+    The policy is as in `choose_models`. The critic is that of the checkpoint, if it has one, or `--critic-model`, or
+    the initial policy. A reward model, if there is one, that is a function's to make is made in the run's folder.
+    Raises RunError for models that do not fit.
     """
+    initial, model = choose_models(run_folder, args, device)
     critic, reward_model = args.critic_model or initial, args.reward_model
     resumed = {"trainer"} if args.resume else set()
     if args.resume and os.path.isdir(f"{model}/critic"):

@@ -36,19 +36,27 @@ class Rank:
 
         return ray.util.get_node_ip_address(), get_open_port()
 
-    def load(self, address: tuple, ranks: int, path: str, args, device: str, shared: bool, resumed: bool) -> None:
-        """Join the other ranks (the first one is at `address`) and load, with a checkpoint's state if `resumed`."""
+    def load(
+        self, address: tuple | None, ranks: int, path: str, args, device: str, shared: bool, resumed: bool
+    ) -> None:
+        """Join the other ranks, if there are any (the first one is at `address`), and load, with a checkpoint's state if `resumed`."""
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (AT_ONCE * ranks)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        join_ranks(*address, self.rank, ranks, here)
+        if address:
+            join_ranks(*address, self.rank, ranks, here)
         self.learner, self.shared = self.learner_class(path, args, here, args.seed, args.steps), shared
         if resumed:
             self.learner.load_state(Path(path))
-        with self.turn():
+        with self._turn():
             pass  # the next model needs the memory that loading took
 
+    def run(self, method: str, *args):
+        """Call this method of the learner."""
+        with self._turn():
+            return getattr(self.learner, method)(*args)
+
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def _turn(self) -> Iterator[None]:
         """The model is on its device within."""
         learner, moves = self.learner, self.shared and not self.weights_stay
         if moves:
@@ -79,13 +87,13 @@ class Ranks:
 
     def load(self, paths: dict[str, str], args, device: str, resumed: set[str]) -> None:
         """Load each model from its path, in turn if they share devices, and the state of those `resumed`."""
-        calls = {name: actors[0].address.remote() for name, actors in self.actors.items()}
+        calls = {name: own[0].address.remote() for name, own in self.actors.items() if len(own) > 1}
         addresses = dict(zip(calls, self.session.wait("starting", **calls), strict=True))
         self._in_turn(
             "starting",
             (
                 self.each(
-                    name, "load", addresses[name], len(own), paths[name], args, device, self.shared, name in resumed
+                    name, "load", addresses.get(name), len(own), paths[name], args, device, self.shared, name in resumed
                 )
                 for name, own in self.actors.items()
             ),
@@ -96,10 +104,10 @@ class Ranks:
         return {f"{name}{i}": getattr(actor, method).remote(*args) for i, actor in enumerate(self.actors[name])}
 
     def call(self, phase: str, *args, **methods: str) -> list:
-        """What these methods of models, by name, return on the first rank. All run at the same time or, if the models
-        share devices, one after the other."""
+        """What these methods of learners, by model, return on the first rank. All run at the same time or, if the
+        models share devices, one after the other."""
         put = [ray.put(arg) for arg in args]
-        return self._in_turn(phase, (self.each(name, method, *put) for name, method in methods.items()))
+        return self._in_turn(phase, (self.each(name, "run", method, *put) for name, method in methods.items()))
 
     def _in_turn(self, phase: str, calls: Iterable[dict[str, ray.ObjectRef]]) -> list:
         """The first result of each of these calls, which begin when they are drawn."""

@@ -63,7 +63,7 @@ class RayRewards:
         }
         scoring = {}
         if REWARD_MODEL in self.ranks.actors:
-            scoring = self.ranks.each(REWARD_MODEL, "score", arguments["prompts"], arguments["completions"])
+            scoring = self.ranks.each(REWARD_MODEL, "run", "score", arguments["prompts"], arguments["completions"])
         results = self.session.wait("rewarding", **calls, **scoring)
         values = {}
         for i, name in enumerate(self.names):

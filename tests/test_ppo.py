@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import ray
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, Script, cpu_only
 from pair import CORE_IN_PROCESS
+from safetensors.torch import load_file
 from test_learning import CPU, rollouts
 from test_sharded import on_ranks, weights_of
 from test_task import chat_tokenizer
@@ -329,58 +329,56 @@ def raises(completions, **_):
 """
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory):
-    """Ray, as a run has it, in a working folder with rewards."""
-    folder = tmp_path_factory.mktemp("session")
-    (folder / "functions.py").write_text(REWARDS)
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with rewards and prompts."""
+    (tmp_path / "functions.py").write_text(REWARDS)
     rows = [{"prompt": text, "answer": answer} for text, answer in (("a", "1"), ("b", ""), ("c", "1"))]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        with RunFolder(RunArguments(output=folder / "run"), "test") as run, RaySession(run, None) as session:
-            yield session
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def scored(session, model, *reward, score=None, **changes):
+def scored(session, *reward, score=None, **changes):
     """Rewards of two completions of each of three prompts, "" and "x"."""
     args = rlhf_ppo.Arguments(reward=[f"functions:{name}" for name in reward], dataset="data.jsonl", **changes)
     task = load_task(args)
     ranks = argparse.Namespace(actors={"reward_model": []} if score else {}, each=score)
     task.rewards.call = RayRewards(task.rewards, session, ranks, args)
-    texts = ["", "x"]
-    groups = task.rewards.score(
-        [Group(row, [Rollout([5], [6], [0.0], None, text) for text in texts]) for row in task.rows]
-    )
+    pairs = [[Rollout([5], [6], [0.0], None, text) for text in ("", "x")] for _ in task.rows]
+    groups = task.rewards.score([Group(row, pair) for row, pair in zip(task.rows, pairs, strict=True)])
     return [rollout for group in groups for rollout in group.rollouts], task.rewards.metrics(groups)
 
 
-def test_rewards_run_as_ray_tasks_that_share_the_prompts(session, model):
-    def score(name, method, prompts, completions):
+def test_rewards_are_ray_tasks_that_share_the_prompts(folder):
+    def score(name, run, method, prompts, completions):
         return {f"{name}0": ray.put([10.0 * (p == "c") for p in prompts]), f"{name}1": ray.put(None)}
 
-    rollouts, metrics = scored(
-        session, model, "where", "half", score=score, reward_model="x", reward_workers=2, reward_weights=[1, 2, 3]
-    )
-    assert [rollout.reward for rollout in rollouts] == [1, 2, 0, 1, 31, 32]
-    assert metrics == {
-        "parts": 1, "rewards/where/mean": 0.5, "rewards/half/mean": 0.5, "rewards/reward_model/mean": 10 / 3,
-    }  # fmt: skip
-    processes = [rollout.extra["pid"] for rollout in rollouts]
-    assert os.getpid() not in processes
-    assert processes[2] == processes[5]  # one prompt for the first task, two for the other
+    with RunFolder(RunArguments(output=folder / "run"), "test") as run, RaySession(run, None) as session:
+        weighted = {"reward_model": "x", "reward_workers": 2, "reward_weights": [1, 2, 3]}
+        rollouts, metrics = scored(session, "where", "half", score=score, **weighted)
+        assert [rollout.reward for rollout in rollouts] == [1, 2, 0, 1, 31, 32]
+        assert metrics == {
+            "parts": 1, "rewards/where/mean": 0.5, "rewards/half/mean": 0.5, "rewards/reward_model/mean": 10 / 3,
+        }  # fmt: skip
+        processes = [rollout.extra["pid"] for rollout in rollouts]
+        assert os.getpid() not in processes
+        assert processes[2] == processes[5]  # one prompt is the first task's, two are the other's
+
+        with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line 22\)"):
+            scored(session, "where", "raises")
 
 
-def test_reward_task_that_dies_runs_again_and_one_that_always_does_is_named(session, model):
-    rollouts, _ = scored(session, model, "dies_once")
-    assert [rollout.reward for rollout in rollouts] == [1] * 6
-    with pytest.raises(RunError, match=r"^the reward dies failed while rewarding: .*died"):
-        scored(session, model, "dies")
-    with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line 22\)"):
-        scored(session, model, "where", "raises")
+@pytest.mark.slow
+def test_reward_task_that_dies_runs_again_and_one_that_always_does_is_named(folder):
+    with RunFolder(RunArguments(output=folder / "run"), "test") as run, RaySession(run, None) as session:
+        rollouts, _ = scored(session, "dies_once")
+        assert [rollout.reward for rollout in rollouts] == [1] * 6
+        with pytest.raises(RunError, match=r"^the reward dies failed while rewarding: .*died"):
+            scored(session, "dies")
 
 
-def test_weights_are_for_functions_and_the_reward_model(session):
+def test_weights_are_for_functions_and_the_reward_model(folder):
     args = rlhf_ppo.Arguments(reward=["functions:where"], dataset="data.jsonl", reward_weights=[1.0], reward_model="x")
     with pytest.raises(TaskError, match="1 weights for 2 rewards"):
         load_task(args)
@@ -438,3 +436,93 @@ def test_expandable_segments_are_refused_on_shared_gpus(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
         rlhf_ppo.place(rlhf_ppo.Arguments())
+
+
+# --- Whole runs -------------------------------------------------------------------------------------------------------
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run):
+    """The metrics of a run, but for what depends on the machine."""
+    machine = ("time/", "tokens/", "sync/", "memory/")
+    return [{name: row[name] for name in row if not name.startswith(machine)} for row in rows(run)]
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    """The folder of a run with the default arguments, what it printed, and the seconds that it took."""
+    folder, started = tmp_path_factory.mktemp("default"), time.monotonic()
+    command = (sys.executable, str(ROOT / "rlhf_ppo.py"), "--seed", str(random.randrange(1000)), "--output", "run")
+    text = Script(folder, *command).finish(300)
+    return folder / "run", text, time.monotonic() - started
+
+
+@cpu_only
+def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
+    run, text, seconds = default_run
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert seconds < 240
+    assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engine had loaded", text, re.M)
+    table = re.findall(r"^cpu:0 +(\w+) 0 +0$", text, re.M)
+    assert table == ["trainer", "critic", "reference", "reward_model", "engine"]
+    metrics = rows(run)
+    assert [row["step"] for row in metrics] == list(range(1, 31))
+    assert metrics[0]["reward/mean"] < 0.6
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
+    assert metrics[0]["kl"] == 0
+    assert metrics[-1]["ppo/explained_variance"] > 0.3
+    assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
+    for phase in ("rollout", "reward", "score", "train", "sync"):
+        assert metrics[-1][f"time/{phase}"] > 0
+        assert 0.1 < metrics[-1][f"memory/{phase}/critic0"] < 4
+        assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
+
+
+@cpu_only
+def test_resumed_run_goes_on_bit_for_bit(default_run, script, tmp_path):
+    run = shutil.copytree(default_run[0], tmp_path / "run")
+    shutil.rmtree(run / "checkpoint-000030")  # as if it had been killed before
+    text = script("rlhf_ppo.py", "--resume", "run", **CORE_IN_PROCESS).finish(240)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert timeless(run) == timeless(default_run[0])
+    for part in ("model.safetensors", "critic/model.safetensors"):
+        ours, theirs = (load_file(folder / "checkpoint-000030" / part) for folder in (run, default_run[0]))
+        assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
+
+
+@cpu_only
+@pytest.mark.slow
+def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_path):
+    flags = """
+        --placement split --tensor-parallel-size 2 --steps 6 --eval-every 3 --eval-share 0.25 --reward-workers 2
+        --reward recipe.uppercase:uppercase --reward-model recipe.tiny_reward_model:build_tiny_reward_model
+        --reward-weights 2 0.5 --kl-target 0.01 --kl-horizon 100 --early-stop-kl 0.05 --whiten-rewards --output run
+    """
+    text = script("rlhf_ppo.py", *flags.split()).finish(300)
+    assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
+    assert re.findall(r"^cpu:\d +(\w+) (\d) +(\d)$", text, re.M) == [
+        ("trainer", "0", "0"), ("critic", "0", "0"), ("reference", "0", "0"), ("reward_model", "0", "0"),
+        ("engine", "0", "1"), ("engine", "1", "2"),
+    ]  # fmt: skip
+    before, *metrics = rows(tmp_path / "run")
+    assert before["eval/reward"] > 0
+    for row in metrics:
+        parts = row["rewards/uppercase/mean"], row["rewards/reward_model/mean"]
+        assert row["reward/mean"] == pytest.approx(2 * parts[0] + 0.5 * parts[1])
+    assert metrics[0]["kl_coef"] == 0.05
+    assert metrics[2]["kl_coef"] > metrics[1]["kl_coef"]  # more KL than the target
+    assert all(1 <= row["ppo/updates"] <= 8 for row in metrics)
+    assert min(row["ppo/updates"] for row in metrics) < 8
+
+
+@cpu_only
+@pytest.mark.slow
+def test_two_ranks_beside_two_workers_learn(script, tmp_path):
+    text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--output", "run").finish(400)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    metrics = rows(tmp_path / "run")
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
+    assert metrics[-1]["ppo/explained_variance"] > 0.3
