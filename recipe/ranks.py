@@ -39,7 +39,8 @@ class Rank:
     def load(
         self, address: tuple | None, ranks: int, path: str, args, device: str, shared: bool, resumed: bool
     ) -> None:
-        """Join the other ranks, if there are any (the first one is at `address`), and load, with a checkpoint's state if `resumed`."""
+        """Join the other ranks (the first one is at `address`; None: there is none) and load, with the checkpoint's
+        state if `resumed`."""
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (AT_ONCE * ranks)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
         if address:
