@@ -77,6 +77,7 @@ class Arguments(RunArguments, EngineArguments, TaskArguments, RewardArguments, P
     sleep: Literal["kv", "weights"] = HfArg(
         default="kv", help="memory that an engine on shared GPUs releases: the KV cache's, or the weights' as well"
     )
+    dynamic_sampling: Annotated[int, Ge(0), Le(0)] = HfArg(default=0, help="none: a critic compares no completions")
     critic_model: str | None = HfArg(
         default=None, help="to begin the critic with: a policy or reward model (default: the policy)"
     )
