@@ -62,7 +62,6 @@ OTHERS = [  # --resume keeps the options: all have one worker, which starts soon
     ("rlhf.py", "syncing 3 terminate", "interrupted"),
     ("rlhf.py", "connecting 1 take", TAKEN),
 ]
-# rlhf_ppo.py; in a folder of its own, since a reward of other scripts is none of its reward model's.
 PPO = [
     ("rlhf_ppo.py", "rewarding 2 kill ray::RewardModel", "the reward_model0 died while rewarding"),
     ("rlhf_ppo.py", "scoring 2 kill ray::Reference", "the reference0 died while scoring"),
@@ -326,7 +325,8 @@ def test_worker_killed_while_ray_starts_it_delays_the_run_by_no_more_than_a_faul
         assert time.monotonic() - started < FAULT_SECONDS
 
 
-MATTERS = (*RAY, *SCRIPTS, "ray::Trainer", "ray::Engine", "VLLM::")
+MODELS = ("Critic", "Reference", "RewardModel")
+MATTERS = (*RAY, *SCRIPTS, *(f"ray::{name}" for name in ("Trainer", "Engine", *MODELS)), "VLLM::")
 
 
 @pytest.mark.slow
