@@ -1,5 +1,6 @@
 """Ray actors of several models, each of one or more ranks, that may share their devices and then take turns."""
 
+import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Rank:
             self.learner.load_state(Path(path))
         with self._turn():
             pass  # the next model needs the memory that loading took
+        gc.freeze()  # what is here now stays: `release_memory` need not look through it at every call
 
     def run(self, method: str, *args):
         """Call this method of the learner."""
