@@ -482,6 +482,7 @@ def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
 
 
 @cpu_only
+@pytest.mark.slow
 def test_resumed_run_goes_on_bit_for_bit(default_run, script, tmp_path):
     run = shutil.copytree(default_run[0], tmp_path / "run")
     shutil.rmtree(run / "checkpoint-000030")  # as if it had been killed before
