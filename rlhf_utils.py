@@ -38,7 +38,6 @@ from weight_sync.buckets import staging_buffer_bytes, wire_of
 from weight_sync.channels import BroadcastStaging, SharedMemoryChannel, SharedStaging, Staging, TrainerMemory
 from weight_sync.groups import (
     broadcast,
-    device_id_of,
     rebuild_ipc,
     share_tensor,
     stateless_init_process_group,
@@ -162,10 +161,6 @@ class ColocateWorkerExtension(WeightReceiver):
 
     weight_path = ""
 
-    def report_device_id(self) -> str:
-        """The UUID of this worker's GPU, as nvidia-smi prints it; on CPU "cpu:" and the worker's rank in the engine."""
-        return device_id_of(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
-
     def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
         """As `WorkerExtension.receive_weights`. `handles` merges `SharedMemoryChannel.handles` of all trainer ranks."""
         path = handles.get(self.report_device_id(), "")
@@ -179,11 +174,6 @@ class ColocateWorkerExtension(WeightReceiver):
             return connect_path(path, self.rank, timeout)
 
         return self._receive(timeout, connect)
-
-    def weight_digests(self) -> tuple[int | None, int | None]:
-        """Two digests: of the weights that this worker serves, and of all tensors that its model's layers keep."""
-        model = self._engine_model()
-        return model.weights_digest(), model.state_digest()
 
     def empty_cache(self) -> None:
         """Free the GPU memory that torch caches."""

@@ -97,7 +97,8 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
 def task_defaults(cls: type, given: dict) -> dict:
     """What the task sets: `DEFAULTS` of the module recipe/`task`.py, or of one in the working folder.
 
-    A given dataset has nothing to do with the splits and the evaluation of the task's own. Raises TaskError if there is
+    A given dataset has nothing to do with the splits and the evaluation of the task's own, nor a given reward or reward
+    model with the task's rewards. Raises TaskError if there is
     no such module, or no such flag.
     """
     if not (task := given.get("task", getattr(cls, "task", None))):
@@ -109,6 +110,7 @@ def task_defaults(cls: type, given: dict) -> dict:
     if unknown := defaults.keys() - {field.name for field in dataclasses.fields(cls)}:
         raise TaskError(f"--task {task}: DEFAULTS has {' and '.join(sorted(unknown))}, for which there is no flag")
     replaced = ("dataset", "eval_") if "dataset" in given else ()
+    replaced += ("reward",) if {"reward", "reward_model"} & given.keys() else ()
     return {name: value for name, value in defaults.items() if not name.startswith(replaced)}
 
 

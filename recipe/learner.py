@@ -119,25 +119,20 @@ class Learner:
         self.rate = rate_schedule(config, steps)
         self.offload = Offload(self.optimizer)
         self.step = 0
+        self.own_state: dict[str, float] = {}  # of a subclass: what else a checkpoint keeps, by name
 
     def _load(self, path: str):
         """A model with fp32 weights, or this rank's shards of it. The first one that is loaded settles how all
         compute."""
-        from transformers import AutoModelForCausalLM
-
         mesh = init_device_mesh(self.device.type, (self.ranks,)) if self.ranks > 1 else None
         own_turn, turns = turns_on_node() if mesh else (0, 1)
         for turn in range(turns):  # one rank of a node after the other: it holds one whole model at a time
             if turn == own_turn:
-                model = AutoModelForCausalLM.from_pretrained(
-                    path, dtype=torch.float32, attn_implementation=self.config.attention
-                )
+                model = self._from_pretrained(path)
                 model.eval()  # no dropout: the ratios compare log-probabilities of one and the same function
-                _make_savable(model.generation_config)
                 model = model if mesh else model.to(self.device)
                 if self.rank == 0 and not self.attention:  # before it is sharded: in fp32, on the CPU
-                    self.attention = choose_attention(model, self.config.attention)
-                    self.head_apart = has_head_apart(model)
+                    self._examine(model)
                 if self.config.lora_rank:
                     torch.manual_seed(self.seed)  # the same adapters on all ranks
                     add_adapters(model, self.config, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
@@ -153,8 +148,27 @@ class Learner:
             dist.broadcast_object_list(choices, device=self.device)
             self.attention, self.head_apart = choices
         model.config._attn_implementation = self.attention[0]
-        add_token_scores(model, self.head_apart)
+        self._add_scores(model)
         return model
+
+    def _from_pretrained(self, path: str):
+        """The whole model, in fp32, on the CPU. With the next two methods, a subclass has another head."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=self.config.attention
+        )
+        _make_savable(model.generation_config)
+        return model
+
+    def _examine(self, model) -> None:
+        """Settle how this whole model, and all that are loaded later, compute."""
+        self.attention = choose_attention(model, self.config.attention)
+        self.head_apart = has_head_apart(model)
+
+    def _add_scores(self, model) -> None:
+        """Give the model the method `token_scores`."""
+        add_token_scores(model, self.head_apart)
 
     def _update(self) -> float:
         """An optimizer step with the gradients that there are, clipped. Returns their norm. Raises DivergenceError."""
@@ -248,6 +262,10 @@ class Learner:
         self, rollouts: list[Rollout], width: int, model=None, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [B, width] of the completions' tokens, right-padded with zeros, and entropies as well."""
+        return self._token_scores(rollouts, width, model or self.model, self.config.temperature, entropy)
+
+    def _token_scores(self, rollouts: list[Rollout], width: int, model, *args) -> tuple[torch.Tensor | None, ...]:
+        """What the model's `token_scores` returns of the completions' tokens: [B, width], right-padded with zeros."""
         sequences = [torch.tensor(rollout.prompt_ids + rollout.completion_ids) for rollout in rollouts]
         ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         begins = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
@@ -256,7 +274,7 @@ class Learner:
         places = rows * ids.shape[1] + begins[rows] + columns  # in ids.flatten()
         ids, rows, columns, places = (tensor.to(self.device) for tensor in (ids, rows, columns, places))
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            scores = (model or self.model).token_scores(ids, places, self.config.temperature, entropy)
+            scores = model.token_scores(ids, places, *args)
         padding = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if score is None else padding.index_put((rows, columns), score) for score in scores)
 
@@ -286,7 +304,7 @@ class Learner:
         self.model.save_pretrained(folder, state_dict=weights)
         for place in (folder, folder / MERGED) if merged else (folder,):
             self.tokenizer.save_pretrained(place)
-        state = {"step": self.step, "optimizer": optimizer, "random": torch.get_rng_state()}
+        state = {"step": self.step, "optimizer": optimizer, "random": torch.get_rng_state()} | self.own_state
         if self.device.type == "cuda":
             state["random_cuda"] = torch.cuda.get_rng_state(self.device)
         torch.save(state, folder / STATE_FILE)
@@ -297,6 +315,7 @@ class Learner:
             load_adapters(self.model, folder)
         state = torch.load(folder / STATE_FILE, map_location="cpu", mmap=True, weights_only=True)
         self.step = state["step"]
+        self.own_state |= {name: state[name] for name in self.own_state if name in state}
         load_optimizer_state(self.parameters, self.optimizer, state["optimizer"])
         torch.set_rng_state(state["random"])
         if "random_cuda" in state and self.device.type == "cuda":
@@ -339,7 +358,7 @@ def choose_attention(model, asked: str | None = None) -> tuple[str, str]:
 
     def logits(attention: str) -> torch.Tensor:
         model.config._attn_implementation = attention  # its setter reaches models that set_attn_implementation refuses
-        return model(input_ids=ids, use_cache=False).logits
+        return model(input_ids=ids, use_cache=False)[0]  # of a trunk alone, its hidden states
 
     def nudge(module, inputs, embeddings: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(2, embeddings.shape, generator=generator).to(embeddings) * 2 - 1

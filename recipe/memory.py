@@ -1,5 +1,7 @@
 """The memory that trainers and engines take in each phase of a run, when they share devices."""
 
+import time
+
 import psutil
 import torch
 
@@ -36,6 +38,37 @@ def measure(session: RaySession, phase: str) -> dict[str, float]:
     sides = {f"memory/{phase}/{side}": max(a.get(side, 0.0) for a in answers) for side in ("trainer", "engine")}
     gpus = [answer["gpu"] for answer in answers if "gpu" in answer]
     return sides | ({"memory/gpu": min(gpus)} if gpus else {})
+
+
+class Phases:
+    """The seconds that each phase of a step took, and each actor's memory in it."""
+
+    def __init__(self, session: RaySession):
+        self.session, self.metrics, self.since = session, {}, time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """A phase ends, and the next one begins.
+
+        Its metrics are `time/` it, in seconds, and `memory/` it by actor, in GB: the peak of the actor's own tensors.
+        On a GPU, the engine's is all that a trainer rank finds in use beside its own, with what others have kept.
+        """
+        self.metrics[f"time/{phase}"] = time.perf_counter() - self.since
+        actors = self.session.actors
+        answers = self.session.wait("measuring", **{name: actor.memory.remote() for name, actor in actors.items()})
+        for name, answer in zip(actors, answers, strict=True):
+            own = "engine" if name == "engine" else "trainer"
+            beside = [each["engine"] for each in answers if "gpu" in each] if name == "engine" else []
+            self.metrics[f"memory/{phase}/{name}"] = max([answer.get(own, 0.0), *beside])
+        self.since = time.perf_counter()
+
+    def table(self) -> str:
+        """The memory in each phase so far, a line each."""
+        phases = [name.removeprefix("time/") for name in self.metrics if name.startswith("time/")]
+        lines = [f"  {'GB':8}" + "".join(f"  {name:>13}" for name in self.session.actors)]
+        for phase in phases:
+            numbers = (self.metrics[f"memory/{phase}/{name}"] for name in self.session.actors)
+            lines.append(f"  {phase:8}" + "".join(f"  {number:13.2f}" for number in numbers))
+        return "\n".join(lines)
 
 
 def sleep_level(memory: dict[str, float]) -> tuple[str, str]:

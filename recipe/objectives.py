@@ -30,7 +30,20 @@ IMPORTANCE_CAP = {"tis": 2.0, "icepop": 5.0, "sequence_mask": 3.0}  # by --misma
 
 
 @dataclass
-class ObjectiveConfig:
+class MismatchConfig:
+    """What makes up for an engine whose probabilities are not the trainer's."""
+
+    mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] = HfArg(
+        default="tis", help="of the trainer's probabilities over the engine's: cap the ratio, or drop what is far off"
+    )
+    importance_cap: Annotated[float | None, Ge(1)] = HfArg(
+        default=None, help="upper bound of that ratio (default: tis 2, icepop 5, sequence_mask 3)"
+    )
+    importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(default=0.5, help="icepop's lower bound of it")
+
+
+@dataclass
+class ObjectiveConfig(MismatchConfig):
     """What is to be maximized."""
 
     group_size: Annotated[int, Ge(2)] = HfArg(default=8, help="G: completions of each prompt, which are compared")
@@ -47,13 +60,6 @@ class ObjectiveConfig:
     clip_high: Annotated[float | None, Gt(0)] = HfArg(
         default=None, help="and above 1 plus this (default: 0.28; gspo 4e-4, cispo 4)"
     )
-    mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] = HfArg(
-        default="tis", help="of the trainer's probabilities over the engine's: cap the ratio, or drop what is far off"
-    )
-    importance_cap: Annotated[float | None, Ge(1)] = HfArg(
-        default=None, help="upper bound of that ratio (default: tis 2, icepop 5, sequence_mask 3)"
-    )
-    importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(default=0.5, help="icepop's lower bound of it")
     mask_truncated_completions: bool = HfArg(
         default=False, help="learn nothing from completions that max_tokens cut off"
     )
@@ -146,7 +152,7 @@ def sequence_mean(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def importance_weights(
-    old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: ObjectiveConfig
+    old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: MismatchConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [B, T] by the ratio w = p_old / p_engine, and where it was out of bounds: a bool [B, T].
 

@@ -60,12 +60,14 @@ def completion_text(completion: str | list[dict]) -> str:
 class Rewards:
     """The functions that `names` ("module:function") stand for, and the sum of what they return, by `weights`.
 
+    `others` are names of rewards that are no functions: a reward model's, whose weights come last. `call` gets a step's
+    arguments and returns what each reward returns, by name; who computes rewards elsewhere puts another in its place.
     Raises TaskError if one of them cannot be imported, or called with the columns of one of these rows.
     """
 
-    def __init__(self, names: list[str], weights: list[float] | None, rows: Iterable[Row]):
-        if weights and len(weights) != len(names):
-            raise TaskError(f"--reward-weights: {len(weights)} weights for {len(names)} rewards")
+    def __init__(self, names: list[str], weights: list[float] | None, rows: Iterable[Row], others: Iterable[str] = ()):
+        if weights and len(weights) != len(names) + len(others):
+            raise TaskError(f"--reward-weights: {len(weights)} weights for {len(names) + len(others)} rewards")
         short = [name.rpartition(":")[2] for name in names]
         self.functions = {
             name if short.count(own) > 1 else own: named_function("--reward", name)
@@ -73,7 +75,10 @@ class Rewards:
         }
         if len(self.functions) < len(names):
             raise TaskError(f"--reward {' '.join(names)}: one of them is there twice")
-        self.weights = dict(zip(self.functions, weights or [1.0] * len(names), strict=True))
+        self.names = dict(zip(self.functions, names, strict=True))
+        every = [*self.functions, *others]
+        self.weights = dict(zip(every, weights or [1.0] * len(every), strict=True))
+        self.call = self._call
         self.logged = defaultdict(list)  # by `log_metric`
         for row in rows:
             for name, function in zip(names, self.functions.values(), strict=True):
@@ -108,7 +113,7 @@ class Rewards:
         }
         values = {
             name: _checked(f"the reward {name}", returned, rows, rollouts)
-            for name, returned in self._call(arguments).items()
+            for name, returned in self.call(arguments).items()
         }
         scored = iter(
             replace(rollout, rewards={name: values[name][i] for name in values}, extra=extra[i])

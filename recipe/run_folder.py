@@ -2,7 +2,7 @@
 
 args.json             the arguments, and which of them were given: those are the defaults of --resume
 metrics.jsonl         one line per step; step 0 has the evaluation before the first
-completions.jsonl     one line per completion: step, prompt, text, rewards, advantage
+completions.jsonl     one line per completion: step, prompt, text, rewards, advantage (PPO's are of tokens: none)
 tensorboard/          both as TensorBoard events, or wandb/ with --report-to wandb
 reward.png            reward, evaluation, mismatch and sync time over the steps
 run.log               everything that Ray, vLLM and the actors printed
@@ -50,7 +50,8 @@ ON_SCREEN = {  # of a step's metrics
     "tokens/s": "{:6,.0f} tokens/s",
     "eval/reward": "eval {:.3f}",
 }
-PRINTED_BY_ACTOR = r"\((Trainer|Engine) pid=[^)]*\) (?!\(|\[Gloo\])"  # vLLM's processes add their own name in brackets
+ACTORS = "Trainer|Engine|Critic|Reference|RewardModel|run_reward"
+PRINTED_BY_ACTOR = rf"\(({ACTORS}) pid=[^)]*\) (?!\(|\[Gloo\])"  # vLLM's processes add their own name in brackets
 
 
 class Screen(io.TextIOBase):
@@ -204,10 +205,15 @@ class RunFolder:
 
     def _completions(self, step: int, batch: Batch) -> list[dict]:
         rewards = torch.tensor([rollout.reward for rollout in batch.rollouts], dtype=torch.float64)
-        advantage = iter(advantages(rewards, self.saved["group_size"], self.saved["advantage"]).tolist())
+        kind = self.saved.get("advantage")  # PPO's are of tokens, not of completions
+        own = [{}] * len(rewards)
+        if kind:
+            own = [{"advantage": each} for each in advantages(rewards, self.saved["group_size"], kind).tolist()]
+        own = iter(own)
         return [
             {"step": step, "prompt": group.row.prompt, "text": rollout.text}
-            | {"rewards": rollout.rewards, "advantage": next(advantage)}
+            | {"rewards": rollout.rewards}
+            | next(own)
             | rollout.extra
             for group in batch.groups
             for rollout in group.rollouts

@@ -137,8 +137,9 @@ def _order(count: int, seed: int, epoch: int) -> list[int]:
 
 def load_task(args: TaskArguments) -> Task:
     """The task that these arguments describe. Raises TaskError, which names the row, flag or function that is wrong."""
+    models = ["reward_model"] if getattr(args, "reward_model", None) else []  # rlhf_ppo.py alone has one
     for flag in ("dataset", "reward"):
-        if not getattr(args, flag):
+        if not getattr(args, flag) and not (flag == "reward" and models):
             raise TaskError(f"--task {args.task} has no default for --{flag}")
     rows = _load(args, args.dataset, args.dataset_split)
     eval_rows = _load_eval_rows(args, rows)
@@ -150,7 +151,7 @@ def load_task(args: TaskArguments) -> Task:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
     if (both := len(rows) - len(train_rows)) and not args.eval_share:
         print(f"{both} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
-    rewards = Rewards(args.reward, args.reward_weights, [train_rows[0], *eval_rows[:1]])
+    rewards = Rewards(args.reward or [], args.reward_weights, [train_rows[0], *eval_rows[:1]], models)
     return Task(train_rows, eval_rows, rewards, args)
 
 

@@ -120,7 +120,12 @@ DIFFERENT = {
     "rlhf_online_quant.py": {"main", "Arguments", "Engine.__init__", "Engine.start"},
     "rlhf_nccl.py": {"place", "sync", "main", "Arguments", "Engine.__init__", "Trainer.__init__", "Trainer.learn"}
     | {"Trainer.send_weights"},
+    "rlhf_ppo.py": {"place", "connect", "sync", "main", "Arguments", "Engine.__init__", "Engine.start"}
+    | {"Engine.receive_weights", "Trainer.save"},
 }
+# rlhf_ppo.py has the topologies of both.
+DIFFERENT_FROM_COLOCATED = {"place", "connect", "sync", "main", "Engine.__init__", "Engine.receive_weights"}
+DIFFERENT_FROM_COLOCATED |= {"Trainer.save"}
 
 
 def definitions(script: str) -> dict[str, str]:
@@ -141,3 +146,8 @@ def test_what_scripts_share_is_the_same_word_for_word(script):
     first, other = definitions("rlhf.py"), definitions(script)
     different = {name for name in first.keys() & other.keys() if first[name] != other[name]}
     assert different == DIFFERENT[script] & first.keys()
+
+
+def test_what_a_colocated_engine_does_is_the_same_word_for_word():
+    first, other = definitions("rlhf_colocate.py"), definitions("rlhf_ppo.py")
+    assert {name for name in first.keys() & other.keys() if first[name] != other[name]} == DIFFERENT_FROM_COLOCATED

@@ -41,7 +41,7 @@ FAULTS = [
     ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died: its connection to the"),
 ]
 TAKEN = r"no group at [\d.:]+: .*Address already in use"
-SCRIPTS = ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py", "rlhf_async.py"]
+SCRIPTS = ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py", "rlhf_async.py", "rlhf_ppo.py"]
 VICTIMS = {"VLLM::Worker": "engine", "VLLM::EngineCore": "engine", "ray::Trainer": "trainer", "raylet/raylet": "raylet"}
 KILLS = int(os.environ.get("KILLS", "0"))  # which eighth of all kills in all phases
 RANDOM_KILLS, FAULT_SEED = int(os.environ.get("RANDOM_KILLS", "4")), int(os.environ.get("FAULT_SEED", "7"))
@@ -62,6 +62,12 @@ OTHERS = [  # --resume keeps the options: all have one worker, which starts soon
     ("rlhf.py", "syncing 3 terminate", "interrupted"),
     ("rlhf.py", "connecting 1 take", TAKEN),
 ]
+PPO = [
+    ("rlhf_ppo.py", "rewarding 2 kill ray::RewardModel", "the reward_model0 died while rewarding"),
+    ("rlhf_ppo.py", "scoring 2 kill ray::Reference", "the reference0 died while scoring"),
+    ("rlhf_ppo.py", "learning 2 kill ray::Critic", "the critic0 died while learning"),
+    ("rlhf_ppo.py", "saving 2 kill ray::Critic", "the critic0 died while saving"),
+]
 IN_SYNC = r"died: its connection to the weight sync closed|the engine died: one of vLLM's processes ended"
 
 
@@ -75,6 +81,8 @@ def kills(script: str) -> list[tuple[str, str, str]]:
         noticed = NOTICED.get((side, phase), phase)
         if script == "rlhf_async.py" and phase != "starting":  # where everything goes on at the same time
             noticed = "generating|proving|learning|syncing|saving"
+        if script == "rlhf_ppo.py" and phase == "generating":  # it takes several phases until it waits for the trainer
+            noticed = "generating|measuring|sleeping|rewarding|scoring"
         message = rf"{side}\d? (died|failed) while ({noticed})" + (f"|{IN_SYNC}" if "syncing" in noticed else "")
         faults.append((script, f"{at} kill {victim}", message))
     return faults
@@ -97,6 +105,7 @@ def small_disk(tmp_path):
     [
         pytest.param(FAULTS, id="killed"),
         pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
+        pytest.param(PPO, id="ppo", marks=pytest.mark.slow),
         pytest.param(list(itertools.chain(*map(kills, SCRIPTS))), id=f"kills-{KILLS}", marks=pytest.mark.slow),
     ],
 )
@@ -316,7 +325,8 @@ def test_worker_killed_while_ray_starts_it_delays_the_run_by_no_more_than_a_faul
         assert time.monotonic() - started < FAULT_SECONDS
 
 
-MATTERS = (*RAY, *SCRIPTS, "ray::Trainer", "ray::Engine", "VLLM::")
+MODELS = ("Critic", "Reference", "RewardModel")
+MATTERS = (*RAY, *SCRIPTS, *(f"ray::{name}" for name in ("Trainer", "Engine", *MODELS)), "VLLM::")
 
 
 @pytest.mark.slow

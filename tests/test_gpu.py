@@ -12,10 +12,11 @@ import torch
 from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, gpus
 from test_compiled import assert_syncs_are_exact
 from test_quantized import compare
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from recipe.engine import DECODE_GRAPHS
 from recipe.quantization import quantize_by_torchao
-from recipe.tiny_model import build_tiny_base, build_tiny_model
+from recipe.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
 from rlhf_online_quant import MAX_MISMATCH
 from rlhf_utils import WeightSyncError
 from weight_sync.channels import SharedStaging, TrainerMemory
@@ -57,6 +58,58 @@ def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, rewa
     assert len(rows) == 30
     assert rows[0]["reward/mean"] < 0.25
     assert rows[-1]["reward/mean"] > reward  # a step of which the engine had other weights would have ended the run
+
+
+PPO = [
+    # options, GPUs, what the layout says
+    ("", 1, [r"^GPU-\S+ +critic 0 +0$", r"^GPU-\S+ +engine 0 +0$"]),
+    ("--sleep weights --gradient-checkpointing", 1, [r"^GPU-\S+ +reward_model 0 +0$"]),
+    ("--tensor-parallel-size 2", 2, [r"^GPU-\S+ +critic 1 +1$", r"^GPU-\S+ +engine 1 +1$"]),
+    ("--placement split", 2, [r"^GPU-\S+ +reward_model 0 +0$", r"^GPU-\S+ +engine 0 +1$"]),
+    ("--placement split", 3, [r"^GPU-\S+ +reward_model 0 +1$", r"^GPU-\S+ +engine 0 +2$"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "says"),
+    [pytest.param(*run, marks=pytest.mark.gpu(run[1]), id=f"{run[0]}-{run[1]}gpu") for run in PPO],
+)
+def test_ppo_learns_with_all_five_actors(script, tmp_path, options, count, says):
+    build_tiny_model(tmp_path / "model")
+    flags = f"--model model --learning-rate 3e-3 --gpu-memory-utilization 0.05 --save-every 30 --output run {options}"
+    text = script("rlhf_ppo.py", *flags.split(), CUDA_VISIBLE_DEVICES=gpus(slice(count))).finish(400)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    for pattern in (REPLAY, *says):
+        assert re.search(pattern, text, re.MULTILINE), text
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 1
+    assert rows[-1]["ppo/explained_variance"] > 0.3
+
+
+@pytest.mark.gpu(1)
+def test_five_models_of_half_a_billion_parameters_share_a_gpu(script, tmp_path):
+    """Weights of Qwen2.5-0.5B's shape, random. Each is on the GPU in its own phases alone."""
+    shape = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True, num_labels=1, pad_token_id=0,
+    )  # fmt: skip
+    for name, kind in (("model", Qwen2ForCausalLM), ("reward", Qwen2ForSequenceClassification)):
+        kind(shape).bfloat16().save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    flags = "--model model --reward-model reward --steps 3 --max-tokens 256 --max-model-len 512 --save-every 0"
+    run = script("rlhf_ppo.py", *flags.split(), "--output", "run", CUDA_VISIBLE_DEVICES=gpus(slice(1)))
+    text = run.finish(600)
+    print(text)  # with a table of the memory in each phase
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    weights = 4 * sum(p.numel() for p in Qwen2ForCausalLM(shape).parameters()) / 1e9
+    for phase in ("rollout", "reward", "score", "train"):
+        for name in ("critic0", "reference0", "reward_model0"):
+            works = (name, phase) in {
+                ("reward_model0", "reward"), ("reference0", "score"), ("critic0", "score"), ("critic0", "train"),
+            }  # fmt: skip
+            memory = row[f"memory/{phase}/{name}"]
+            assert memory > weights if works else memory < 0.2 * weights, (phase, name, memory)
 
 
 # --- An engine on GPUs of its own, and one on the trainer's -----------------------------------------------------------

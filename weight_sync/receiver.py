@@ -8,6 +8,7 @@ import torch
 from .buckets import STAGING_BUFFERS, Piece, seconds_allowed, staging_buffer_bytes, wire_buckets
 from .channels import Staging
 from .engine_model import EngineModel
+from .groups import device_id_of
 from .link import ANSWER_SECONDS, Link, reason_of, wait_until
 
 
@@ -24,6 +25,15 @@ class WeightReceiver:
         parameters.
         """
         return self._engine_model().unchanged()
+
+    def report_device_id(self) -> str:
+        """The UUID of this worker's GPU, as nvidia-smi prints it; on CPU "cpu:" and the worker's rank in the engine."""
+        return device_id_of(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
+
+    def weight_digests(self) -> tuple[int | None, int | None]:
+        """Two digests: of the weights that this worker serves, and of all tensors that its model's layers keep."""
+        model = self._engine_model()
+        return model.weights_digest(), model.state_digest()
 
     def _receive(self, timeout: float, connect: Callable[[], Link]) -> dict:
         # Return errors, never raise: vLLM stops reading the workers' answers at the first exception and then takes the
