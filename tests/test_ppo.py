@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import ray
 import torch
@@ -365,6 +366,10 @@ def test_rewards_are_ray_tasks_that_share_the_prompts(folder):
         assert os.getpid() not in processes
         assert processes[2] == processes[5]  # one prompt is the first task's, two are the other's
 
+        finished = time.time()
+        time.sleep(5)  # as long as a step may take, after which the same processes are still there
+        again, _ = scored(session, "where", reward_workers=2)
+        assert all(psutil.Process(rollout.extra["pid"]).create_time() < finished for rollout in again)
         with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line 22\)"):
             scored(session, "where", "raises")
 
