@@ -343,9 +343,9 @@ def connect(
     they share none, rank 0 with all of them in one broadcast group. Returns the arguments of `receive_weights`."""
     devices = {name: session.wait("connecting", **ranks.each(name, "device_id")) for name in ranks.actors}
     (devices["engine"],) = session.wait("connecting", engine=engine.device_ids.remote())
-    lines = [f"{'device':40}  {'actor':13}  bundle"]
+    lines = [f"{'device':40}  {'actor':14}  bundle"]
     for name, ids in devices.items():
-        lines += [f"{own:40}  {name:11} {i}  {places[name][i][0]:6}" for i, own in enumerate(ids)]
+        lines += [f"{own:40}  {name:12} {i}  {places[name][i][0]:6}" for i, own in enumerate(ids)]
     run.say("\n".join(lines))
     if args.placement == "split":
         (address,) = session.wait("connecting", **ranks.each("trainer", "address"))
