@@ -506,7 +506,7 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
         --reward-weights 2 0.5 --kl-target 0.01 --kl-horizon 100 --early-stop-kl 0.05 --whiten-rewards --output run
     """
     text = script("rlhf_ppo.py", *flags.split()).finish(600)
-    assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
+    assert re.search(r"^OK: reward .*, eval -?\d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
     assert re.findall(r"^cpu:\d +(\w+) +(\d) +(\d)$", text, re.M) == [
         ("trainer", "0", "0"), ("critic", "0", "0"), ("reference", "0", "0"), ("reward_model", "0", "0"),
         ("engine", "0", "1"), ("engine", "1", "2"),
