@@ -7,7 +7,7 @@
     python rlhf_ppo.py                               # no GPU: small built-in models, all five on CPU
 
     Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
-    Trainer      the policy that learns (PPO's actor), fp32 master weights, and its WeightSender
+    Trainer      the policy (PPO's actor): fp32 master weights, PPO (recipe/ppo.py), WeightSender (rlhf_utils.py)
     Critic       the policy's trunk with a value head (recipe/ppo_models.py), and an optimizer of its own
     Reference    the model that the run began with, frozen
     RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
