@@ -3,6 +3,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 TORCH_CPU := torch==2.13.0+cpu
 PYTEST := .venv/bin/pytest
+PIP := .venv/bin/pip install --quiet --no-compile  # what is used is compiled when it is first imported
 
 .PHONY: help venv run test test-rest test-all test-gpu quick lint
 
@@ -13,13 +14,12 @@ venv: .venv/ready-$(REQUIREMENTS)  ## .venv for this machine's hardware
 
 .venv/ready-$(REQUIREMENTS): $(REQUIREMENTS) requirements-test.txt
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/pip install --quiet --upgrade pip
+	$(PIP) --upgrade pip
 ifeq ($(GPU),)
 	@echo "no NVIDIA GPU: installing the CPU builds of torch and vLLM"
-	.venv/bin/pip install --quiet $(TORCH_CPU) || \
-		.venv/bin/pip install --quiet $(TORCH_CPU) --index-url https://download.pytorch.org/whl/cpu
+	$(PIP) $(TORCH_CPU) || $(PIP) $(TORCH_CPU) --index-url https://download.pytorch.org/whl/cpu
 endif
-	.venv/bin/pip install --quiet -r $(REQUIREMENTS) -r requirements-test.txt
+	$(PIP) -r $(REQUIREMENTS) -r requirements-test.txt
 ifeq ($(GPU),)
 	# vLLM's CPU build names these three; their builds on PyPI are for CUDA's torch and break the import of vLLM.
 	.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec

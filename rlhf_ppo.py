@@ -7,7 +7,7 @@
     python rlhf_ppo.py                               # no GPU: small built-in models, all five on CPU
 
     Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
-    Trainer      the policy that learns (PPO's actor), fp32 master weights, and its WeightSender
+    Trainer      the policy (PPO's actor): fp32 master weights, PPO (recipe/ppo.py), WeightSender (rlhf_utils.py)
     Critic       the policy's trunk with a value head (recipe/ppo_models.py), and an optimizer of its own
     Reference    the model that the run began with, frozen
     RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
@@ -350,9 +350,9 @@ def connect(
     they share none, rank 0 with all of them in one broadcast group. Returns the arguments of `receive_weights`."""
     devices = {name: session.wait("connecting", **ranks.each(name, "device_id")) for name in ranks.actors}
     (devices["engine"],) = session.wait("connecting", engine=engine.device_ids.remote())
-    lines = [f"{'device':40}  {'actor':13}  bundle"]
+    lines = [f"{'device':40}  {'actor':14}  bundle"]
     for name, ids in devices.items():
-        lines += [f"{own:40}  {name:11} {i}  {places[name][i][0]:6}" for i, own in enumerate(ids)]
+        lines += [f"{own:40}  {name:12} {i}  {places[name][i][0]:6}" for i, own in enumerate(ids)]
     run.say("\n".join(lines))
     if args.placement == "split":
         (address,) = session.wait("connecting", **ranks.each("trainer", "address"))

@@ -80,7 +80,7 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
             given = {name: saved[name] for name in saved["given"]} | given
         except (OSError, ValueError, KeyError) as error:
             parser.error(f"--resume {folder}: not a run folder ({error!r})")
-    for name in ("model", "dataset", "eval_dataset"):
+    for name in ("model", "critic_model", "reward_model", "dataset", "eval_dataset"):
         if (path := given.get(name)) and os.path.exists(path):
             given[name] = os.path.abspath(path)  # actors, and a run resumed elsewhere, have another working folder
     try:

@@ -5,8 +5,8 @@ The algorithm is that of Schulman et al. 2017 (arXiv:1707.06347) as RLHF has it 
 
     rewards     token_rewards: the clipped score at the last token, less kl_coef * (log p - log p_reference) at each
     advantages  gae: by the critic's values of the states before each token; whitened over the batch
-    policy      policy_losses, the clipped ratio to the policy that the step began with, times the weight that makes up
-                for the engine (objectives.py)
+    policy      clipped_losses of the ratio to the policy that the step began with, times importance_weights, which make
+                up for the engine (both in objectives.py)
     critic      value_losses, clipped around the values that the step began with
     kl_coef     fixed, or adapted to a target of the KL
 
@@ -179,7 +179,10 @@ def estimate(
 
 
 class PPO(Scorer):
-    """What both learners do in a step: epochs of mini-batches, in an order that the seed and the step settle."""
+    """What both learners do in a step: epochs of mini-batches, in an order that the seed and the step settle.
+
+    Subclasses have `_losses`, which gives the "loss" and metrics, [b, T] each, of a micro-batch of b rollouts.
+    """
 
     def __init__(self, path: str, config: PPOConfig, device: torch.device, seed: int = 0, steps: int | None = None):
         super().__init__(path, config, device, seed, steps)
@@ -193,8 +196,9 @@ class PPO(Scorer):
             yield from (order[i::parts] for i in range(parts))
 
     def _learn(self, experience: Experience, *names: str, stop_above: float | None = None) -> dict[str, float]:
-        """All updates of a step, on these tensors of the experience. Returns the means of what `_losses` returns over
-        the updates, and how many there were: one whose "approxkl" is above `stop_above` is not made, and the last."""
+        """All updates of a step, on these tensors of the experience, until the "approxkl" of one, the first excepted, is
+        above `stop_above`: that one is not made. Returns the means of what `_losses` returns, and how many there were.
+        """
         reduce_once = self.ranks > 1 and self._sum(whole_gradients_fit(self.parameters, self.device))[0] == self.ranks
         totals, updates = {}, 0
         for rows in self._mini_batches(len(experience.rollouts)):

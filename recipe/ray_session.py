@@ -78,6 +78,8 @@ class RaySession:
             # How long Ray waits before it asks whether what it has started lives: not 30 s, in which no thread runs ...
             os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "15")
             os.environ.setdefault("RAY_worker_register_timeout_seconds", "20")  # ... and not 60
+            # Workers of tasks stay idle so long, not 1 s: a step later, its rewards need not import everything again.
+            os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
             environment["TMPDIR"] = self.folder  # vLLM leaves its sockets there
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False, "_temp_dir": self.folder}

@@ -62,11 +62,11 @@ def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, rewa
 
 PPO = [
     # options, GPUs, what the layout says
-    ("", 1, [r"^GPU-\S+ +critic 0 +0$", r"^GPU-\S+ +engine 0 +0$"]),
-    ("--sleep weights --gradient-checkpointing", 1, [r"^GPU-\S+ +reward_model 0 +0$"]),
-    ("--tensor-parallel-size 2", 2, [r"^GPU-\S+ +critic 1 +1$", r"^GPU-\S+ +engine 1 +1$"]),
-    ("--placement split", 2, [r"^GPU-\S+ +reward_model 0 +0$", r"^GPU-\S+ +engine 0 +1$"]),
-    ("--placement split", 3, [r"^GPU-\S+ +reward_model 0 +1$", r"^GPU-\S+ +engine 0 +2$"]),
+    ("", 1, [r"^GPU-\S+ +critic +0 +0$", r"^GPU-\S+ +engine +0 +0$"]),
+    ("--sleep weights --gradient-checkpointing", 1, [r"^GPU-\S+ +reward_model +0 +0$"]),
+    ("--tensor-parallel-size 2", 2, [r"^GPU-\S+ +critic +1 +1$", r"^GPU-\S+ +engine +1 +1$"]),
+    ("--placement split", 2, [r"^GPU-\S+ +reward_model +0 +0$", r"^GPU-\S+ +engine +0 +1$"]),
+    ("--placement split", 3, [r"^GPU-\S+ +reward_model +0 +1$", r"^GPU-\S+ +engine +0 +2$"]),
 ]
 
 

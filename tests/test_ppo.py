@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 
+import psutil
 import pytest
 import ray
 import torch
@@ -365,6 +366,10 @@ def test_rewards_are_ray_tasks_that_share_the_prompts(folder):
         assert os.getpid() not in processes
         assert processes[2] == processes[5]  # one prompt is the first task's, two are the other's
 
+        finished = time.time()
+        time.sleep(5)  # as long as a step may take, after which the same processes are still there
+        again, _ = scored(session, "where", reward_workers=2)
+        assert all(psutil.Process(rollout.extra["pid"]).create_time() < finished for rollout in again)
         with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line 22\)"):
             scored(session, "where", "raises")
 
@@ -453,20 +458,18 @@ def timeless(run):
 
 @pytest.fixture(scope="module")
 def default_run(tmp_path_factory):
-    """The folder of a run with the default arguments, what it printed, and the seconds that it took."""
-    folder, started = tmp_path_factory.mktemp("default"), time.monotonic()
-    command = (sys.executable, str(ROOT / "rlhf_ppo.py"), "--seed", str(random.randrange(1000)), "--output", "run")
-    text = Script(folder, *command).finish(300)
-    return folder / "run", text, time.monotonic() - started
+    """The folder of a run with the default arguments, and what it printed."""
+    folder = tmp_path_factory.mktemp("default")
+    command = (sys.executable, str(ROOT / "rlhf_ppo.py"), "--output", "run")
+    return folder / "run", Script(folder, *command).finish(400)
 
 
 @cpu_only
 def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
-    run, text, seconds = default_run
+    run, text = default_run
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    assert seconds < 240
     assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engine had loaded", text, re.M)
-    table = re.findall(r"^cpu:0 +(\w+) 0 +0$", text, re.M)
+    table = re.findall(r"^cpu:0 +(\w+) +0 +0$", text, re.M)
     assert table == ["trainer", "critic", "reference", "reward_model", "engine"]
     metrics = rows(run)
     assert [row["step"] for row in metrics] == list(range(1, 31))
@@ -486,7 +489,7 @@ def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
 def test_resumed_run_goes_on_bit_for_bit(default_run, script, tmp_path):
     run = shutil.copytree(default_run[0], tmp_path / "run")
     shutil.rmtree(run / "checkpoint-000030")  # as if it had been killed before
-    text = script("rlhf_ppo.py", "--resume", "run", **CORE_IN_PROCESS).finish(240)
+    text = script("rlhf_ppo.py", "--resume", "run", **CORE_IN_PROCESS).finish(600)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert timeless(run) == timeless(default_run[0])
     for part in ("model.safetensors", "critic/model.safetensors"):
@@ -502,14 +505,14 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
         --reward recipe.uppercase:uppercase --reward-model recipe.tiny_reward_model:build_tiny_reward_model
         --reward-weights 2 0.5 --kl-target 0.01 --kl-horizon 100 --early-stop-kl 0.05 --whiten-rewards --output run
     """
-    text = script("rlhf_ppo.py", *flags.split()).finish(300)
-    assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
-    assert re.findall(r"^cpu:\d +(\w+) (\d) +(\d)$", text, re.M) == [
+    text = script("rlhf_ppo.py", *flags.split()).finish(600)
+    assert re.search(r"^OK: reward .*, eval -?\d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
+    assert re.findall(r"^cpu:\d +(\w+) +(\d) +(\d)$", text, re.M) == [
         ("trainer", "0", "0"), ("critic", "0", "0"), ("reference", "0", "0"), ("reward_model", "0", "0"),
         ("engine", "0", "1"), ("engine", "1", "2"),
     ]  # fmt: skip
     before, *metrics = rows(tmp_path / "run")
-    assert before["eval/reward"] > 0
+    assert metrics[-1]["eval/reward"] > before["eval/reward"]
     for row in metrics:
         parts = row["rewards/uppercase/mean"], row["rewards/reward_model/mean"]
         assert row["reward/mean"] == pytest.approx(2 * parts[0] + 0.5 * parts[1])
@@ -522,7 +525,7 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
 @cpu_only
 @pytest.mark.slow
 def test_two_ranks_beside_two_workers_learn(script, tmp_path):
-    text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--output", "run").finish(400)
+    text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--output", "run").finish(600)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     metrics = rows(tmp_path / "run")
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
