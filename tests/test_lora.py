@@ -295,14 +295,7 @@ def test_flags(monkeypatch, capsys, flags, message):
 
 @cpu_only
 @pytest.mark.parametrize(
-    "name",
-    [
-        "rlhf.py",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("rlhf_async.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py")
-        ),
-    ],
+    "name", ["rlhf.py", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rlhf_colocate.py", "rlhf_nccl.py"))]
 )
 def test_script_with_adapters_learns_and_goes_on(script, tmp_path, name):
     flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")

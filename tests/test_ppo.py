@@ -461,7 +461,7 @@ def default_run(tmp_path_factory):
     """The folder of a run with the default arguments, and what it printed."""
     folder = tmp_path_factory.mktemp("default")
     command = (sys.executable, str(ROOT / "rlhf_ppo.py"), "--output", "run")
-    return folder / "run", Script(folder, *command).finish(400)
+    return folder / "run", Script(folder, *command, **CORE_IN_PROCESS).finish(400)
 
 
 @cpu_only
