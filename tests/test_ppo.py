@@ -229,7 +229,7 @@ def test_two_ranks_learn_what_one_learns(model, reward_model, tmp_path):
     torch.testing.assert_close(theirs[1], ours[1], atol=1e-5, rtol=1e-5)
     for own, other in zip(ours[2:], theirs[2:], strict=True):
         for name, value in own.items():
-            torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(value), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(other[name], value, atol=1e-5, rtol=1e-4)
 
 
 def test_checkpoints_go_on_bit_for_bit(model, tmp_path):
