@@ -3,7 +3,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 TORCH_CPU := torch==2.13.0+cpu
 PYTEST := .venv/bin/pytest
-PIP := .venv/bin/pip install --quiet --no-compile  # what is used is compiled when it is first imported
+PIP := .venv/bin/pip install --quiet
 
 .PHONY: help venv run test test-rest test-all test-gpu quick lint
 
