@@ -23,6 +23,7 @@ from test_learning import CPU, config, rollouts
 import rlhf_async
 from recipe import async_rollouts
 from recipe.async_rollouts import InFlight, RolloutsAhead
+from recipe.checkpoint import Models
 from recipe.dataset import Row
 from recipe.errors import MismatchError, RunError, TaskError
 from recipe.grpo import GRPOLearner
@@ -277,7 +278,7 @@ class Pair:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.engine = rlhf_async.Engine(model, self.args, "cpu")
-        self.trainer = rlhf_async.Trainer(model, model, self.args, "cpu")
+        self.trainer = rlhf_async.Trainer(Models(model, model, None), self.args, "cpu")
         self.learner = self.trainer.learner
         self.original = {name: weight.detach().clone() for name, weight in self.learner.model.named_parameters()}
         from vllm.utils.network_utils import get_open_port
