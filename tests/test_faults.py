@@ -41,7 +41,13 @@ FAULTS = [
     ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died: its connection to the"),
 ]
 TAKEN = r"no group at [\d.:]+: .*Address already in use"
-SCRIPTS = ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py", "rlhf_online_quant.py", "rlhf_async.py", "rlhf_ppo.py"]
+SCRIPTS = [
+    "rlhf.py",
+    "rlhf_colocate.py",
+    "rlhf_nccl.py",
+    "rlhf_online_quant.py",
+    "rlhf_async.py",
+]  # of rlhf_ppo.py, PPO below
 VICTIMS = {"VLLM::Worker": "engine", "VLLM::EngineCore": "engine", "ray::Trainer": "trainer", "raylet/raylet": "raylet"}
 KILLS = int(os.environ.get("KILLS", "0"))  # which eighth of all kills in all phases
 RANDOM_KILLS, FAULT_SEED = int(os.environ.get("RANDOM_KILLS", "4")), int(os.environ.get("FAULT_SEED", "7"))
@@ -81,8 +87,6 @@ def kills(script: str) -> list[tuple[str, str, str]]:
         noticed = NOTICED.get((side, phase), phase)
         if script == "rlhf_async.py" and phase != "starting":  # where everything goes on at the same time
             noticed = "generating|proving|learning|syncing|saving"
-        if script == "rlhf_ppo.py" and phase == "generating":  # it takes several phases until it waits for the trainer
-            noticed = "generating|measuring|sleeping|rewarding|scoring"
         message = rf"{side}\d? (died|failed) while ({noticed})" + (f"|{IN_SYNC}" if "syncing" in noticed else "")
         faults.append((script, f"{at} kill {victim}", message))
     return faults
