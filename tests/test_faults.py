@@ -47,7 +47,7 @@ SCRIPTS = [
     "rlhf_nccl.py",
     "rlhf_online_quant.py",
     "rlhf_async.py",
-]  # of rlhf_ppo.py, PPO below
+]  # PPO has those of rlhf_ppo.py
 VICTIMS = {"VLLM::Worker": "engine", "VLLM::EngineCore": "engine", "ray::Trainer": "trainer", "raylet/raylet": "raylet"}
 KILLS = int(os.environ.get("KILLS", "0"))  # which eighth of all kills in all phases
 RANDOM_KILLS, FAULT_SEED = int(os.environ.get("RANDOM_KILLS", "4")), int(os.environ.get("FAULT_SEED", "7"))
