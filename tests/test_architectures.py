@@ -104,8 +104,8 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
 
 
 def case(architecture: str, size: int):
-    """Every day: transposed weights; what is fused, grouped and tied; vLLM's Transformers backend."""
-    quick = size == 2 and architecture in ("GPT2", "Qwen2", "Phi")
+    """Every day: transposed weights; what is fused, grouped and tied."""
+    quick = size == 2 and architecture in ("GPT2", "Qwen2")
     marks = [pytest.mark.gpu(1 + size, or_cpu=True)] + ([] if quick else [pytest.mark.slow])
     marks += [DIFFERENCES[architecture]] if architecture in DIFFERENCES else []
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
