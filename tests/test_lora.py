@@ -295,7 +295,7 @@ def test_flags(monkeypatch, capsys, flags, message):
 
 @cpu_only
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rlhf.py", "rlhf_colocate.py", "rlhf_nccl.py"])
+@pytest.mark.parametrize("name", ["rlhf.py", "rlhf_colocate.py"])
 def test_script_with_adapters_learns_and_goes_on(script, tmp_path, name):
     flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")
     text = script(name, *flags, **CORE_IN_PROCESS).finish(300)
