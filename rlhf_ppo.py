@@ -39,7 +39,7 @@ from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
 from recipe.checkpoint import write_checkpoint
-from recipe.engine import EngineArguments, complete, engine_options, reset_prefix_cache, sample, serves_checkpoint
+from recipe.engine import EngineArguments, complete, engine_options, release_memory, sample, serves_checkpoint
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.learner import Rollout
@@ -121,13 +121,7 @@ class Engine:
 
         Nothing is generated until that sync is over, so the prefix cache stays empty.
         """
-        reset_prefix_cache(self.llm)
-        if level == "weights":
-            self.llm.sleep(level=2)  # keeps no copy of the weights: a sync follows
-        elif level != "none":
-            self.llm.sleep(level=0)
-            self.llm.release_kv_cache_memory()
-            self.llm.collective_rpc("empty_cache")  # level 2 does that itself
+        release_memory(self.llm, level)
         self.asleep = level
 
     def receive_weights(self, *handles: dict[str, str]) -> bool:

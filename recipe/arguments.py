@@ -98,8 +98,7 @@ def task_defaults(cls: type, given: dict) -> dict:
     """What the task sets: `DEFAULTS` of the module recipe/`task`.py, or of one in the working folder.
 
     A given dataset has nothing to do with the splits and the evaluation of the task's own, nor a given reward or reward
-    model with the task's rewards. Raises TaskError if there is
-    no such module, or no such flag.
+    model with the task's rewards. Raises TaskError if there is no such module, or no such flag.
     """
     if not (task := given.get("task", getattr(cls, "task", None))):
         return {}

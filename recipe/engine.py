@@ -193,6 +193,18 @@ def reset_prefix_cache(llm) -> None:
         raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
 
 
+def release_memory(llm, level: str) -> None:
+    """Drop the prefix cache, and release the memory of the KV cache ("kv"), of the weights as well ("weights"), or none
+    ("none")."""
+    reset_prefix_cache(llm)
+    if level == "weights":
+        llm.sleep(level=2)  # keeps no copy of the weights: a sync follows
+    elif level != "none":
+        llm.sleep(level=0)
+        llm.release_kv_cache_memory()
+        llm.collective_rpc("empty_cache")  # level 2 does that itself
+
+
 def serves_checkpoint(loaded: list, now: list, slept: bool) -> bool:
     """Whether an engine serves, bit for bit, what it had loaded from disk, by its workers' `weight_digests`.
 

@@ -87,10 +87,10 @@ class GRPOLearner(Learner):
         for update in range(config.updates):
             self.optimizer.zero_grad(set_to_none=True)
             total_loss, first = 0.0, update == 0 and not config.lora_dropout
-            for part in parts:
-                if self.ranks > 1:
-                    self.model.set_requires_gradient_sync(part is parts[-1] or not reduce_once)
-                with dropout(self.model):
+            with dropout(self.model):
+                for part in parts:
+                    if self.ranks > 1:
+                        self.model.set_requires_gradient_sync(part is parts[-1] or not reduce_once)
                     logprobs, entropy = self.token_logprobs(mine[part], mask.shape[1], entropy=first)
                     if first:
                         old_logprobs[part], entropies[part] = logprobs.detach(), entropy
@@ -105,7 +105,7 @@ class GRPOLearner(Learner):
                     )
                     loss = (losses * weights[part]).sum()
                     (loss * self.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
-                total_loss = total_loss + loss.detach()  # a tensor: reading it would wait for the GPU
+                    total_loss = total_loss + loss.detach()  # a tensor: reading it would wait for the GPU
             if update == 0:
                 distance = distance_of(old_logprobs, engine_logprobs, current)
                 mismatch = self._proven(distance + self._distance_of(proof) if proof else distance)

@@ -172,10 +172,11 @@ class Learner:
 
     def _update(self) -> float:
         """An optimizer step with the gradients that there are, clipped. Returns their norm. Raises DivergenceError."""
-        if self.ranks > 1:
-            for parameter in self.adapters:  # which every rank has: FSDP leaves them alone
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.ranks
+        if self.adapters and self.ranks > 1:  # every rank has all of them: FSDP leaves them alone
+            gradients = [parameter.grad for parameter in self.adapters]
+            total = torch.nn.utils.parameters_to_vector(gradients)
+            dist.all_reduce(total)
+            torch.nn.utils.vector_to_parameters(total / self.ranks, gradients)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if not norm.isfinite():
             raise DivergenceError(f"step {self.step + 1}: the gradient is not finite; lower --learning-rate")

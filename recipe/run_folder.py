@@ -206,14 +206,11 @@ class RunFolder:
     def _completions(self, step: int, batch: Batch) -> list[dict]:
         rewards = torch.tensor([rollout.reward for rollout in batch.rollouts], dtype=torch.float64)
         kind = self.saved.get("advantage")  # PPO's are of tokens, not of completions
-        own = [{}] * len(rewards)
-        if kind:
-            own = [{"advantage": each} for each in advantages(rewards, self.saved["group_size"], kind).tolist()]
-        own = iter(own)
+        advantage = iter(advantages(rewards, self.saved["group_size"], kind).tolist() if kind else ())
         return [
             {"step": step, "prompt": group.row.prompt, "text": rollout.text}
             | {"rewards": rollout.rewards}
-            | next(own)
+            | ({"advantage": next(advantage)} if kind else {})
             | rollout.extra
             for group in batch.groups
             for rollout in group.rollouts
