@@ -30,6 +30,7 @@ EXIT_SECONDS = 15.0  # nor does the way out
 MAX_SOCKET_CHARS = 107  # of a socket's path
 RAY_SOCKET_CHARS = 82  # of it, below the folder for temporary files: /rlhf-ray-.../session_.../sockets/plasma_store
 WORKER_RAISED = r"Worker failed with error '(.*)', please check"  # which vLLM tells its log alone
+RAISED_AT_START = r"recipe\.errors\.\w+: (.*)"  # how Ray quotes an error for the user from an actor's constructor
 RAY = {  # how a word of each process's title ends, and its name
     "dashboard/agent.py": "dashboard agent",
     "ray::DashboardAgent": "dashboard agent",
@@ -234,6 +235,9 @@ class RaySession:
                 self.run.details = ""  # that says it all
                 return RunError(f"the {actor} failed while {phase}: {reason[1]}")
             return RunError(f"the {actor} died while {phase}: one of vLLM's processes ended")
+        if found := re.match(RAISED_AT_START, _last_line(error)):
+            self.run.details = ""  # as above
+            return RunError(found[1])
         if actor.startswith("trainer"):  # whose traceback says more than the log; a full disk needs none
             self.run.details = "" if isinstance(getattr(error, "cause", None), OSError) else str(error)
         return RunError(f"the {actor} failed while {phase}: {_last_line(error)}")

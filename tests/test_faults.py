@@ -250,6 +250,15 @@ def test_what_a_worker_raised_is_the_one_line_that_is_said(tmp_path, monkeypatch
     assert capfd.readouterr().out == ""
 
 
+def test_what_is_wrong_with_an_argument_is_said_as_it_is_also_by_an_actor_that_begins(tmp_path, monkeypatch):
+    quoted = "The actor died because of an error raised in its creation task\nrecipe.errors.RunError: no layer nope"
+    monkeypatch.setattr(ray_session.ray, "wait", lambda refs, **_: (refs, []))
+    monkeypatch.setattr(ray_session, "_error_of", lambda _: RuntimeError(quoted))
+    with RunFolder(RunArguments(output=tmp_path / "run"), "test") as run:
+        assert str(RaySession(run, None)._blame("starting", {"trainer": "ref"})) == "no layer nope"
+        assert run.details == ""
+
+
 SESSION = """
 import pathlib, time
 from recipe.arguments import RunArguments
