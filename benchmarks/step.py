@@ -117,7 +117,8 @@ def run_way(folder: Path, command: list[str], gpu: bool) -> float:
     Raises RunError with the last line of the output if it fails.
     """
     folder.mkdir()
-    environment = {"PYTHONPATH": str(ROOT / "benchmarks")}  # of the reward
+    paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}  # of the reward
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     environment |= {"CUDA_VISIBLE_DEVICES": visible} if gpu else {}
     with (folder / "output.txt").open("w") as file:
