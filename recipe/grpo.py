@@ -76,7 +76,7 @@ class GRPOLearner(Learner):
         )
         parts = parts or [idle.pop()]  # momentum moves the weights even where all gradients are 0
         old_logprobs, entropies = torch.zeros_like(engine_logprobs), torch.zeros_like(engine_logprobs)
-        with torch.no_grad():  # with dropout, what learns is not what sampled
+        with torch.no_grad(), self._computing(self.model):  # with dropout, what learns is not what sampled
             for part in idle + parts if config.lora_dropout else idle:
                 old_logprobs[part], entropies[part] = self.token_logprobs(mine[part], mask.shape[1], entropy=True)
         reference_logprobs = None
@@ -87,7 +87,7 @@ class GRPOLearner(Learner):
         for update in range(config.updates):
             self.optimizer.zero_grad(set_to_none=True)
             total_loss, first = 0.0, update == 0 and not config.lora_dropout
-            with dropout(self.model):
+            with dropout(self.model), self._computing(self.model):
                 for part in parts:
                     if self.ranks > 1:
                         self.model.set_requires_gradient_sync(part is parts[-1] or not reduce_once)

@@ -1,6 +1,6 @@
 """A model that learns: its weights, its optimizer, and the log-probabilities that it gives to tokens of rollouts.
 
-Master weights are fp32, since bf16 would lose updates of 1e-6. The compute is bf16 (autocast) on a GPU and fp32 on CPU.
+Master weights are fp32, since bf16 would lose updates of 1e-6. The compute is bf16 on a GPU and fp32 on CPU.
 Gradient clipping comes before AdamW.
 
 In a torch.distributed group, all ranks form one learner. FSDP2 shards weights, gradients and optimizer state, and each
@@ -10,6 +10,7 @@ from rounding on a GPU (sharding.py).
 
 import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +25,7 @@ from .errors import DivergenceError, MismatchError
 from .logprobs import add_token_scores, has_head_apart
 from .lora import LoRAArguments, adapter_parameters, add_adapters, load_adapters, save_merged
 from .named_tensors import NamedTensors
+from .precision import bf16_weights
 from .sharding import (
     Offload,
     checkpoint_blocks,
@@ -168,7 +170,7 @@ class Learner:
 
     def _add_scores(self, model) -> None:
         """Give the model the method `token_scores`."""
-        add_token_scores(model, self.head_apart)
+        add_token_scores(model, self.head_apart, self.config.compile)
 
     def _update(self) -> float:
         """An optimizer step with the gradients that there are, clipped. Returns their norm. Raises DivergenceError."""
@@ -257,7 +259,12 @@ class Learner:
     @torch.no_grad()
     def _all_logprobs(self, parts: list[slice], rollouts: list[Rollout], mask: torch.Tensor, model) -> torch.Tensor:
         """`token_logprobs` of all micro-batches, shaped as the mask."""
-        return torch.cat([self.token_logprobs(rollouts[part], mask.shape[1], model)[0] for part in parts])
+        with self._computing(model):
+            return torch.cat([self.token_logprobs(rollouts[part], mask.shape[1], model)[0] for part in parts])
+
+    def _computing(self, model) -> AbstractContextManager[None]:
+        """Around all passes through this model, backward included: on a GPU it computes in bf16."""
+        return bf16_weights(model) if self.device.type == "cuda" and self.ranks == 1 else nullcontext()
 
     def token_logprobs(
         self, rollouts: list[Rollout], width: int, model=None, entropy: bool = False

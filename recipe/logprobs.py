@@ -8,7 +8,7 @@ of its model. The model's own `forward` runs, while its trunk (the embeddings an
 hidden states that it has computed before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,14 +19,21 @@ from torch.utils.checkpoint import checkpoint
 CHUNK = 1024  # positions with logits at one time: 0.6 GB in fp32 for a vocabulary of 150,000
 
 
-def add_token_scores(model, head_apart: bool) -> None:
+def add_token_scores(model, head_apart: bool, compiled: bool) -> None:
     """Give the model a method `token_scores`, which FSDP takes for a forward pass: it gathers the weights around it."""
-    model.token_scores = partial(_token_scores, model, head_apart)
+    scores = torch.compile(_scores, dynamic=True) if compiled else _scores
+    model.token_scores = partial(_token_scores, model, head_apart, scores)
     register_fsdp_forward_method(model, "token_scores")
 
 
 def _token_scores(
-    model, head_apart: bool, ids: torch.Tensor, places: torch.Tensor, temperature: float, entropy: bool
+    model,
+    head_apart: bool,
+    scores: Callable,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    temperature: float,
+    entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities [N] of tokens of ids [B, S], and entropies [N] of what they were drawn from, if asked for.
 
@@ -41,12 +48,8 @@ def _token_scores(
         states = model.forward(input_ids=ids, use_cache=False).logits
 
     def score(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = (_head(model, type(output), states, targets) if head_apart else states).float()
-        log_softmax = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
-        logprobs = log_softmax.gather(-1, targets[:, None])[:, 0]
-        # Last, since computing it all again in backward stops at the last tensor that backward needs.
-        with torch.no_grad():
-            return logprobs, -(log_softmax.exp() * log_softmax).sum(-1) if entropy else None
+        logits = _head(model, type(output), states, targets) if head_apart else states
+        return scores(logits, targets, temperature, entropy)
 
     states = states.flatten(0, 1)[places]
     chunks = [
@@ -55,6 +58,18 @@ def _token_scores(
     ]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def _scores(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probabilities [N] of the targets [N] by these logits [N, V], and entropies [N] if asked for."""
+    logits = logits.float()
+    log_softmax = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+    logprobs = log_softmax.gather(-1, targets[:, None])[:, 0]
+    # Last, since computing it all again in backward stops at the last tensor that backward needs.
+    with torch.no_grad():
+        return logprobs, -(log_softmax.exp() * log_softmax).sum(-1) if entropy else None
 
 
 def _head(model, output_type: type, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

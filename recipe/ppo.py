@@ -207,15 +207,15 @@ class PPO(Scorer):
             parts, _, mine, *tensors = self._share(rollouts, [True] * len(rows), *tensors)
             self.optimizer.zero_grad(set_to_none=True)
             sums = {}
-            for part in parts:
-                if self.ranks > 1:
-                    self.model.set_requires_gradient_sync(part is parts[-1] or not reduce_once)
-                mask, *others = (tensor[part] for tensor in tensors)
-                with dropout(self.model):
+            with dropout(self.model), self._computing(self.model):
+                for part in parts:
+                    if self.ranks > 1:
+                        self.model.set_requires_gradient_sync(part is parts[-1] or not reduce_once)
+                    mask, *others = (tensor[part] for tensor in tensors)
                     losses = self._losses(mine[part], mask, *others)
                     means = {name: (values * mask).sum() / tokens for name, values in losses.items()}
                     (means["loss"] * self.ranks).backward()  # FSDP averages gradients of ranks, whose losses add up
-                sums = {name: sums.get(name, 0.0) + mean.detach() for name, mean in means.items()}
+                    sums = {name: sums.get(name, 0.0) + mean.detach() for name, mean in means.items()}
             sums = dict(zip(sums, self._sum(*sums.values()), strict=True))
             if updates and stop_above is not None and sums["approxkl"] > stop_above:
                 break

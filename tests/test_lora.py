@@ -295,8 +295,8 @@ def test_flags(monkeypatch, capsys, flags, message):
 
 @cpu_only
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rlhf.py", "rlhf_colocate.py"])
-def test_script_with_adapters_learns_and_goes_on(script, tmp_path, name):
+def test_script_with_adapters_learns_and_goes_on(script, tmp_path):
+    name = "rlhf_colocate.py"
     flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")
     text = script(name, *flags, **CORE_IN_PROCESS).finish(300)
     assert text.splitlines()[-1].startswith("OK: reward "), text
