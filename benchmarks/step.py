@@ -2,7 +2,7 @@
 
     python benchmarks/step.py --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 512
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 \
-        --options '--offload-optimizer --sleep weights --gradient-checkpointing'
+        --options '--offload-optimizer --sleep weights'
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 

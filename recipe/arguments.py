@@ -55,6 +55,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._format_action_invocation(action)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
+        if isinstance(action, argparse._StoreFalseAction):  # a --no-flag
+            return "do not"
         return action.help if action.default is None else super()._get_help_string(action)
 
 

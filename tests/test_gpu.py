@@ -31,8 +31,8 @@ RUNS = [
     ("rlhf.py", 3, 0.75, [REPLAY]),
     ("rlhf_async.py", 3, 0.75, [REPLAY]),
     ("rlhf_colocate.py", 1, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +0$", r"^--sleep (none|kv) from now on: learning takes"]),
-    ('rlhf_colocate.py --sleep none --compile --engine-args={"compilation_config":{}}', 1, 0.75, [REPLAY]),
-    ("rlhf_colocate.py --sleep weights --offload-optimizer --gradient-checkpointing", 1, 0.75, [REPLAY]),
+    ('rlhf_colocate.py --sleep none --compile --no-gradient-checkpointing --engine-args={"compilation_config":{}}', 1, 0.75, [REPLAY]),
+    ("rlhf_colocate.py --sleep weights --offload-optimizer", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py --lora-rank 8", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py", 4, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +[01]$", r"^GPU-\S+ +3 +1 +[01]$"]),
     ("rlhf_online_quant.py", 3, 0.5, [REPLAY, r"torchao's Float8DynamicActivationFloat8WeightConfig$", COMPARED]),
@@ -63,7 +63,7 @@ def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, rewa
 PPO = [
     # options, GPUs, what the layout says
     ("", 1, [r"^GPU-\S+ +critic +0 +0$", r"^GPU-\S+ +engine +0 +0$"]),
-    ("--sleep weights --gradient-checkpointing", 1, [r"^GPU-\S+ +reward_model +0 +0$"]),
+    ("--sleep weights", 1, [r"^GPU-\S+ +reward_model +0 +0$"]),
     ("--tensor-parallel-size 2", 2, [r"^GPU-\S+ +critic +1 +1$", r"^GPU-\S+ +engine +1 +1$"]),
     ("--placement split", 2, [r"^GPU-\S+ +reward_model +0 +0$", r"^GPU-\S+ +engine +0 +1$"]),
     ("--placement split", 3, [r"^GPU-\S+ +reward_model +0 +1$", r"^GPU-\S+ +engine +0 +2$"]),
