@@ -78,7 +78,6 @@ def run_two_steps(script, folder, name, max_mismatch):
     [
         ("rlhf.py", 1e-5),
         pytest.param("rlhf_async.py", 1e-5, marks=pytest.mark.slow),
-        pytest.param("rlhf_ppo.py", 1e-5, marks=pytest.mark.slow),
     ],
 )
 def test_script_learns_from_chats_with_trls_reward(script, folder, name, max_mismatch):
