@@ -9,7 +9,7 @@
     Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
     Trainer      the policy (PPO's actor): fp32 master weights, PPO (recipe/ppo.py), WeightSender (rlhf_utils.py)
     Critic       the policy's trunk with a value head (recipe/ppo_models.py), and an optimizer of its own
-    Reference    the model that the run began with, frozen
+    Reference    the model that the run began with, frozen; with --lora-rank, the policy without its adapters instead
     RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
 
 1. Place: one Ray placement group. `colocated`, each GPU has a bundle with a rank of each actor and a worker of the
@@ -287,13 +287,11 @@ def main(args: Arguments) -> None:
             phases.end("rollout")
             batch = reward(session, engine, task, batch, args, step)
             phases.end("reward")
-            (logprobs, metrics), reference_logprobs, values = ranks.call(
-                "scoring", batch.rollouts, trainer="score", reference="logprobs", critic="values"
+            (metrics, *logprobs), values, *reference = ranks.call(
+                "scoring", batch.rollouts, trainer="score", critic="values", reference="logprobs"
             )
             phases.end("score")
-            experience, estimates = estimate(
-                batch.rollouts, logprobs, reference_logprobs, values, metrics["kl_coef"], args
-            )
+            experience, estimates = estimate(batch.rollouts, *logprobs, *reference, values, metrics["kl_coef"], args)
             critic, policy = ranks.call("learning", experience, critic="learn", trainer="learn")
             phases.end("train")
             report = sync(session, ranks, engine, handles)

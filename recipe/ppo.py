@@ -25,7 +25,7 @@ from transformers.hf_argparser import HfArg
 
 from .grpo import rollout_metrics
 from .learner import LearnerConfig, Rollout, distance_of
-from .lora import dropout
+from .lora import dropout, without_adapters
 from .objectives import MismatchConfig, clipped_losses, importance_weights, kl_estimate
 from .ppo_models import Classifier, Scorer, longest
 from .sharding import whole_gradients_fit
@@ -234,8 +234,9 @@ class PPOLearner(PPO):
         super().__init__(*args)
         self.own_state = {"kl_coef": self.config.kl_coef}
 
-    def score(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, dict[str, float]]:
-        """Log-probabilities [B, T] of the tokens before the step, and metrics, with the step's `kl_coef`.
+    def score(self, rollouts: list[Rollout]) -> tuple[dict[str, float] | torch.Tensor, ...]:
+        """Metrics, with the step's `kl_coef`, and log-probabilities [B, T] of the tokens before the step. With adapters
+        also those by the model that they adapt, which is the reference.
 
         They prove the last sync: raises MismatchError if the engine's are further off than `max_mismatch` on average.
         """
@@ -247,7 +248,11 @@ class PPOLearner(PPO):
         mask, engine_logprobs, _ = (tensor.cpu() for tensor in self._completion_tensors(rollouts))
         mismatch = self._proven(distance_of(logprobs, engine_logprobs, mask))
         metrics = {"logprobs/mismatch": mismatch, "entropy": float(masked_mean(entropies, mask))}
-        return logprobs, metrics | self.own_state
+        scores = metrics | self.own_state, logprobs
+        if not self.adapters:
+            return scores
+        with without_adapters(self.model):
+            return *scores, self.logprobs(rollouts)
 
     def learn(self, experience: Experience) -> dict[str, float]:
         """The policy's updates of a step. Returns their metrics."""

@@ -119,8 +119,8 @@ def choose_ppo_models(run_folder: Path, args: RunArguments, device: str) -> tupl
     """What each actor loads, by name, and the folders whose training state trainer and critic go on from.
 
     The policy is as in `choose_models`. The critic is that of the checkpoint, if it has one, or `--critic-model`, or
-    the initial policy. A reward model, if there is one, that is a function's to make is made in the run's folder.
-    Raises RunError for models that do not fit.
+    the initial policy. With adapters, the policy without them is the reference. A reward model that is a function's to
+    make is made in the run's folder. Raises RunError for models that do not fit.
     """
     models = choose_models(run_folder, args, device)
     critic, reward_model = args.critic_model or models.initial, args.reward_model
@@ -138,7 +138,8 @@ def choose_ppo_models(run_folder: Path, args: RunArguments, device: str) -> tupl
     if args.ray_address:
         folders = [path for path in (critic, reward_model) if path and os.path.isdir(path)]
         check_nodes(folders, "GPU" if device == "cuda" else "CPU")
-    paths = {"trainer": models.loaded, "critic": critic, "reference": models.initial, "reward_model": reward_model}
+    reference = None if args.lora_rank else models.initial
+    paths = {"trainer": models.loaded, "critic": critic, "reference": reference, "reward_model": reward_model}
     return {name: path for name, path in paths.items() if path}, states
 
 

@@ -110,10 +110,11 @@ class Ranks:
         return {f"{name}{i}": getattr(actor, method).remote(*args) for i, actor in enumerate(self.actors[name])}
 
     def call(self, phase: str, *args, **methods: str) -> list:
-        """What these methods of learners, by model, return on the first rank. All run at the same time or, if the
-        models share devices, one after the other."""
+        """What these methods of learners return on the first rank, of each model that there is. All run at the same
+        time or, if the models share devices, one after the other."""
         put = [ray.put(arg) for arg in args]
-        return self._in_turn(phase, (self.each(name, "run", method, *put) for name, method in methods.items()))
+        there = ((name, method) for name, method in methods.items() if name in self.actors)
+        return self._in_turn(phase, (self.each(name, "run", method, *put) for name, method in there))
 
     def _in_turn(self, phase: str, calls: Iterable[dict[str, ray.ObjectRef]]) -> list:
         """The first result of each of these calls, which begin when they are drawn."""

@@ -120,7 +120,7 @@ def experience(model, settings, count=6, seed=0):
     policy, critic = PPOLearner(model, settings, CPU), CriticLearner(model, settings, CPU)
     batch = rollouts(policy, seed, count)
     generator = torch.Generator().manual_seed(seed)
-    logprobs, metrics = policy.score(batch)
+    metrics, logprobs = policy.score(batch)
     noise = [torch.randn(logprobs.shape, generator=generator) * 0.3 for _ in range(3)]
     values = critic.values(batch) + noise[0]
     made, _ = estimate(batch, logprobs, logprobs + noise[1], values, metrics["kl_coef"], settings)
@@ -193,13 +193,24 @@ def test_updates_stop_when_the_policy_has_moved_as_far_as_it_may(model):
 def test_scores_prove_the_sync(model):
     policy = PPOLearner(model, config(max_mismatch=1e-3), CPU)
     good, bad = rollouts(policy, count=2)
-    logprobs, metrics = policy.score([good, bad])
+    metrics, logprobs = policy.score([good, bad])
     assert metrics["logprobs/mismatch"] < 1e-6
     assert 5 < metrics["entropy"] < 5.6  # of 258 tokens, nearly equal
     assert metrics["kl_coef"] == 0.05
     torch.testing.assert_close(logprobs[0, : len(good.logprobs)], torch.tensor(good.logprobs))
     with pytest.raises(MismatchError, match="The engine does not serve"):
         policy.score([good, replace(bad, logprobs=[logprob - 0.01 for logprob in bad.logprobs])])
+
+
+def test_with_adapters_the_reference_is_the_policy_without_them(model):
+    plain, policy = PPOLearner(model, config(), CPU), PPOLearner(model, config(lora_rank=4), CPU)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    batch = rollouts(policy)
+    _, logprobs, reference = policy.score(batch)
+    assert reference.equal(plain.logprobs(batch))
+    assert (logprobs - reference).abs().max() > 0.01
 
 
 def test_critic_learns_faster_than_a_slow_policy_unless_told(model):
