@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import choose_models
+from recipe.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
 from recipe.engine import EngineArguments, engine_options
 from recipe.errors import RunError
 from recipe.quantization import quantize_by_torchao, torchao_config
@@ -100,7 +100,8 @@ def main(args: Arguments) -> None:
         for quantized in (False, True):
             with RaySession(run, args.ray_address) as session:
                 device, options = place(args.tensor_parallel_size)
-                model = choose_models(run.path, args, device).loaded
+                name = args.model or (BUILTIN_MODEL if device == "cpu" else DEFAULT_MODEL)
+                model = load_or_make(name, run.path, args)
                 count, *batch = BATCH[device]
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
                 engine = ray.remote(Engine).options(**options).remote(model, args, device, quantized)

@@ -15,6 +15,7 @@ from .errors import RunError
 from .lora import adapted_model, check_adapters
 
 DEFAULT_MODEL = "facebook/opt-125m"
+BUILTIN_MODEL, BUILTIN_BASE = (f"recipe.tiny_model:build_tiny_{kind}" for kind in ("model", "base"))
 BUILTIN_LEARNING_RATE = 3e-3
 CHECKPOINTS_KEPT = 2
 
@@ -86,15 +87,12 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> Models:
     function's to make is made in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume
     has no checkpoint or no steps left.
     """
-    builder = args.model if args.model and re.fullmatch(r"[\w.]+:\w+", args.model) else None
+    name = args.model or DEFAULT_MODEL
     if args.model is None and ((run_folder / "model").is_dir() if args.resume else device == "cpu"):
-        builder = f"recipe.tiny_model:build_tiny_{'base' if args.lora_rank else 'model'}"
+        name = BUILTIN_BASE if args.lora_rank else BUILTIN_MODEL
         if "learning_rate" not in args.given and args.learning_rate == type(args).learning_rate:  # nor by a task
             args.learning_rate = BUILTIN_LEARNING_RATE
-    initial = str(run_folder / "model") if builder else args.model or DEFAULT_MODEL
-    if builder and not args.resume:
-        named_function("--model", builder)(initial, args.seed)
-    check_model(initial)
+    initial = load_or_make(name, run_folder, args)
     checkpoint = last_checkpoint(run_folder, of_model=initial) if args.resume else None
     if checkpoint:
         check_adapters(checkpoint, args)
@@ -104,6 +102,19 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> Models:
         folders = {path for path in (initial, str(checkpoint or initial)) if os.path.isdir(path)}
         check_nodes(sorted(folders), "GPU" if device == "cuda" else "CPU")
     return Models(initial, initial if args.lora_rank else str(checkpoint or initial), checkpoint)
+
+
+def load_or_make(name: str, run_folder: Path, args: RunArguments) -> str:
+    """The model of this name. If that is module:function, its folder, where the function makes it for a new run.
+
+    Raises RunError if it cannot be loaded.
+    """
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        builder, name = name, str(run_folder / "model")
+        if not args.resume:
+            named_function("--model", builder)(name, args.seed)
+    check_model(name)
+    return name
 
 
 def check_nodes(folders: list[str], resource: str) -> None:

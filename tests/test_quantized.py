@@ -178,9 +178,12 @@ def test_memory_table_of_a_config_file(script, tmp_path):
     }
     # The built-in model: bytes, with the packed copies of embedding and head on CPU; in linear layers.
     bf16, elements, channels = 941_568 + 2 * 81_920, 393_216, 2_304
-    assert float(cells["bf16"][0]) == pytest.approx(bf16 / 2**30, rel=1e-3)
-    assert float(cells["quantized"][0]) == pytest.approx((bf16 - elements + 5 * channels) / 2**30, rel=1e-3)
-    assert "OK: quantized, the weights take 0.65 of their memory in bf16" in text
+    size = {name: float(cell[0]) for name, cell in cells.items()}
+    sizes = bf16 / 2**30, (bf16 + 2 * elements) / 2**30  # on some CPUs with packed copies of linear layers as well
+    assert size["bf16"] in [pytest.approx(each, rel=1e-3) for each in sizes]
+    assert size["quantized"] == pytest.approx((bf16 - elements + 5 * channels) / 2**30, rel=1e-3)
+    share = size["quantized"] / size["bf16"]
+    assert f"OK: quantized, the weights take {share:.2f} of their memory in bf16" in text
     assert cells["bf16"][1:3] == cells["quantized"][1:3]
     assert "on CPU the KV cache has a fixed size" in text
     assert all(float(speed.replace(",", "")) > 100 for *_, speed in cells.values())
