@@ -72,7 +72,7 @@ class LearnerConfig(LoRAArguments):
         default=32768, help="tokens in one forward pass, at most, unless one sequence has more"
     )
     gradient_checkpointing: bool = HfArg(
-        default=True, help="keep each block's inputs alone for backward: a fifth of the memory, a fifth more time"
+        default=True, help="keep each block's inputs alone for backward: much less memory, up to a third more time"
     )
     compile: bool = HfArg(default=False, help="compile the trainer's blocks, which takes a while in the first steps")
     attention: Literal["sdpa", "eager"] | None = HfArg(

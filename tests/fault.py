@@ -1,15 +1,17 @@
 """Run a script, with a fault at a chosen moment: python fault.py "syncing 3 kill VLLM::Worker_TP1" rlhf.py --steps 30
 
 When the third `syncing` begins: `kill` a process whose title contains that, `interrupt` or `terminate` the run, `fill`
-the disk of its folder. A sync is over in 20 ms; the one of the fault is held open by stopping the engine's workers
-before it, until the fault has happened. What is to happen while `starting` does so as soon as there is such a process.
-When it happened, and the driver's processes of that moment, go to fault.json.
+the disk of its folder, `take` the port that the trainer has chosen. A sync is over in 20 ms; the one of the fault is
+held open by stopping the engine's workers before it, until the fault has happened. What is to happen while `starting`
+does so as soon as there is such a process. When it happened, and the driver's processes of that moment, go to
+fault.json.
 """
 
 import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -24,7 +26,7 @@ PHASE, COUNT, ACT, *TARGET = sys.argv[1].split()
 COUNT = int(COUNT)
 # rlhf_nccl.py first pauses the engine, which takes its workers.
 BEFORE_SYNC = ("syncing", COUNT) if sys.argv[2].endswith("rlhf_nccl.py") else ("learning", COUNT - 1)
-seen, family, stopped = [], [], []
+seen, family, stopped, taken = [], [], [], []
 wait = RaySession.wait
 
 
@@ -46,6 +48,8 @@ def wait_with_fault(session: RaySession, phase: str, **refs) -> list:
         finally:
             resume(stopped)
     results = wait(session, phase, **refs)
+    if now and ACT == "take":
+        taken.append(socket.create_server(results[0]))
     if PHASE == "syncing" and (phase, seen.count(phase)) == BEFORE_SYNC and not stopped:
         stopped.extend(processes("VLLM::Worker"))
         for worker in stopped:

@@ -2,6 +2,7 @@
 
 pytest tests/test_architectures.py             two of them, at TP=2
 pytest tests/test_architectures.py -m slow     the others
+pytest tests/test_architectures.py -m long     three of them, at TP=1 as well
 """
 
 import pytest
@@ -18,6 +19,7 @@ from rlhf_utils import WeightSyncError
 SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}  # shorter than the prompts
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 64}
 ARCHITECTURES = {
     "OPT": {**SMALL, "num_attention_heads": 4, "word_embed_proj_dim": 128, "ffn_dim": 256},
@@ -34,15 +36,23 @@ ARCHITECTURES = {
 }
 # What comes before a dash is transformers' name.
 MORE_ARCHITECTURES = {
+    "Llama-linear": {**SMALL, **HEADS, "rope_parameters": LINEAR},
     "Llama-odd": {**SMALL, **HEADS, "vocab_size": 261, "tie_word_embeddings": True},  # vLLM pads the vocabulary
+    "Mistral": {**SMALL, **HEADS, "sliding_window": 16},
+    "Qwen2-window": {**SMALL, **HEADS, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
+    "Gemma": SMALL | HEADS,
     "Granite": {**SMALL, "num_attention_heads": 4, "attention_multiplier": 0.05, "logits_scaling": 4.0},
     "Cohere": {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2},  # one norm beside both blocks
     "Olmo3": {**SMALL, "num_attention_heads": 4, **WINDOW},  # norms after the blocks
     "Falcon": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4},  # one key for all heads
+    "GPTJ": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, "rotary_dim": 16},
     "GPTNeoX": {**SMALL, "num_attention_heads": 4},
+    "Nemotron": SMALL | HEADS,
     "Bloom": {"n_layer": 2, "hidden_size": 128, "n_head": 4},
     "Apertus": SMALL | HEADS,
     "Cohere2": SMALL | HEADS | WINDOW,
+    # Experts of a size that vLLM pads on CPU.
+    "Olmoe": {**SMALL, **HEADS, "intermediate_size": 240, "num_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": {**SMALL, **MLA, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2},
 }
 ENGINE_OPTIONS = {  # vLLM's CPU kernel for RoPE goes wrong on the parts that MLA rotates
@@ -96,16 +106,20 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
 
 def case(architecture: str, size: int):
     """Every day: transposed weights; what is fused, grouped and tied."""
-    quick = size == 2 and architecture in ("GPT2", "Qwen2")
-    marks = [pytest.mark.gpu(1 + size, or_cpu=True)] + ([] if quick else [pytest.mark.slow])
+    quick, again = architecture in ("GPT2", "Qwen2"), size == 1 and architecture in ARCHITECTURES
+    marks = [pytest.mark.gpu(1 + size, or_cpu=True)]
+    marks += [pytest.mark.long] if again else [] if quick else [pytest.mark.slow]
     marks += [DIFFERENCES[architecture]] if architecture in DIFFERENCES else []
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 
 
-SIZES = dict.fromkeys(ARCHITECTURES, 2) | dict.fromkeys(MORE_ARCHITECTURES, 1) | {"Llama-odd": 2}
+SIZES = dict.fromkeys(ARCHITECTURES, (2,)) | dict.fromkeys(("GPT2", "Qwen2", "Phi3"), (1, 2))
+SIZES |= dict.fromkeys(MORE_ARCHITECTURES, (1,)) | {"Llama-odd": (2,)}
 
 
-@pytest.mark.parametrize(("architecture", "tensor_parallel_size"), [case(*each) for each in SIZES.items()])
+@pytest.mark.parametrize(
+    ("architecture", "tensor_parallel_size"), [case(name, size) for name in SIZES for size in SIZES[name]]
+)
 def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_size):
     build(architecture, tmp_path)
     with Pair(tmp_path, tensor_parallel_size, **ENGINE_OPTIONS.get(architecture, {})) as pair:

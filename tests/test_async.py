@@ -32,7 +32,7 @@ from recipe.ray_session import RaySession
 from recipe.tiny_model import build_tiny_model, byte_tokenizer
 
 MAX_MISMATCH = rlhf_async.MAX_MISMATCH["cpu"]
-MAX_GROWTH = 64 << 20  # bytes, in 60 syncs: of the weights alone that is 120 MiB
+MAX_GROWTH = 48 << 20  # bytes, in 60 syncs: of the weights alone that is 120 MiB
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +381,7 @@ def rows(run):
 @cpu_only
 @pytest.mark.slow
 def test_run_learns_and_no_token_is_too_old_in_a_hundred_updates(script, tmp_path):
-    text = script("rlhf_async.py", "--steps", 100, "--save-every", 0, "--output", "run").finish(600)
+    text = script("rlhf_async.py", "--steps", 100, "--save-every", 0, "--output", "run").finish(300)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     metrics = rows(tmp_path / "run")
     assert metrics[35]["reward/mean"] > 0.95  # rlhf.py has as much after 30 steps

@@ -45,8 +45,14 @@ def assert_every_way_is_exact(run, expected):
 
 
 @cpu_only
-@pytest.mark.slow
-@pytest.mark.parametrize(("topology", "quantized"), [("nccl", True), ("ipc", False)])
+@pytest.mark.parametrize(
+    ("topology", "quantized"),
+    [
+        pytest.param("nccl", True, marks=pytest.mark.slow),
+        pytest.param("ipc", False, marks=pytest.mark.slow),
+        pytest.param("nccl", False, marks=pytest.mark.long),
+    ],
+)
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
     arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized
     text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)

@@ -1,9 +1,10 @@
 """Faults in a run: it ends within seconds, says what happened, leaves nothing behind, and --resume goes on from there.
 
-pytest tests/test_faults.py            a worker killed; faults without an engine
-pytest tests/test_faults.py -m slow    the others. With KILLS=0 to 7, also an eighth of all kills of each process in
-                                       each phase of each script. With RANDOM_KILLS=20, also so many processes killed
-                                       at random moments, other ones with another FAULT_SEED
+pytest tests/test_faults.py            a worker and a trainer killed, each in another script; faults without an engine
+pytest tests/test_faults.py -m slow    others
+pytest tests/test_faults.py -m long    the rest; an eighth of all kills of each process in each phase of each script,
+                                       KILLS=0 to 7 says which; any process killed at random moments, RANDOM_KILLS=20
+                                       times if you like, with another FAULT_SEED
 """
 
 import itertools
@@ -37,6 +38,7 @@ from rlhf_utils import WeightSyncError, stateless_init_process_group
 pytestmark = cpu_only
 FAULT_SECONDS = 30
 FAULTS = [
+    ("rlhf_colocate.py --engines 1", "saving 2 kill ray::Trainer", "the trainer0 died while saving"),
     ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died: its connection to the"),
 ]
 TAKEN = r"no group at [\d.:]+: .*Address already in use"
@@ -48,8 +50,8 @@ SCRIPTS = [
     "rlhf_async.py",
 ]  # PPO has those of rlhf_ppo.py
 VICTIMS = {"VLLM::Worker": "engine", "VLLM::EngineCore": "engine", "ray::Trainer": "trainer", "raylet/raylet": "raylet"}
-KILLS = os.environ.get("KILLS")  # which eighth of all kills in all phases
-RANDOM_KILLS, FAULT_SEED = int(os.environ.get("RANDOM_KILLS", "0")), int(os.environ.get("FAULT_SEED", "7"))
+KILLS = int(os.environ.get("KILLS", "0"))  # which eighth of all kills in all phases
+RANDOM_KILLS, FAULT_SEED = int(os.environ.get("RANDOM_KILLS", "2")), int(os.environ.get("FAULT_SEED", "7"))
 PHASES = ("generating 4", "learning 2", "syncing 3", "saving 2", "starting 1")
 # When a death is noticed, if that is not at once: by the first who waits for that side.
 NOTICED = {
@@ -64,8 +66,15 @@ OTHERS = [  # --resume keeps the options: all have one worker, which starts soon
     ("rlhf_async.py", "learning 2 interrupt", "interrupted"),
     ("rlhf.py", "syncing 3 terminate", "interrupted"),
 ]
-PPO = [
-    ("rlhf_ppo.py", "rewarding 2 kill ray::RewardModel", "the reward_model0 died while rewarding"),
+MORE = [
+    ("rlhf_nccl.py --tensor-parallel-size 1", "learning 2 kill raylet/raylet", "Ray's raylet died while learning"),
+    ("rlhf.py", "starting 1 interrupt VLLM::Worker", "interrupted"),
+    ("rlhf.py", "connecting 1 take", TAKEN),
+]
+PPO = [("rlhf_ppo.py", "rewarding 2 kill ray::RewardModel", "the reward_model0 died while rewarding")]
+MORE_PPO = [
+    ("rlhf_ppo.py", "scoring 2 kill ray::Reference", "the reference0 died while scoring"),
+    ("rlhf_ppo.py", "saving 2 kill ray::Critic", "the critic0 died while saving"),
 ]
 IN_SYNC = r"died: its connection to the weight sync closed|the engine died: one of vLLM's processes ended"
 
@@ -74,7 +83,7 @@ def kills(script: str) -> list[tuple[str, str, str]]:
     """This script's part of an eighth of all kills of each victim in each phase."""
     faults = []
     for (i, at), (j, (victim, side)) in itertools.product(enumerate(PHASES), enumerate(VICTIMS.items())):
-        if (i + j + 2 * SCRIPTS.index(script) + int(KILLS)) % 8:
+        if (i + j + 2 * SCRIPTS.index(script) + KILLS) % 8:
             continue
         phase, _ = at.split()
         noticed = NOTICED.get((side, phase), phase)
@@ -103,7 +112,9 @@ def small_disk(tmp_path):
         pytest.param(FAULTS, id="killed"),
         pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
         pytest.param(PPO, id="ppo", marks=pytest.mark.slow),
-        *(pytest.param(kills(script), id=f"{script}-{KILLS}", marks=pytest.mark.slow) for script in SCRIPTS if KILLS),
+        pytest.param(MORE, id="more", marks=pytest.mark.long),
+        pytest.param(MORE_PPO, id="more-ppo", marks=pytest.mark.long),
+        pytest.param(list(itertools.chain(*map(kills, SCRIPTS))), id=f"kills-{KILLS}", marks=pytest.mark.long),
     ],
 )
 def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, small_disk, faults):
@@ -277,12 +288,13 @@ DEATHS = {
     "raylet/raylet": "Ray's raylet died while starting",
     "ray::RuntimeEnvAgent": "Ray's runtime env agent died while starting",
 }
+EVERY_DEATH = [(victim, ready) for victim in DEATHS for ready in (True, False)]
 EVERY_DAY = [("gcs_server", False), ("ray::DashboardAgent", True), ("", True)]
-OTHER_DAYS = [("autoscaler/_private/monitor.py", False), ("raylet/raylet", True)]
 
 
 @pytest.mark.parametrize(
-    ("victim", "ready"), [*EVERY_DAY, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_DAYS)]
+    ("victim", "ready"),
+    [pytest.param(*each, marks=[] if each in EVERY_DAY else pytest.mark.slow) for each in EVERY_DEATH],
 )
 def test_death_of_ray_or_of_the_driver_ends_the_run_while_nobody_waits(tmp_path, victim, ready):
     """Ready or, with Ray still starting, as soon as there is such a process, and has been for as long as a look takes.
@@ -334,7 +346,7 @@ MODELS = ("Critic", "Reference", "RewardModel")
 MATTERS = (*RAY, *SCRIPTS, *(f"ray::{name}" for name in ("Trainer", "Engine", *MODELS)), "VLLM::")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(RANDOM_KILLS))
 def test_any_process_killed_at_any_moment_ends_the_run_or_does_not_matter(script, number):
     chance = random.Random(f"{FAULT_SEED} {number}")
