@@ -31,14 +31,18 @@ FLAGS = """
 REWARD_NAMES = {"correct", "think_format_reward", "rare"}
 
 
+def write_task(folder, rewards=REWARDS):
+    """A dataset and a reward for `FLAGS`."""
+    rows = [{"question": f"What is {i} and {i}?", "answer": f"{i} + {i}\n#### {2 * i}"} for i in range(20)]
+    pandas.DataFrame(rows).to_parquet(folder / "gsm8k.parquet")
+    (folder / "mine.py").write_text(rewards)
+
+
 @pytest.fixture
 def folder(tmp_path):
-    """A working folder with a model, a dataset and a reward."""
     build_tiny_model(tmp_path / "model")
     chat_tokenizer(tmp_path / "model")
-    rows = [{"question": f"What is {i} and {i}?", "answer": f"{i} + {i}\n#### {2 * i}"} for i in range(20)]
-    pandas.DataFrame(rows).to_parquet(tmp_path / "gsm8k.parquet")
-    (tmp_path / "mine.py").write_text(REWARDS)
+    write_task(tmp_path)
     return tmp_path
 
 
@@ -50,10 +54,11 @@ def metrics(folder):
     ]
 
 
-def run_two_steps(script, folder, name, max_mismatch):
+def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
     """Returns the metrics of the run, all of which are as they should be."""
     flags = FLAGS.replace("--dynamic-sampling 2", "") if name == "rlhf_ppo.py" else FLAGS  # it has no groups
-    text = script(name, *flags.split(), "--steps", 2, "--output", "run", **CORE_IN_PROCESS).finish(180)
+    flags = *flags.split(), "--steps", 2, "--output", "run", *more
+    text = script(name, *flags, **environment or CORE_IN_PROCESS).finish(300)
     assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
     assert re.search(r"^ +\d\.\d\d  'What is \d+ and \d+\?' -> '", text, re.M), text
     before, *rows = metrics(folder)

@@ -9,10 +9,13 @@ import re
 
 import pytest
 import torch
+from conftest import ROOT
 from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, gpus
+from test_chat import run_two_steps, write_task
 from test_compiled import assert_syncs_are_exact
 from test_quantized import compare
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from test_task import chat_tokenizer
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from recipe.engine import DECODE_GRAPHS
 from recipe.quantization import quantize_by_torchao
@@ -21,6 +24,7 @@ from rlhf_online_quant import MAX_MISMATCH
 from rlhf_utils import WeightSyncError
 from weight_sync.channels import SharedStaging, TrainerMemory
 from weight_sync.copies import digest
+from weight_sync.lora import LoRAWeight
 
 # --- The scripts, as a user runs them ---------------------------------------------------------------------------------
 
@@ -84,6 +88,23 @@ def test_ppo_learns_with_all_five_actors(script, tmp_path, options, count, says)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 1
     assert rows[-1]["ppo/explained_variance"] > 0.3
+
+
+@pytest.mark.gpu(1)
+def test_model_of_half_a_billion_parameters_learns_from_chats(script, tmp_path, monkeypatch):
+    """Its weights are random, and half of its rewards are as well. Both sides must see the same tokens."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import step
+
+    model = tmp_path / "model"
+    step.build_model(model, step.Arguments(shape="qwen2.5-0.5b"), "cuda")
+    chat_tokenizer(model, AutoTokenizer.from_pretrained(model))
+    write_task(tmp_path, "def rare(completions, **_): return [len(c[0]['content']) % 2 for c in completions]")
+    flags = "--learning-rate 1e-6 --max-tokens 256 --save-every 0"
+    environment = {"CUDA_VISIBLE_DEVICES": gpus(slice(1))}
+    rows = run_two_steps(script, tmp_path, "rlhf_colocate.py", 0.02, *flags.split(), **environment)
+    print(*rows, sep="\n")
+    assert all(row["grad_norm"] > 0 for row in rows[1:])
 
 
 @pytest.mark.gpu(1)
@@ -263,7 +284,7 @@ def test_scales_that_a_replay_left_behind_fail_the_comparison(quantized):
     assert compare(quantized)[0] == 16
 
 
-# --- A kernel ---------------------------------------------------------------------------------------------------------
+# --- Kernels ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu(1)
@@ -271,3 +292,18 @@ def test_scales_that_a_replay_left_behind_fail_the_comparison(quantized):
 def test_digest_on_the_gpu_is_the_one_on_cpu(dtype):
     tensors = [torch.randint(0, 100, shape).to(dtype) for shape in [(5000,), (300, 7), (3,), (), (1 << 21,)]]
     assert digest([tensor.cuda() for tensor in tensors]) == digest(tensors)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rank", "scaling"), [(1, 32.0), (8, 4.0), (20, 1.3), (32, 0.7), (64, 0.3), (256, 0.125)])
+def test_merging_kernel_writes_what_torch_computes(dtype, transposed, rank, scaling):
+    for rows, columns, first in [(3584, 512, 0), (3584, 18944, 1000), (1001, 889, 7)]:
+        base = torch.randn(rows, columns, device="cuda").to(dtype)[first:]
+        outputs, inputs = (columns, rows) if transposed else (rows, columns)
+        lora_A = torch.randn(rank, inputs, device="cuda") * 0.02
+        lora_B = torch.randn(outputs, rank, device="cuda") * 0.02
+        weight, merged = LoRAWeight(base, lora_A, lora_B, scaling, transposed), torch.empty_like(base)
+        weight.merge_into(merged, base, first)
+        assert merged.equal(weight.merge(base, first).to(dtype))

@@ -4,6 +4,9 @@ pytest tests/test_lora.py
 """
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +106,28 @@ def test_a_base_of_half_precision_is_merged_in_fp32():
         in_place += ((lora_B @ lora_A) * 2.0).bfloat16()
         in_place -= ((lora_B @ lora_A) * 2.0).bfloat16()
     assert not in_place.equal(base)
+
+
+KERNEL = """
+import torch
+from weight_sync.lora import LoRAWeight
+
+for rows, columns, rank, first, transposed in [(70, 99, 5, 0, False), (64, 65, 40, 13, False), (66, 90, 4, 7, True)]:
+    outputs, inputs = (columns, rows) if transposed else (rows, columns)
+    lora_A, lora_B = torch.randn(rank, inputs), torch.randn(outputs, rank)
+    base = torch.randn(rows, columns).bfloat16()[first:]
+    weight = LoRAWeight(base, lora_A, lora_B, 0.7, transposed)
+    merged = torch.full((rows, columns), 7.0)
+    weight._merge_by_kernel(merged[first:], base, first)
+    torch.testing.assert_close(merged[first:], weight.merge(base, first), atol=1e-5, rtol=1e-5)
+    assert (merged[:first] == 7).all()
+"""
+
+
+def test_kernel_merges_any_shape():
+    # Triton's interpreter runs it here, and adds in another order than a GPU (tests/test_gpu.py: bit for bit).
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)
 
 
 def test_only_adapters_learn(model, batches):

@@ -327,9 +327,9 @@ TEMPLATE = (
 )
 
 
-def chat_tokenizer(folder="model"):
+def chat_tokenizer(folder="model", tokenizer=None):
     """Saves a tokenizer that begins each text with its BOS, as a chat template does that it has as well."""
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     bos = tokenizer.bos_token, tokenizer.bos_token_id
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])

@@ -28,8 +28,8 @@ class Copies:
     """Many copies and fills as one operation.
 
     A copy is a (destination, source) of the same shape, a fill a (destination, number). A source may be a function that
-    computes it. The tables hold addresses, so the destinations must outlive this object. It keeps the sources alive
-    itself.
+    writes to the destination it is given. The tables hold addresses, so the destinations must outlive this object. It
+    keeps the sources alive itself.
     """
 
     def __init__(self, device: torch.device, pairs: list[tuple], fills: list[tuple] = ()):
@@ -57,8 +57,8 @@ class Copies:
         """Run in the current stream. After `digest_together`, adds the digest of the written words to int64 [1]."""
         for destination, number in self.fills:
             destination.fill_(number)
-        for destination, compute in self.computed:
-            destination.copy_(compute())
+        for destination, write in self.computed:
+            write(destination)
         if self.plain:
             torch._foreach_copy_(*map(list, zip(*self.plain, strict=True)))
         for table in self.tables:

@@ -1,8 +1,11 @@
 """Weights with LoRA adapters, which travel merged: nobody ever holds a merged copy of the model."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
+
+TILING = {"ROWS": 64, "COLUMNS": 64, "RANKS": 32, "num_warps": 4}  # of the kernel's tiles of a weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,53 @@ class LoRAWeight:
         delta = delta.mul_(-self.scaling).add_(0.0)
         return torch.sub(base, delta, out=delta)
 
+    def merge_into(self, out: torch.Tensor, base: torch.Tensor, first_row: int = 0) -> None:
+        """Write what `merge` returns to `out`, rounded to its dtype. On a GPU nothing in between is ever in memory."""
+        if out.device.type == "cuda":
+            self._merge_by_kernel(out, base, first_row)
+        else:
+            out.copy_(self.merge(base, first_row))
+
+    def _merge_by_kernel(self, out: torch.Tensor, base: torch.Tensor, first_row: int) -> None:
+        (rows, columns), (left, right) = base.shape, (self.lora_B, self.lora_A)
+        if self.transposed:
+            left, right = right.T, left.T
+        left = left[first_row : first_row + rows]
+        strides = [stride for tensor in (base, left, right, out) for stride in tensor.stride()]
+        _kernel()[(-(-rows // TILING["ROWS"]), -(-columns // TILING["COLUMNS"]))](
+            *(base, left, right, out, -self.scaling, rows, columns, right.shape[0], *strides),
+            **TILING,
+            enable_fp_fusion=False,  # torch rounds a product before it adds
+        )
+
 
 def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:
     """The tensor itself, or the merged weight [out, in] in fp32."""
     return weight.merge(weight.base) if isinstance(weight, LoRAWeight) else weight
+
+
+@functools.cache
+def _kernel():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(
+        base, left, right, out, factor, rows, columns, rank,
+        base_row, base_column, left_row, left_rank, right_rank, right_column, out_row, out_column,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+    ):  # fmt: skip
+        i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+        j = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        inside = (i < rows) & (j < columns)
+        weight = tl.load(base + i * base_row + j * base_column, inside, 0.0).to(tl.float32)
+        delta = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for begin in range(0, rank, RANKS):
+            k = begin + tl.arange(0, RANKS)
+            a = tl.load(left + i * left_row + k[None, :] * left_rank, (i < rows) & (k < rank)[None, :], 0.0)
+            b = tl.load(right + k[:, None] * right_rank + j * right_column, (k < rank)[:, None] & (j < columns), 0.0)
+            delta = tl.dot(a.to(tl.float32), b.to(tl.float32), delta, input_precision="ieee")  # in the order of k
+        merged = weight - (delta * factor + 0.0)
+        tl.store(out + i * out_row + j * out_column, merged.to(out.dtype.element_ty), inside)
+
+    return kernel

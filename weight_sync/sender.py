@@ -235,7 +235,8 @@ class WeightSender:
             part = piece_of(tensor, piece)
         if piece.name in self.adapted:
             part = part.reshape(-1, row)
-            return view.view(part.shape), partial(self.adapted[piece.name].merge, part, begin // row)
+            merge = self.adapted[piece.name].merge_into
+            return view.view(part.shape), partial(merge, base=part, first_row=begin // row)
         return view.view(part.shape), part
 
     def _pack(self, i: int, deadline: float) -> None:
