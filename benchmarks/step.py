@@ -1,26 +1,35 @@
-"""Time a whole GRPO step on one GPU, and where it goes: rollout, learning, weight sync, rest. Beside it TRL's.
+"""Time a whole GRPO step, and where it goes: rollout, learning, weight sync, rest. Beside it TRL's.
 
     python benchmarks/step.py --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 512
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 \
         --options '--offload-optimizer --sleep weights'
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32
+    python benchmarks/step.py --topology nccl --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 1024 \
+        --mean-tokens 256 --steps 10                 # 2 GPUs
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
-Runs rlhf_colocate.py as a user does: with its defaults, then (on a GPU) with learner and engine compiled. Then TRL's
-GRPOTrainer, if trl is installed, with vLLM on the same GPU. Model, prompts, reward and batch are the same. The model
-has random weights, and its tokenizer's end token is none that it can sample, so every completion has all its tokens.
+Runs rlhf_colocate.py as a user does: with its defaults ("ours"), then (on a GPU) with learner and engine compiled
+("compiled"). Then TRL's GRPOTrainer ("TRL"), if trl is installed, with vLLM on the same GPU. With `--topology nccl`,
+runs rlhf.py and rlhf_async.py instead, the trainer on one GPU and a TP=1 engine on another. Model, prompts, reward and
+batch are the same. The model has random weights, and its tokenizer's end token is none that it can sample, so every
+completion has all its tokens. With `--mean-tokens M`, one in M tokens of its vocabulary ends a completion. It samples
+all of them nearly equally often, so a completion may end anywhere, after M tokens on average, or else at `--tokens`.
 
 Times are medians of the steps after the first. A step lasts until the next one begins, so the clock leaves nothing
-out: "rest" is what is in none of the other parts, and "sync" has sleeping and waking in it. TRL is told to use no
-gradient checkpointing, to learn from `--trl-batch` completions at a time, and which share of the GPU is vLLM's. All
-else are its defaults: it learns in the checkpoint's bf16, while our master weights are fp32. Its parts are timed from
-outside, and each ends when the GPU has done its work.
+out: "rest" is what is in none of the other parts, and "sync" has sleeping and waking in it. Tokens/s are the median of
+a step's tokens over that of its time. TRL is told to use no gradient checkpointing, to learn from `--trl-batch`
+completions at a time, and which share of the GPU is vLLM's. All else are its defaults: it learns in the checkpoint's
+bf16, while our master weights are fp32. Its parts are timed from outside, and each ends when the GPU has done its work.
+
+With `--topology nccl`, the table also says for which share of a step the engine is idle, and the trainer. In rlhf.py,
+the engine is idle in all but the rollout, and the trainer in the rollout; rlhf_async.py logs its own shares. Its
+"rollout" is what the trainer waits for rollouts.
 
 MFU is the share of the GPU's peak in bf16 (PEAK_FLOPS) that learning's own arithmetic took, without any recomputation:
 6 FLOPs for each weight of the blocks and each token, for each weight of the head and each token of a completion, and
 6 * layers * hidden size * length for the attention of each token; with adapters 4 for the weights, which get no
-gradient. Memory is the peak of all of the GPU that is in use;
-on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
+gradient. With `--mean-tokens` there is none: lengths differ. Memory is the peak of all that is in use of the GPU, or
+of both together; on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
 """
 
 import importlib.util
@@ -33,7 +42,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -52,20 +63,26 @@ from recipe.ray_session import run_main  # noqa: E402
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # "sync" with sleeping
 COMPILED = ["--compile", "--engine-args", '{"compilation_config": {}}']
+GPUS = {"ipc": 1, "nccl": 2}  # of each topology
 
 
 @dataclass
 class Arguments:
     """The workload."""
 
+    topology: Literal[tuple(GPUS)] = HfArg(default="ipc", help="on CPU: shared memory, or gloo")
+    ways: list[str] | None = HfArg(default=None, help="to time, by name (default: all of the topology)")
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="the model's")
     prompts: Annotated[int, Ge(1)] = HfArg(default=16, help="in a step")
     completions: Annotated[int, Ge(2)] = HfArg(default=8, help="of each prompt")
     tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="of each completion")
+    mean_tokens: Annotated[int | None, Ge(2)] = HfArg(
+        default=None, help="completions end at random after so many on average, and after --tokens at most"
+    )
     prompt_tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="of each prompt")
     steps: Annotated[int, Ge(2)] = HfArg(default=6, help="of each way; the first is not counted")
     lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="of adapters on all linear layers")
-    options: str = HfArg(default="", help="more flags of rlhf_colocate.py")
+    options: str = HfArg(default="", help="more flags of our scripts")
     trl_batch: Annotated[int, Ge(1)] = HfArg(default=16, help="completions in a forward pass of TRL")
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.3, help="of the engine, whose-ever it is")
     output: Path | None = HfArg(default=None, help="folder for the results (default: a new one under runs/)")
@@ -89,6 +106,9 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if args.mean_tokens:  # vLLM and TRL stop at these, which are in generation_config.json
+        count = config.vocab_size // args.mean_tokens
+        model.generation_config.eos_token_id = list(range(config.vocab_size - count, config.vocab_size))
     model.save_pretrained(folder)
     letters, generator = "abcdefghijklmnopqrstuvwxyz ", random.Random(0)
     prompts = ["".join(generator.choices(letters, k=args.prompt_tokens)) for _ in range(args.prompts * args.steps)]
@@ -111,22 +131,32 @@ def learning_flops(args: Arguments) -> float:
     return sequences * ((4 if args.lora_rank else 6) * weights + 6 * attention * length)
 
 
-def run_way(folder: Path, command: list[str], gpu: bool) -> float:
+def choose_gpus(topology: str) -> str:
+    """The first GPUs that are visible, as many as the topology takes. Raises RunError if there are fewer."""
+    import torch
+
+    wanted, there = GPUS[topology], torch.cuda.device_count()
+    if there < wanted:
+        raise RunError(f"--topology {topology} takes {wanted} GPUs, and there are {there}")
+    return ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:wanted])
+
+
+def run_way(folder: Path, command: list[str], gpus: str) -> float:
     """Run a command whose output goes to output.txt in this folder. Returns the peak of memory in use, in GB.
 
-    Raises RunError with the last line of the output if it fails.
+    `gpus` are those that it sees, or "" on CPU. Raises RunError with the last line of the output if it fails.
     """
     folder.mkdir()
     paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(paths)}  # of the reward
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    environment |= {"CUDA_VISIBLE_DEVICES": visible} if gpu else {}
+    environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
     with (folder / "output.txt").open("w") as file:
         output = {"stdout": file, "stderr": subprocess.STDOUT}
         process = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | environment, **output)
         peak = 0.0
         while process.poll() is None:
-            peak = max(peak, gpu_memory(visible) if gpu else resident_memory(process.pid))
+            in_use = sum(map(gpu_memory, gpus.split(","))) if gpus else resident_memory(process.pid)
+            peak = max(peak, in_use)
             time.sleep(0.5)
     if process.returncode:
         lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
@@ -151,25 +181,33 @@ def resident_memory(pid: int) -> float:
     return total / 1e9
 
 
-def our_step(folder: Path, args: Arguments, gpu: bool, more: list[str]) -> tuple[list[dict], float]:
-    """Seconds of each counted step of rlhf_colocate.py by part, and the peak of memory."""
+def our_step(
+    folder: Path, args: Arguments, gpus: str, script: str, more: Sequence[str] = ()
+) -> tuple[list[dict], float]:
+    """Each counted step of a script: seconds by part, tokens, idle shares. And the peak of memory."""
     model = folder.parent / "model"
     flags = {"model": model, "dataset": model / "prompts.jsonl", "prompts-per-step": args.prompts, "steps": args.steps}
     flags |= {"group-size": args.completions, "max-tokens": args.tokens, "reward": "step_trl:reward", "save-every": 0}
-    flags |= {"engines": 1, "tensor-parallel-size": 1, "gpu-memory-utilization": args.gpu_memory_utilization}
+    flags |= {"tensor-parallel-size": 1, "gpu-memory-utilization": args.gpu_memory_utilization}
+    flags |= {"engines": 1} if args.topology == "ipc" else {}
     flags |= {"lora-rank": args.lora_rank} if args.lora_rank else {}
     options = [f"--{name}={value}" for name, value in flags.items()]
-    command = [str(ROOT / "rlhf_colocate.py"), *options, "--output", "run", *shlex.split(args.options), *more]
-    peak = run_way(folder, command, gpu)
+    command = [str(ROOT / script), *options, "--output", "run", *shlex.split(args.options), *more]
+    peak = run_way(folder, command, gpus)
     steps = []
     for row in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
-        check_length(folder.name, row["completions/mean_length"], args.tokens)
         step = {"whole": row["time/step"], "rollout": row["time/rollout"], "learn": row["time/train"]}
-        steps.append(step | {"sync": row["time/sleep"] + row["time/sync"]})
+        step |= {"sync": row.get("time/sleep", 0.0) + row["time/sync"]}
+        step |= {"tokens": step_tokens(folder.name, row["completions/mean_length"], args)}
+        if args.topology == "nccl":
+            waiting = step["rollout"] / step["whole"]
+            step |= {"engine_idle": row.get("async/engine_idle", 1 - waiting)}
+            step |= {"trainer_idle": row.get("async/trainer_idle", waiting)}
+        steps.append(step)
     return steps[1:], peak
 
 
-def trl_step(folder: Path, args: Arguments, gpu: bool) -> tuple[list[dict], float]:
+def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], float]:
     """As `our_step`, of TRL."""
     batch = min(args.trl_batch, args.prompts * args.completions)
     if args.prompts * args.completions % batch:
@@ -177,95 +215,126 @@ def trl_step(folder: Path, args: Arguments, gpu: bool) -> tuple[list[dict], floa
             f"--trl-batch {batch} does not divide the {args.prompts * args.completions} completions of a step"
         )
     workload = {name: value for name, value in asdict(args).items() if name not in ("options", "output")}
-    workload |= {"gpu": gpu, "trl_batch": batch}
-    peak = run_way(folder, [str(ROOT / "benchmarks" / "step_trl.py"), json.dumps(workload)], gpu)
+    workload |= {"gpu": bool(gpus), "trl_batch": batch}
+    peak = run_way(folder, [str(ROOT / "benchmarks" / "step_trl.py"), json.dumps(workload)], gpus)
     result = json.loads((folder / "steps.json").read_text())
-    for length in result["lengths"]:
-        check_length(folder.name, length, args.tokens)
+    for step, length in zip(result["steps"], result["lengths"], strict=True):
+        step["tokens"] = step_tokens(folder.name, length, args)
     return result["steps"][1:], peak
 
 
-def check_length(way: str, length: float, tokens: int) -> None:
-    if length != tokens:
-        raise RunError(f"{way}: completions have {length:g} tokens on average, and not {tokens}")
+def step_tokens(way: str, length: float, args: Arguments) -> float:
+    """Tokens of a step whose completions have this mean length. Raises RunError if it is not the one asked for."""
+    if length != args.tokens and not args.mean_tokens:
+        raise RunError(f"{way}: completions have {length:g} tokens on average, and not {args.tokens}")
+    return length * args.prompts * args.completions
 
 
-def summary(way: str, steps: list[dict], peak: float, args: Arguments, flops: float, peak_flops: float | None) -> dict:
+def choose_ways(args: Arguments, gpus: str) -> dict[str, Callable[[Path], tuple[list[dict], float]]]:
+    """What to time, by name: functions of a folder. Raises RunError for a name that is none of them."""
+    run = partial(our_step, args=args, gpus=gpus)
+    if args.topology == "nccl":
+        ways = {script: partial(run, script=script) for script in ("rlhf.py", "rlhf_async.py")}
+    else:
+        ways = {"ours": partial(run, script="rlhf_colocate.py")}
+        if gpus:
+            ways["compiled"] = partial(run, script="rlhf_colocate.py", more=COMPILED)
+        if importlib.util.find_spec("trl"):
+            ways["TRL"] = partial(trl_step, args=args, gpus=gpus)
+    if unknown := [name for name in args.ways or () if name not in ways]:
+        raise RunError(f"--ways: there is no {unknown[0]} here, but {', '.join(ways)}")
+    return {name: ways[name] for name in args.ways or ways}
+
+
+def summary(way: str, steps: list[dict], peak: float, flops: float | None, peak_flops: float | None) -> dict:
     """A row of the table: medians, in seconds."""
     for step in steps:
         step["rest"] = step["whole"] - step["rollout"] - step["learn"] - step["sync"]
-    row = {name: statistics.median(step[name] for step in steps) for name in ("whole", *PARTS)}
-    tokens = args.prompts * args.completions * args.tokens
-    row |= {"way": way, "steps": steps, "peak_GB": peak, "tokens_per_second": tokens / row["whole"]}
-    return row | {"MFU": flops / row["learn"] / peak_flops if peak_flops else None}
+    row = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
+    row |= {"way": way, "steps": steps, "peak_GB": peak, "tokens_per_second": row["tokens"] / row["whole"]}
+    return row | {"MFU": flops / row["learn"] / peak_flops if flops and peak_flops else None}
+
+
+def over_bound(rows: list[dict]) -> float | None:
+    """rlhf_async.py's step over the longer of generating alone and learning + sync alone, if both ways were timed."""
+    medians = {row["way"]: row for row in rows}
+    if not medians.keys() >= {"rlhf.py", "rlhf_async.py"}:
+        return None
+    alone = medians["rlhf.py"]
+    return medians["rlhf_async.py"]["whole"] / max(alone["rollout"], alone["learn"] + alone["sync"])
 
 
 def main(args: Arguments) -> None:
+    if args.mean_tokens and args.mean_tokens >= args.tokens:
+        raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
+    device = device_kind()[0]
+    gpus = "" if device == "CPU" else choose_gpus(args.topology)
+    ways, flops = choose_ways(args, gpus), None if args.mean_tokens else learning_flops(args)
     folder = (args.output or Path("runs") / f"step-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     folder.mkdir(parents=True)
-    device = device_kind()[0]
-    gpu, flops = device != "CPU", learning_flops(args)
     # In a process of its own, which leaves nothing on the GPU.
     building = multiprocessing.get_context("spawn").Process(
-        target=build_model, args=(folder / "model", args, "cuda" if gpu else "cpu")
+        target=build_model, args=(folder / "model", args, "cuda" if gpus else "cpu")
     )
     building.start()
     building.join()
     if building.exitcode:
         raise RunError("the model could not be made")
-    ways = {"ours": lambda path: our_step(path, args, gpu, [])}
-    if gpu:
-        ways["ours, compiled"] = lambda path: our_step(path, args, gpu, COMPILED)
-    if importlib.util.find_spec("trl"):
-        ways["TRL"] = lambda path: trl_step(path, args, gpu)
-    print(
+    length = f"~{args.mean_tokens} (at most {args.tokens})" if args.mean_tokens else args.tokens
+    title = (
         f"{args.shape}, {args.prompts} prompts of {args.prompt_tokens} tokens x {args.completions} completions of"
-        f" {args.tokens}, {device}\n{'':15}{'rollout':>10}{'learn':>10}{'sync':>10}{'rest':>10}{'step':>10}"
-        f"{'tokens/s':>12}{'MFU':>8}{'memory':>10}"
+        f" {length}, {device}"
+    )
+    idle = f"{'engine idle':>13}{'trainer idle':>14}" if args.topology == "nccl" else ""
+    print(
+        f"{title}\n{'':15}{'rollout':>10}{'learn':>10}{'sync':>10}{'rest':>10}{'step':>10}"
+        f"{'tokens/s':>12}{'MFU':>8}{'memory':>10}{idle}"
     )
     rows, failed = [], {}
     for way, measure in ways.items():
         try:
-            steps, peak = measure(folder / way.replace(", ", "-").lower())
+            steps, peak = measure(folder / way.lower())
         except RunError as error:
-            if way != "TRL":
+            if way != "TRL" or len(ways) == 1:
                 raise
             failed[way] = str(error)  # such as no memory, which is a result as well
             print(f"{way:15}{error}")
             continue
-        rows.append(summary(way, steps, peak, args, flops, PEAK_FLOPS.get(device)))
+        rows.append(summary(way, steps, peak, flops, PEAK_FLOPS.get(device)))
         print(line(rows[-1]))
     workload = {name: value for name, value in asdict(args).items() if name != "output"}
     results = {"device": device, "workload": workload, "learning_flops": flops, "ways": rows, "failed": failed}
+    if ratio := over_bound(rows):
+        results["async_over_bound"] = ratio
+        longer = "the longer of generating alone and learning + sync alone (rlhf.py's)"
+        print(f"rlhf_async.py's step is {ratio:.2f} times {longer}")
     (folder / "step.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, folder / "step.png")
+    draw(rows[::-1], title, folder / "step.png")
     print(f"OK: {folder}/step.png")
 
 
 def line(row: dict) -> str:
     parts = "".join(f"{row[name]:8.3f} s" for name in (*PARTS, "whole"))
     mfu = "" if row["MFU"] is None else f"{100 * row['MFU']:.1f} %"
-    return f"{row['way']:15}{parts}{row['tokens_per_second']:12,.0f}{mfu:>8}{row['peak_GB']:7.1f} GB"
+    idle = f"{100 * row['engine_idle']:11.1f} %{100 * row['trainer_idle']:12.1f} %" if "engine_idle" in row else ""
+    return f"{row['way']:15}{parts}{row['tokens_per_second']:12,.0f}{mfu:>8}{row['peak_GB']:7.1f} GB{idle}"
 
 
-def draw(results: dict, path: Path) -> None:
-    """A bar for each way, made of its parts."""
+def draw(rows: list[dict], title: str, path: Path) -> None:
+    """A bar for each way, from the bottom up, made of its parts."""
     from matplotlib.figure import Figure
 
-    rows, workload = results["ways"][::-1], results["workload"]
     figure = Figure(figsize=(8, 0.6 * len(rows) + 1.8))
     axes, ways, left = figure.subplots(), [row["way"] for row in rows], [0.0] * len(rows)
     for part, color in PARTS.items():
         seconds = [row[part] for row in rows]
-        axes.barh(ways, seconds, left=left, color=color, label={"sync": "sleep, sync, wake"}.get(part, part))
+        axes.barh(ways, seconds, left=left, color=color, label=part)
         left = [begin + width for begin, width in zip(left, seconds, strict=True)]
     for way, row, end in zip(ways, rows, left, strict=True):
         axes.text(end, way, f" {row['whole']:.2f} s", va="center")
     axes.set_xlim(0, 1.15 * max(left))
     axes.set_xlabel("seconds of a step (medians)")
-    axes.set_title(
-        "{shape}, {prompts} x {completions} x {tokens} tokens, ".format(**workload) + results["device"], fontsize=11
-    )
+    axes.set_title(title, fontsize=11)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=len(PARTS), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120, bbox_inches="tight")

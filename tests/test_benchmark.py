@@ -167,6 +167,37 @@ def test_whole_step_is_timed_beside_trls(script, tmp_path):
     assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
+@cpu_only
+@pytest.mark.slow
+def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_path):
+    flags = {"--topology": "nccl", "--prompts": 2, "--completions": 4, "--tokens": 32, "--mean-tokens": 8}
+    arguments = [text for flag in (flags | {"--prompt-tokens": 8, "--steps": 3}).items() for text in flag]
+    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish(300)
+    assert text.splitlines()[-1].startswith("OK: "), text
+    results = json.loads((tmp_path / "run" / "step.json").read_text())
+    assert [row["way"] for row in results["ways"]] == ["rlhf.py", "rlhf_async.py"]
+    for row in results["ways"]:
+        logged = [json.loads(line) for line in (tmp_path / "run" / row["way"] / "run" / "metrics.jsonl").open()][1:]
+        lengths = [one["completions/mean_length"] for one in logged]
+        assert len(set(lengths)) == 2
+        assert max(lengths) < 32
+        assert [one["tokens"] for one in row["steps"]] == [2 * 4 * length for length in lengths]
+        for one in row["steps"]:
+            assert one["rollout"] + one["learn"] + one["sync"] + one["rest"] == pytest.approx(one["whole"])
+            assert min(one["rollout"], one["learn"], one["sync"], one["rest"]) > 0
+            assert 0 < one["engine_idle"] < 1
+            assert 0 < one["trainer_idle"] < 1
+        assert row["tokens_per_second"] == pytest.approx(sum(lengths) * 4 / row["whole"])
+        assert row["MFU"] is None
+    apart, ahead = results["ways"]
+    assert [one["engine_idle"] + one["trainer_idle"] for one in apart["steps"]] == pytest.approx([1, 1])
+    assert [one["engine_idle"] for one in ahead["steps"]] == [one["async/engine_idle"] for one in logged]
+    longer = max(apart["rollout"], apart["learn"] + apart["sync"])
+    assert results["async_over_bound"] == pytest.approx(ahead["whole"] / longer)
+    assert f"rlhf_async.py's step is {results['async_over_bound']:.2f} times the longer" in text
+    assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_flops_of_learning_are_those_of_the_models_matrices_and_attention(step):
     args = step.Arguments(shape="qwen2.5-0.5b", prompts=2, completions=3, tokens=5, prompt_tokens=7)
     block = 896 * 896 * 2 + 2 * 896 * 128 + 3 * 896 * 4864  # queries and output, keys and values, gate, up and down
@@ -176,32 +207,80 @@ def test_flops_of_learning_are_those_of_the_models_matrices_and_attention(step):
 
 
 def test_summary_has_medians_and_what_is_in_no_part(step):
-    args = step.Arguments(prompts=4, completions=5, tokens=6)
-    steps = [{"whole": 10.0 * i, "rollout": 3.0 * i, "learn": 2.0 * i, "sync": 1.0 * i} for i in (1, 2, 9)]
-    row = step.summary("ours", steps, 1.0, args, flops=8e12, peak_flops=1e13)
+    parts = {"whole": 10.0, "rollout": 3.0, "learn": 2.0, "sync": 1.0, "tokens": 60}
+    steps = [{name: i * value for name, value in parts.items()} for i in (1, 2, 9)]
+    row = step.summary("ours", steps, 1.0, flops=8e12, peak_flops=1e13)
     assert {name: row[name] for name in ("whole", "rollout", "learn", "sync", "rest")} == {
         "whole": 20.0, "rollout": 6.0, "learn": 4.0, "sync": 2.0, "rest": 8.0,
     }  # fmt: skip
-    assert (row["tokens_per_second"], row["MFU"]) == (4 * 5 * 6 / 20, 0.2)
-    assert step.summary("ours", steps, 1.0, args, 8e12, None)["MFU"] is None
+    assert (row["tokens_per_second"], row["MFU"]) == (120 / 20, 0.2)
+    assert step.summary("ours", steps, 1.0, 8e12, None)["MFU"] is None
 
 
 def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path):
     with pytest.raises(RunError, match=r"TRL: completions have 7\.5 tokens on average, and not 8"):
-        step.check_length("TRL", 7.5, 8)
+        step.step_tokens("TRL", 7.5, step.Arguments(tokens=8))
     with pytest.raises(RunError, match=r"way: ValueError: no memory \(all of it in .*/way/output\.txt\)"):
-        step.run_way(tmp_path / "way", ["-c", "raise ValueError('no memory')"], gpu=False)
+        step.run_way(tmp_path / "way", ["-c", "raise ValueError('no memory')"], gpus="")
     with pytest.raises(RunError, match="--trl-batch 16 does not divide the 24 completions"):
-        step.trl_step(tmp_path, step.Arguments(prompts=3, completions=8), gpu=False)
+        step.trl_step(tmp_path, step.Arguments(prompts=3, completions=8), gpus="")
 
 
-@pytest.mark.parametrize("failing", ["TRL", "ours"])
-def test_trl_that_fails_is_a_result_and_ours_an_error(step, monkeypatch, tmp_path, capsys, failing):
+@pytest.mark.parametrize(
+    ("options", "gpus", "message"),
+    [
+        ({"tokens": 8, "mean_tokens": 8}, 0, "--mean-tokens 8 is not below --tokens 8"),
+        ({"ways": ["rlhf.py"]}, 0, "--ways: there is no rlhf.py here, but ours"),
+        ({"topology": "nccl", "ways": ["TRL"]}, 0, "--ways: there is no TRL here, but rlhf.py, rlhf_async.py"),
+        ({"topology": "nccl"}, 1, "--topology nccl takes 2 GPUs, and there are 1"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused_before_anything_is_written(
+    step, monkeypatch, tmp_path, options, gpus, message
+):
+    monkeypatch.setattr(step, "device_kind", lambda: ("NVIDIA H200" if gpus else "CPU", 0))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    with pytest.raises(RunError, match=message):
+        step.main(step.Arguments(output=tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("visible", "topology", "gpus"), [(None, "ipc", "0"), (None, "nccl", "0,1"), ("3,1,2", "nccl", "3,1")]
+)
+def test_ways_get_the_first_visible_gpus(step, monkeypatch, visible, topology, gpus):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert step.choose_gpus(topology) == gpus
+
+
+def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(step, "run_way", lambda folder, command, gpus: commands.append(command) or 1.0)
+    for topology in ("ipc", "nccl"):
+        ways = step.choose_ways(step.Arguments(topology=topology, options="--enforce-eager"), "0,1")
+        ways.pop("TRL", None)
+        for way, measure in ways.items():
+            folder = tmp_path / way / "run"
+            folder.mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text("")
+            measure(tmp_path / way)
+    scripts = [os.path.basename(command[0]) for command in commands]
+    assert scripts == ["rlhf_colocate.py", "rlhf_colocate.py", "rlhf.py", "rlhf_async.py"]
+    assert ["--engines=1" in command for command in commands] == [True, True, False, False]
+    assert ["--compile" in command for command in commands] == [False, True, False, False]
+    assert all("--enforce-eager" in command and "--tensor-parallel-size=1" in command for command in commands)
+
+
+@pytest.mark.parametrize(("failing", "ways"), [("TRL", None), ("TRL", ["TRL"]), ("ours", None)])
+def test_trl_that_fails_is_a_result_beside_ours_and_else_an_error(step, monkeypatch, tmp_path, capsys, failing, ways):
     def measure(way):
-        def run(folder, *_):
+        def run(folder, **_):
             if way == failing:
                 raise RunError(f"{way}: out of memory")
-            return [{"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5}], 1.0
+            return [{"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5, "tokens": 8}], 1.0
 
         return run
 
@@ -211,9 +290,9 @@ def test_trl_that_fails_is_a_result_and_ours_an_error(step, monkeypatch, tmp_pat
     monkeypatch.setattr(step, "our_step", measure("ours"))
     monkeypatch.setattr(step, "trl_step", measure("TRL"))
     monkeypatch.setattr(step, "device_kind", lambda: ("CPU", 0))
-    args = step.Arguments(output=tmp_path / "run")
-    if failing == "ours":
-        with pytest.raises(RunError, match="ours: out of memory"):
+    args = step.Arguments(output=tmp_path / "run", ways=ways)
+    if failing == "ours" or ways:
+        with pytest.raises(RunError, match=f"{failing}: out of memory"):
             step.main(args)
         return
     step.main(args)
