@@ -168,7 +168,7 @@ def test_whole_step_is_timed_beside_trls(script, tmp_path):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_path):
     flags = {"--topology": "nccl", "--prompts": 2, "--completions": 4, "--tokens": 32, "--mean-tokens": 8}
     arguments = [text for flag in (flags | {"--prompt-tokens": 8, "--steps": 3}).items() for text in flag]
