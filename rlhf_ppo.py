@@ -166,6 +166,7 @@ class Critic(Rank):
     """A rank of the critic: `values`, `learn`."""
 
     learner_class = CriticLearner
+    learns = True
 
     def save(self, run_folder: Path) -> None:
         """To a folder from which the trainer, on the same node, takes it into its checkpoint."""
@@ -179,7 +180,7 @@ class Trainer(Rank):
 
     learner_class = PPOLearner
     weights_stay = True  # on the GPU, where the engine reads them
-    has_adapters = True
+    learns = True
 
     def channel(self, ranks: int) -> dict[str, str]:
         """Colocated: make the channel to the worker. Returns the handle for it."""

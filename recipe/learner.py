@@ -102,6 +102,8 @@ class Learner:
     they adapt. `steps` are the run's: a schedule of the learning rate that ends wants to know when.
     """
 
+    new_head: str | None = None  # a subclass's, which no causal model has: beside adapters, it learns as it is
+
     def __init__(self, path: str, config: LearnerConfig, device: torch.device, seed: int = 0, steps: int | None = None):
         from transformers import AutoTokenizer
 
@@ -137,7 +139,8 @@ class Learner:
                     self._examine(model)
                 if self.config.lora_rank:
                     torch.manual_seed(self.seed)  # the same adapters on all ranks
-                    add_adapters(model, self.config, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+                    frozen = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+                    add_adapters(model, self.config, frozen, self.new_head)
                 if self.config.compile:  # only now: the comparisons above would compile as well
                     compile_blocks(model)
                 if self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside

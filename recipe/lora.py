@@ -42,8 +42,8 @@ class LoRAArguments:
     save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
 
 
-def add_adapters(model, args: LoRAArguments, frozen: torch.dtype) -> None:
-    """Freeze the model, in this dtype, and give layers adapters.
+def add_adapters(model, args: LoRAArguments, frozen: torch.dtype, new_head: str | None = None) -> None:
+    """Freeze the model, in this dtype, and give layers adapters. A `new_head`, in fp32, learns as it is beside them.
 
     Raises RunError for targets that are none of its linear layers, naming those.
     """
@@ -51,7 +51,7 @@ def add_adapters(model, args: LoRAArguments, frozen: torch.dtype) -> None:
     from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
+    head = model.get_submodule(new_head) if new_head else model.get_output_embeddings()
     layers = [n for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head]
     names = sorted({name.rpartition(".")[2] for name in layers})
     targets = names if args.lora_targets == ALL else args.lora_targets
@@ -62,6 +62,7 @@ def add_adapters(model, args: LoRAArguments, frozen: torch.dtype) -> None:
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
         parameter.data = parameter.data.to(frozen)
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
+    options |= {"modules_to_save": [new_head]} if new_head else {}
     model.add_adapter(LoraConfig(target_modules=targets, **options), NAME)
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -72,8 +73,9 @@ def add_adapters(model, args: LoRAArguments, frozen: torch.dtype) -> None:
 
 
 def adapter_parameters(model) -> list[torch.nn.Parameter]:
-    """The parameters of a model's adapters; none if it has no adapters."""
-    return [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    """The parameters of a model's adapters, and of its new head; none if it has no adapters."""
+    learned = ".lora_", ".modules_to_save."  # as peft calls them
+    return [parameter for name, parameter in model.named_parameters() if any(part in name for part in learned)]
 
 
 def adapted_weights(model) -> list[LoRAWeight]:

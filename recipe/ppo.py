@@ -283,7 +283,7 @@ class CriticLearner(PPO, Classifier):
 
     def __init__(self, path: str, config: PPOConfig, *args):
         rate = config.critic_learning_rate or max(config.learning_rate, CRITIC_LEARNING_RATE)
-        super().__init__(path, replace(config, learning_rate=rate), *args)
+        super().__init__(path, replace(config, learning_rate=rate, save_merged=False), *args)
 
     def values(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Values [B, T] of the states before the completions' tokens, right-padded with zeros, on the CPU."""

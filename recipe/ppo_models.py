@@ -19,8 +19,9 @@ from .checkpoint import check_model, check_nodes, choose_models
 from .dataset import named_function
 from .errors import RunError
 from .learner import Learner, Rollout, choose_attention
+from .lora import check_adapters
 
-SCORE_HEAD = "score.weight"  # as transformers calls it in every causal model
+HEAD = "score"  # as transformers calls it in every causal model
 
 
 class Scorer(Learner):
@@ -48,13 +49,15 @@ class Scorer(Learner):
 class Classifier(Scorer):
     """A sequence classifier with one output."""
 
+    new_head = HEAD
+
     def _from_pretrained(self, path: str):
         from transformers import AutoModelForSequenceClassification
 
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=torch.float32, attn_implementation=self.config.attention, output_loading_info=True
         )
-        if SCORE_HEAD in report["missing_keys"]:
+        if f"{HEAD}.weight" in report["missing_keys"]:
             torch.nn.init.zeros_(model.score.weight)  # all values begin at 0
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -119,15 +122,17 @@ def choose_ppo_models(run_folder: Path, args: RunArguments, device: str) -> tupl
     """What each actor loads, by name, and the folders whose training state trainer and critic go on from.
 
     The policy is as in `choose_models`. The critic is that of the checkpoint, if it has one, or `--critic-model`, or
-    the initial policy. With adapters, the policy without them is the reference. A reward model that is a function's to
-    make is made in the run's folder. Raises RunError for models that do not fit.
+    the initial policy. Both may have adapters: then the checkpoint has those alone, and the policy without them is the
+    reference. A reward model that is a function's to make is made in the run's folder. Raises RunError for models that
+    do not fit.
     """
     models = choose_models(run_folder, args, device)
     critic, reward_model = args.critic_model or models.initial, args.reward_model
     states = {"trainer": models.checkpoint} if models.checkpoint else {}
     if models.checkpoint and (models.checkpoint / "critic").is_dir():
         states["critic"] = models.checkpoint / "critic"
-        critic = str(states["critic"])
+        check_adapters(states["critic"], args)
+        critic = critic if args.lora_rank else str(states["critic"])
     if reward_model and re.fullmatch(r"[\w.]+:\w+", reward_model):
         builder, reward_model = reward_model, str(run_folder / "reward_model")
         if not os.path.isdir(reward_model):

@@ -29,7 +29,7 @@ class Rank:
 
     learner_class: type[Learner]
     weights_stay = False
-    has_adapters = False  # with --lora-rank
+    learns = False  # and so may have adapters
 
     def __init__(self, rank: int):
         self.rank = rank  # loads nothing yet: others start first
@@ -49,7 +49,7 @@ class Rank:
         if address:
             join_ranks(*address, self.rank, ranks, here)
         own = copy(args)
-        own.lora_rank = args.lora_rank if self.has_adapters else None
+        own.lora_rank = args.lora_rank if self.learns else None
         self.learner, self.shared = self.learner_class(path, own, here, args.seed, args.steps), shared
         if state:
             self.learner.load_state(state)

@@ -120,7 +120,7 @@ def experience(model, settings, count=6, seed=0):
     policy, critic = PPOLearner(model, settings, CPU), CriticLearner(model, settings, CPU)
     batch = rollouts(policy, seed, count)
     generator = torch.Generator().manual_seed(seed)
-    metrics, logprobs = policy.score(batch)
+    metrics, logprobs, *_ = policy.score(batch)
     noise = [torch.randn(logprobs.shape, generator=generator) * 0.3 for _ in range(3)]
     values = critic.values(batch) + noise[0]
     made, _ = estimate(batch, logprobs, logprobs + noise[1], values, metrics["kl_coef"], settings)
@@ -219,22 +219,32 @@ def test_critic_learns_faster_than_a_slow_policy_unless_told(model):
     assert CriticLearner(model, config(critic_learning_rate=1e-4), CPU).config.learning_rate == 1e-4
 
 
-def learn_on_this_rank(folder, model, reward_model):
+def test_with_adapters_the_critics_trunk_stays_and_its_head_learns(model):
+    _, critic, made = experience(model, config(lora_rank=4, learning_rate=1e-2))
+    before = weights_of(critic)
+    critic.learn(made)
+    moved = {name for name, tensor in weights_of(critic).items() if not tensor.equal(before[name])}
+    assert moved == {name for name in before if ".lora_" in name} | {"score.modules_to_save.default.weight"}
+    assert sum(before[name].numel() for name in moved) < 0.1 * sum(map(torch.numel, before.values()))
+
+
+def learn_on_this_rank(folder, model, reward_model, lora_rank):
     """A step of both learners, with plain SGD, the metrics, and scores of texts."""
-    settings = config(micro_batch_tokens=25, num_ppo_epochs=2)
+    settings = config(micro_batch_tokens=25, num_ppo_epochs=2, lora_rank=lora_rank)
     *learners, made = experience(model, settings)  # 3 rollouts in a mini-batch
-    results = [RewardScorer(reward_model, settings, CPU).score(["a: "] * 3, ["ABC", "x", "AB yes"]), made.advantages]
+    results = [RewardScorer(reward_model, config(), CPU).score(["a: "] * 3, ["ABC", "x", "AB yes"]), made.advantages]
     for learner in learners:
-        learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
+        learner.optimizer = torch.optim.SGD(learner.parameters, lr=1.0)
         learner.rate = lambda step: 0.1
         results += [learner.learn(made), weights_of(learner)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(results, folder / f"results-{learner.ranks}.pt")
 
 
-def test_two_ranks_learn_what_one_learns(model, reward_model, tmp_path):
-    learn_on_this_rank(tmp_path, model, reward_model)
-    on_ranks(2, learn_on_this_rank, tmp_path, model, reward_model)
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_two_ranks_learn_what_one_learns(model, reward_model, tmp_path, lora_rank):
+    learn_on_this_rank(tmp_path, model, reward_model, lora_rank)
+    on_ranks(2, learn_on_this_rank, tmp_path, model, reward_model, lora_rank)
     ours, theirs = (torch.load(tmp_path / f"results-{ranks}.pt") for ranks in (1, 2))
     assert theirs[0] == pytest.approx(ours[0], abs=1e-5)
     torch.testing.assert_close(theirs[1], ours[1], atol=1e-5, rtol=1e-5)
@@ -243,16 +253,19 @@ def test_two_ranks_learn_what_one_learns(model, reward_model, tmp_path):
             torch.testing.assert_close(other[name], value, atol=1e-5, rtol=1e-4)
 
 
-def test_checkpoints_go_on_bit_for_bit(model, tmp_path):
-    settings = config(kl_target=0.1, kl_horizon=20)
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
+    settings = config(kl_target=0.1, kl_horizon=20, lora_rank=lora_rank, save_merged=bool(lora_rank))
     policy, critic, made = experience(model, settings)
     for learner in (policy, critic):
         learner.learn(made)
     policy.save(tmp_path)
     (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")
-    resumed = PPOLearner(str(tmp_path), settings, CPU), CriticLearner(str(tmp_path / "critic"), settings, CPU)
-    for learner, other, folder in zip((policy, critic), resumed, (tmp_path, tmp_path / "critic"), strict=True):
+    folders = tmp_path, tmp_path / "critic"
+    paths = [model if lora_rank else str(folder) for folder in folders]
+    resumed = PPOLearner(paths[0], settings, CPU), CriticLearner(paths[1], settings, CPU)
+    for learner, other, folder in zip((policy, critic), resumed, folders, strict=True):
         other.load_state(folder)
         learner.learn(made)
         other.learn(made)
