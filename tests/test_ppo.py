@@ -549,7 +549,7 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_beside_two_workers_learn(script, tmp_path):
     text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--output", "run").finish(600)
     assert text.splitlines()[-1].startswith("OK: reward "), text
