@@ -21,8 +21,6 @@ from .errors import RunError
 from .learner import Learner, Rollout, choose_attention
 from .lora import check_adapters
 
-HEAD = "score"  # as transformers calls it in every causal model
-
 
 class Scorer(Learner):
     """A learner, or one rank of it, that also gives scores of all tokens of all rollouts at once."""
@@ -49,7 +47,7 @@ class Scorer(Learner):
 class Classifier(Scorer):
     """A sequence classifier with one output."""
 
-    new_head = HEAD
+    new_head = "score"  # as transformers calls it in every causal model's classifier
 
     def _from_pretrained(self, path: str):
         from transformers import AutoModelForSequenceClassification
@@ -57,7 +55,7 @@ class Classifier(Scorer):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=torch.float32, attn_implementation=self.config.attention, output_loading_info=True
         )
-        if f"{HEAD}.weight" in report["missing_keys"]:
+        if f"{self.new_head}.weight" in report["missing_keys"]:
             torch.nn.init.zeros_(model.score.weight)  # all values begin at 0
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self.tokenizer.pad_token_id

@@ -29,7 +29,7 @@ class Rank:
 
     learner_class: type[Learner]
     weights_stay = False
-    learns = False  # and so may have adapters
+    learns = False  # a model that does has adapters with --lora-rank
 
     def __init__(self, rank: int):
         self.rank = rank  # loads nothing yet: others start first

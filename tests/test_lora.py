@@ -20,7 +20,7 @@ from test_architectures import build
 from test_learning import CPU, config, rollouts
 from test_rlhf import rows
 from test_sharded import on_ranks, save, weights_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf
 from recipe.arguments import parse
@@ -316,6 +316,14 @@ def test_flags(monkeypatch, capsys, flags, message):
     with pytest.raises(SystemExit):
         parse(rlhf.Arguments, rlhf.__doc__)
     assert message in capsys.readouterr().err
+
+
+def test_a_new_head_is_not_rounded(model):
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    before = classifier.score.weight.clone()
+    add_adapters(classifier, config(lora_rank=2), torch.bfloat16, "score")
+    assert not before.equal(before.bfloat16().float())
+    assert classifier.score.modules_to_save["default"].weight.equal(before)
 
 
 @cpu_only
