@@ -4,6 +4,7 @@ python recipe/leftovers.py [FOLDER]    what `outlive` starts
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,8 @@ def outlive(folder: str = "", screen: IO | int = subprocess.DEVNULL) -> subproce
     """Start a process that cleans up as soon as this one has ended, be it by SIGKILL.
 
     It is told by its standard input, a line each, which files in /dev/shm to remove: when nobody has them mapped any
-    more. With the `folder` of a session, it ends the session's processes, and prints the reason, if it was told one.
+    more. With the `folder` of a session, it ends the session's processes, and prints the reason, if it was told one. It
+    is also told each phase of the session, as "while learning".
     """
     command = [sys.executable, os.path.abspath(__file__), folder]
     pipes = {"stdin": subprocess.PIPE, "stdout": screen, "stderr": subprocess.DEVNULL}
@@ -70,6 +72,13 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
     return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
 
 
+def agent_that_died(folder: str) -> str | None:
+    """Ray's agent whose end ended the raylet, by the raylet's log in the folder of a session; None: no agent's did."""
+    logs = [log.read_text(errors="replace") for log in Path(folder).glob("session_2*/logs/raylet.*")]
+    agents = re.findall(r"one Ray agent failed, agent_name = (\w+)", "".join(logs))
+    return agents[0].replace("_", " ") if agents else None
+
+
 def is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -84,10 +93,13 @@ def _remove(files: set[str]) -> None:
 if __name__ == "__main__":
     folder, told = sys.argv[1], sys.stdin.read().splitlines()  # which is complete when the other has ended
     reasons = [line for line in told if line.startswith("error: ")]
-    files = set(told) - set(reasons)
+    phases = ["while starting", *(line for line in told if line.startswith("while "))]
+    files = set(told) - set(reasons) - set(phases)
     if folder:
+        agent = agent_that_died(folder)  # Ray ends the driver with the raylet, perhaps before the driver has seen why
+        reasons.append(f"error: Ray's {agent} died {phases[-1]}" if agent else "error: the driver died")
         clean_up(folder, files)
-        print(*reasons[:1] or ["error: the driver died"], flush=True)
+        print(reasons[0], flush=True)
     while files & shared_memory_of(list(psutil.process_iter())):
         time.sleep(1)
     _remove(files)

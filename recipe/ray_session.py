@@ -21,7 +21,7 @@ from rlhf_utils import WeightSyncError
 
 from .arguments import RunArguments
 from .errors import RunError, UserError
-from .leftovers import MARK, clean_up, is_alive, outlive, processes_of, shared_memory_of
+from .leftovers import MARK, agent_that_died, clean_up, is_alive, outlive, processes_of, shared_memory_of
 from .run_folder import RunFolder
 
 USER_ERRORS = (UserError, WeightSyncError)  # their text says it all
@@ -119,7 +119,7 @@ class RaySession:
 
     def wait(self, phase: str, **refs: ray.ObjectRef) -> list:
         """Results of one call to each named actor, in order. Raises what an actor raised, or says which one died."""
-        self.phase = phase
+        self._begin(phase)
         started, pending, answers = time.monotonic(), list(refs.values()), refs
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=1)
@@ -145,7 +145,8 @@ class RaySession:
 
     def wait_for_thread(self, phase: str, future: futures.Future, check: Callable[[], None]) -> None:
         """Wait as in `wait`, for a thread of this process. `check` is called every second; it may raise."""
-        self.phase, started = phase, time.monotonic()
+        self._begin(phase)
+        started = time.monotonic()
         while not futures.wait([future], timeout=1).done:
             if dead := self._failed_pings():
                 self._end_if_ray_died()
@@ -153,6 +154,10 @@ class RaySession:
             check()
             self._note_shared_memory()
             self.run.tick(phase, round(time.monotonic() - started))
+
+    def _begin(self, phase: str) -> None:
+        self.phase = phase
+        self._tell_heir(f"while {phase}")
 
     def _failed_pings(self) -> dict[str, ray.ObjectRef]:
         """Pings of actors that have died. One that is busy answers later; one that has answered gets the next."""
@@ -193,9 +198,7 @@ class RaySession:
     def _end_if_ray_died(self) -> None:
         dead = [name for name, process in self.ray.items() if not is_alive(process)]
         if "raylet" in dead:  # which ends with any of its agents, as they do with it
-            logs = [log.read_text(errors="replace") for log in Path(self.folder).glob("session_2*/logs/raylet.*")]
-            agents = re.findall(r"one Ray agent failed, agent_name = (\w+)", "".join(logs))
-            dead = [agent.replace("_", " ") for agent in agents] or ["raylet"]
+            dead = [agent_that_died(self.folder) or "raylet"]
         if dead:
             self._end(RunError(f"Ray's {dead[0]} died while {self.phase}"))
 

@@ -51,7 +51,8 @@ class Ahead(RolloutsAhead):
         self.version, self.steps, self.lengths = 0, [], []
         engine = SimpleNamespace(sample=SimpleNamespace(remote=self.sample))
         session = RaySession(SimpleNamespace(tick=lambda *_: None), None)
-        session.wait, session._note_shared_memory = lambda _, engine: [engine.result()], lambda: None
+        session.wait = lambda _, engine: [engine.result()]
+        session._note_shared_memory, session._tell_heir = lambda: None, lambda *_: None
         task = SimpleNamespace(
             draw=lambda step: [Row(f"{step}", "", {}, [step])] * 2,
             draw_others=lambda step, count, drawn: [Row("other", "", {}, [99])] * count,

@@ -315,6 +315,29 @@ def test_death_of_ray_or_of_the_driver_ends_the_run_while_nobody_waits(tmp_path,
     assert run.text().splitlines()[-1] == f"error: {DEATHS[victim]}"
 
 
+@pytest.mark.parametrize(
+    ("log", "told", "reason"),
+    [
+        ("one Ray agent failed, agent_name = runtime_env_agent.", "", "Ray's runtime env agent died while starting"),
+        (
+            "one Ray agent failed, agent_name = dashboard_agent.",
+            "while a\nwhile b\n",
+            "Ray's dashboard agent died while b",
+        ),
+        ("one Ray agent failed, agent_name = dashboard_agent.", "while a\nerror: no room\n", "no room"),
+        ("all is well", "while a\n", "the driver died"),
+    ],
+)
+def test_who_outlives_the_driver_says_which_agent_died(tmp_path, log, told, reason):
+    logs = tmp_path / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.out").write_text(log)
+    command = [sys.executable, ROOT / "recipe" / "leftovers.py", tmp_path]
+    heir = subprocess.run(command, input=told, capture_output=True, text=True, check=True)
+    assert heir.stdout == f"error: {reason}\n"
+    assert not tmp_path.exists()
+
+
 def wait_until_gone(family: list[psutil.Process]) -> None:
     """Also the process that cleans up after a driver that was killed."""
     deadline = time.monotonic() + FAULT_SECONDS
@@ -343,14 +366,15 @@ def test_worker_killed_while_ray_starts_it_delays_the_run_by_no_more_than_a_faul
 
 
 MODELS = ("Critic", "Reference", "RewardModel")
-MATTERS = (*RAY, *SCRIPTS, *(f"ray::{name}" for name in ("Trainer", "Engine", *MODELS)), "VLLM::")
+RANDOMLY_KILLED = [*SCRIPTS, "rlhf_ppo.py"]
+MATTERS = (*RAY, *RANDOMLY_KILLED, *(f"ray::{name}" for name in ("Trainer", "Engine", *MODELS)), "VLLM::")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(RANDOM_KILLS))
 def test_any_process_killed_at_any_moment_ends_the_run_or_does_not_matter(script, number):
     chance = random.Random(f"{FAULT_SEED} {number}")
-    name, seconds = chance.choice(SCRIPTS), chance.uniform(0, 15) if number % 2 else chance.uniform(15, 50)
+    name, seconds = chance.choice(RANDOMLY_KILLED), chance.uniform(0, 15) if number % 2 else chance.uniform(15, 50)
     run = script(name, "--output", "run", "--save-every", 5, "--steps", 200)
     while not any("leftovers.py" in title_of(process) for process in run.descendants()):
         time.sleep(0.01)
