@@ -126,8 +126,8 @@ class Trainer:
         return self.learner.mismatch(rollouts)
 
     def start(self) -> tuple[int, str]:
-        """Returns once the model is loaded: the steps it has done, and how it computes attention."""
-        return self.learner.step, self.learner.attention[1]
+        """Returns once the model is loaded: the steps it has done, and what is to be said of it."""
+        return self.learner.step, self.learner.remarks()
 
     def save(self, run_folder: Path) -> None:
         write_checkpoint(run_folder, self.learner.step, self.learner.save)
@@ -168,15 +168,15 @@ def main(args: Arguments) -> None:
         if device == "cpu":
             run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
-        args.max_mismatch, args.weights_proven = args.max_mismatch or MAX_MISMATCH[device], True
+        args.default_max_mismatch, args.weights_proven = MAX_MISMATCH[device], True
         trainer = ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
         engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
-        (first_step, attention), room = session.wait(
+        (first_step, remarks), room = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
         )
         task.check_lengths(room)
-        run.say(f"the trainer's attention: {attention}")
+        run.say(remarks)
         run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds

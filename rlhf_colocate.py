@@ -179,8 +179,8 @@ class Trainer:
         return self.learner.mismatch(rollouts)
 
     def start(self) -> tuple[int, str]:
-        """Returns once the model is loaded: the steps it has done, and how it computes attention."""
-        return self.learner.step, self.learner.attention[1]
+        """Returns once the model is loaded: the steps it has done, and what is to be said of it."""
+        return self.learner.step, self.learner.remarks()
 
     def save(self, run_folder: Path) -> None:
         if self.rank == 0:
@@ -238,7 +238,7 @@ def main(args: Arguments) -> None:
         if device == "cpu":
             run.say("no GPU: trainer ranks and engines on CPU, where vLLM has no sleep mode: engines stay awake")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
-        args.max_mismatch, args.weights_proven = args.max_mismatch or MAX_MISMATCH[device], True
+        args.default_max_mismatch, args.weights_proven = MAX_MISMATCH[device], True
         trainers = [ray.remote(Trainer).options(**o).remote(rank) for rank, o in enumerate(trainer_options)]
         engines = [
             ray.remote(Engine).options(**options).remote(models.loaded, args, device, bundles)
@@ -251,8 +251,8 @@ def main(args: Arguments) -> None:
         (address,) = session.wait("loading", trainer0=trainers[0].address.remote())
         loading = each("trainer", trainers, "load", address, models, args, device)
         handles = session.wait("loading", **loading)
-        ((first_step, attention),) = session.wait("loading", trainer0=trainers[0].start.remote())
-        run.say(f"the trainer's attention: {attention}")
+        ((first_step, remarks),) = session.wait("loading", trainer0=trainers[0].start.remote())
+        run.say(remarks)
         run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds

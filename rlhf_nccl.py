@@ -188,8 +188,8 @@ class Trainer:
         return self.learner.mismatch(rollouts)
 
     def start(self) -> tuple[int, str]:
-        """Returns once the model is loaded: the steps it has done, and how it computes attention."""
-        return self.learner.step, self.learner.attention[1]
+        """Returns once the model is loaded: the steps it has done, and what is to be said of it."""
+        return self.learner.step, self.learner.remarks()
 
     def save(self, run_folder: Path) -> None:
         write_checkpoint(run_folder, self.learner.step, self.learner.save)
@@ -261,7 +261,7 @@ def main(args: Arguments) -> None:
         if device == "cpu":
             run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
-        args.max_mismatch = args.max_mismatch or MAX_MISMATCH[args.quantization or device]
+        args.default_max_mismatch = MAX_MISMATCH[args.quantization or device]
         engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
         session.actors["engine"] = engine
         if backend == "ipc":
@@ -269,11 +269,11 @@ def main(args: Arguments) -> None:
         session.actors["trainer"] = trainer = (
             ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
         )
-        (first_step, attention), room = session.wait(
+        (first_step, remarks), room = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
         )
         task.check_lengths(room)
-        run.say(f"the trainer's attention: {attention}")
+        run.say(remarks)
         run.start_metrics(first_step)
 
         # 2. Generate with dummy weights, connect, sync, and prove the first sync
@@ -287,7 +287,7 @@ def main(args: Arguments) -> None:
         sampled = complete(session, {"engine": engine}, rows, args, first_step)
         run.say(
             f"first sync, by vLLM's {backend} backend: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB\n"
-            f"{prove_first_sync(session, trainer, greedy.rollouts, sampled.rollouts)}, of at most {args.max_mismatch:g}"
+            f"{prove_first_sync(session, trainer, greedy.rollouts, sampled.rollouts)}"
         )
         run.show(greedy)
 

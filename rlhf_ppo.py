@@ -197,8 +197,8 @@ class Trainer(Rank):
         return self.sender.send_weights(self.learner.named_tensors().items())
 
     def start(self) -> tuple[int, str]:
-        """Returns once the model is loaded: the steps it has done, and how it computes attention."""
-        return self.learner.step, self.learner.attention[1]
+        """Returns once the model is loaded: the steps it has done, and what is to be said of it."""
+        return self.learner.step, self.learner.remarks()
 
     def save(self, run_folder: Path) -> None:
         if self.rank == 0:
@@ -259,15 +259,15 @@ def main(args: Arguments) -> None:
         paths, states = choose_ppo_models(run.path, args, device)
         task.tokenize(paths["trainer"], args.max_model_len)
         run.say(f"{NO_GPU if device == 'cpu' else ''}model {paths['trainer']}\nrun folder {run.path}")
-        args.max_mismatch, args.weights_proven = args.max_mismatch or MAX_MISMATCH[device], True
+        args.default_max_mismatch, args.weights_proven = MAX_MISMATCH[device], True
         (_, options), bundles = places["engine"][0], [bundle for bundle, _ in places["engine"]]
         engine = ray.remote(Engine).options(**options).remote(paths["trainer"], args, device, bundles)
         session.actors["engine"] = engine
         ranks = Ranks(session, {name: MODELS[name] for name in paths}, places, shared)
         task.rewards.call = RayRewards(task.rewards, session, ranks, args)
-        room, (first_step, attention) = start(session, engine, ranks, paths, args, device, states)
+        room, (first_step, remarks) = start(session, engine, ranks, paths, args, device, states)
         task.check_lengths(room)
-        run.say(f"the trainer's attention: {attention}")
+        run.say(remarks)
         run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds

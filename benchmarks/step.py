@@ -2,8 +2,8 @@
 
     python benchmarks/step.py --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 512
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 \
-        --options '--offload-optimizer --sleep weights --max-mismatch 0.2'
-    python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32 --options '--max-mismatch 0.2'
+        --options '--offload-optimizer --sleep weights'
+    python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32
     python benchmarks/step.py --topology nccl --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 1024 \
         --mean-tokens 256 --steps 10                 # 2 GPUs
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers

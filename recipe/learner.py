@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from annotated_types import Ge, Gt
@@ -79,8 +80,9 @@ class LearnerConfig(LoRAArguments):
         default=None, help="the trainer's (default: sdpa, or eager where sdpa computes another model)"
     )
     max_mismatch: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="of engine and trainer, mean |Δ logprob| (default: the script's for this precision)"
+        default=None, help="of engine and trainer, mean |Δ logprob| (default: the script's, or twice bf16's rounding)"
     )
+    default_max_mismatch: float | None = field(default=None, init=False)  # the script's, for this precision
     weights_proven: bool = field(default=False, init=False)  # after every sync, bit for bit, by the script
 
 
@@ -113,6 +115,7 @@ class Learner:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.attention: tuple[str, str] | None = None  # its name, and what is to be said of it
         self.head_apart: bool | None = None  # its trunk can run without it (logprobs.py)
+        self.max_mismatch, self.rounding = config.max_mismatch, 0.0
         self.model = self._load(path)
         self.named_tensors = NamedTensors(self.model)
         self.adapters = adapter_parameters(self.model)
@@ -129,6 +132,7 @@ class Learner:
         """A model with fp32 weights, or this rank's shards of it. The first one that is loaded settles how all
         compute."""
         mesh = init_device_mesh(self.device.type, (self.ranks,)) if self.ranks > 1 else None
+        exact, bounded = None, not self.attention and self._needs_bound()
         own_turn, turns = turns_on_node() if mesh else (0, 1)
         for turn in range(turns):  # one rank of a node after the other: it holds one whole model at a time
             if turn == own_turn:
@@ -137,6 +141,7 @@ class Learner:
                 model = model if mesh else model.to(self.device)
                 if self.rank == 0 and not self.attention:  # before it is sharded: in fp32, on the CPU
                     self._examine(model)
+                    exact = self._prompt_logprobs(model) if bounded else None
                 if self.config.lora_rank:
                     torch.manual_seed(self.seed)  # the same adapters on all ranks
                     frozen = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -154,6 +159,8 @@ class Learner:
             self.attention, self.head_apart = choices
         model.config._attn_implementation = self.attention[0]
         self._add_scores(model)
+        if bounded:
+            self._set_bound(model, exact)
         return model
 
     def _from_pretrained(self, path: str):
@@ -170,6 +177,39 @@ class Learner:
         """Settle how this whole model, and all that are loaded later, compute."""
         self.attention = choose_attention(model, self.config.attention)
         self.head_apart = has_head_apart(model)
+
+    def _needs_bound(self) -> bool:
+        """Whether the bound of the mismatch is the script's, or this model's own."""
+        return self.config.max_mismatch is None and self.config.default_max_mismatch is not None
+
+    def _set_bound(self, model, exact: torch.Tensor | None) -> None:
+        """Set the bound of the mismatch: the script's, or twice this model's own rounding, if that is more.
+
+        Rounding is how far the log-probabilities are, as the model computes them, from the `exact` ones that the first
+        rank computed in fp32. The engine rounds as much, in its own way: so the two may be twice as far apart.
+        """
+        # Eager, because compiling takes longer than this one pass.
+        with self._computing(model), self._autocast(), torch.compiler.set_stance("force_eager"):
+            logprobs = self._prompt_logprobs(model)
+        if exact is not None:
+            exact = exact.to(logprobs)
+            self.rounding = float((exact.exp() * (logprobs - exact).abs()).sum(-1).mean())
+        (self.rounding,) = self._sum(self.rounding)
+        self.max_mismatch = max(self.config.default_max_mismatch, 2 * self.rounding)
+
+    @torch.no_grad()
+    def _prompt_logprobs(self, model) -> torch.Tensor:
+        """Log-probabilities [2, 64, vocabulary] of each token after random prompts."""
+        ids = random_prompts(model)
+        return (model(input_ids=ids, use_cache=False)[0].float() / self.config.temperature).log_softmax(-1)
+
+    def remarks(self) -> str:
+        """What is to be said at the start: how it computes attention, and which mismatch its rounding explains."""
+        text = f"the trainer's attention: {self.attention[1]}"
+        if self.max_mismatch == 2 * self.rounding:
+            text += f"\nbf16 moves the model's log-probabilities by {self.rounding:.2g} on average:"
+            text += f" the bound of the mismatch is {self.max_mismatch:.2g}"
+        return text
 
     def _add_scores(self, model) -> None:
         """Give the model the method `token_scores`."""
@@ -206,14 +246,14 @@ class Learner:
         if not tokens:
             raise MismatchError("no token comes from the weights that the trainer holds: the last sync has no proof")
         mismatch = distance / tokens
-        if self.config.max_mismatch and not mismatch <= self.config.max_mismatch:  # a NaN does not pass
+        if self.max_mismatch and not mismatch <= self.max_mismatch:  # a NaN does not pass
             if self.config.weights_proven:
                 known = "Both hold the same weights, as the sync proved bit for bit, and compute different functions."
             else:
                 known = "The engine does not serve the trainer's weights, or the two compute different functions."
             raise MismatchError(
                 f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
-                f" {self.config.max_mismatch:g}. {known} Functions usually differ by the attention's implementation"
+                f" {self.max_mismatch:g}. {known} Functions usually differ by the attention's implementation"
                 " (--attention) or soft-capping, the variant of GELU, or a scale that one side leaves out; where that"
                 " is known (docs/guarantees.md lists families), a larger --max-mismatch accepts it"
             )
@@ -222,10 +262,10 @@ class Learner:
     def _completion_tensors(self, rollouts: list[Rollout]) -> list[torch.Tensor]:
         """The mask of the completions' tokens, the engine's log-probabilities, and the mask of the tokens that weights
         of this learner's version sampled: all [B, T], right-padded with zeros."""
-        logprobs = [torch.tensor(rollout.logprobs, dtype=torch.float32) for rollout in rollouts]
+        logprobs = [_tensor(rollout.logprobs).float() for rollout in rollouts]
         mask = [torch.ones_like(row) for row in logprobs]
         current = [
-            row if rollout.versions is None else torch.tensor(rollout.versions).eq(self.step).float()
+            row if rollout.versions is None else _tensor(rollout.versions).eq(self.step).float()
             for row, rollout in zip(mask, rollouts, strict=True)
         ]
         pad = torch.nn.utils.rnn.pad_sequence
@@ -269,6 +309,10 @@ class Learner:
         """Around all passes through this model, backward included: on a GPU it computes in bf16."""
         return bf16_weights(model) if self.device.type == "cuda" and self.ranks == 1 else nullcontext()
 
+    def _autocast(self) -> AbstractContextManager[None]:
+        """Around each forward pass."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
+
     def token_logprobs(
         self, rollouts: list[Rollout], width: int, model=None, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -277,14 +321,14 @@ class Learner:
 
     def _token_scores(self, rollouts: list[Rollout], width: int, model, *args) -> tuple[torch.Tensor | None, ...]:
         """What the model's `token_scores` returns of the completions' tokens: [B, width], right-padded with zeros."""
-        sequences = [torch.tensor(rollout.prompt_ids + rollout.completion_ids) for rollout in rollouts]
+        sequences = [_tensor(rollout.prompt_ids + rollout.completion_ids) for rollout in rollouts]
         ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
         begins = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
         lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
         rows, columns = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
         places = rows * ids.shape[1] + begins[rows] + columns  # in ids.flatten()
         ids, rows, columns, places = (tensor.to(self.device) for tensor in (ids, rows, columns, places))
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self._autocast():
             scores = model.token_scores(ids, places, *args)
         padding = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if score is None else padding.index_put((rows, columns), score) for score in scores)
@@ -347,6 +391,12 @@ def rate_schedule(config: LearnerConfig, steps: int | None) -> Callable[[int], f
     return lambda step: config.learning_rate * factor(step)
 
 
+def random_prompts(model) -> torch.Tensor:
+    """The ids [2, 64] of two prompts, always the same, on the model's device."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, (2, 64), generator=torch.Generator().manual_seed(0)).to(model.device)
+
+
 @torch.no_grad()
 def choose_attention(model, asked: str | None = None) -> tuple[str, str]:
     """The attention that this fp32 model is to compute with, and what is to be said of it: its own if its logits of
@@ -361,11 +411,10 @@ def choose_attention(model, asked: str | None = None) -> tuple[str, str]:
     own, config = model.config._attn_implementation, model.config.get_text_config()
     if own == "eager" or getattr(config, "alibi", False):  # Falcon's eager adds ALiBi twice, as of transformers 5.19
         return own, own
-    generator, length = torch.Generator().manual_seed(0), 64
-    ids = torch.randint(config.vocab_size, (2, length), generator=generator).to(model.device)
+    ids, generator = random_prompts(model), torch.Generator().manual_seed(1)
     window = getattr(config, "sliding_window", None)
     if window:
-        config.sliding_window = min(window, length // 4)  # for both: a window is at work in a short prompt as well
+        config.sliding_window = min(window, ids.shape[1] // 4)  # for both: it is at work in a short prompt as well
 
     def logits(attention: str) -> torch.Tensor:
         model.config._attn_implementation = attention  # its setter reaches models that set_attn_implementation refuses
@@ -397,6 +446,11 @@ def _make_savable(generation_config) -> None:
     except ValueError:
         generation_config.do_sample = True
         generation_config.validate(strict=True)  # what else is wrong ends the run here, not at its first checkpoint
+
+
+def _tensor(numbers: list) -> torch.Tensor:
+    """As torch.tensor(numbers), which takes four times as long: the GPU waits for a step's first tensors."""
+    return torch.from_numpy(np.array(numbers))
 
 
 def distance_of(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

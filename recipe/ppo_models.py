@@ -64,6 +64,9 @@ class Classifier(Scorer):
     def _examine(self, model) -> None:
         self.attention = choose_attention(model.base_model, self.config.attention)
 
+    def _needs_bound(self) -> bool:
+        return False  # no engine computes what it does
+
     def _add_scores(self, model) -> None:
         model.token_scores = partial(_token_values, model)
         register_fsdp_forward_method(model, "token_scores")  # it gathers the weights around it
@@ -107,7 +110,7 @@ class RewardScorer(Classifier):
         rows = [torch.tensor(rollout.prompt_ids, device=self.device) for rollout in rollouts]
         ids = pad(rows, batch_first=True, padding_value=self.model.config.pad_token_id or 0)
         mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+        with self._autocast():
             return self.model(input_ids=ids, attention_mask=mask).logits.float()
 
 

@@ -289,7 +289,7 @@ def test_batch_of_equal_rewards_moves_the_weights_by_momentum_alone(model):
     for state, old in zip(learner.optimizer.state.values(), momentum, strict=True):
         torch.testing.assert_close(state["exp_avg"], 0.9 * old)
     assert not any(tensor.equal(before[name]) for name, tensor in learner.model.named_parameters() if tensor.dim() > 1)
-    learner.config.max_mismatch = 1e-3
+    learner.max_mismatch = 1e-3
     with pytest.raises(MismatchError):  # such a batch proves the sync as well
         learner.learn([replace(r, logprobs=[p - 1 for p in r.logprobs]) for r in graded(rollouts(learner), *[0.5] * 4)])
 
@@ -329,6 +329,39 @@ def test_learning_rate_is_the_optimizers(model):
         moved.append(not all(p.equal(old) for p, old in zip(learner.model.parameters(), start, strict=True)))
     assert rates == pytest.approx([0, 1e-3, 5e-4])
     assert moved == [False, True, True]
+
+
+class RoundingLearner(GRPOLearner):
+    """Computes in bf16, as on a GPU."""
+
+    def _autocast(self):
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def bounded_config(default, **changes):
+    """As `config`, of a script whose bound of the mismatch this is."""
+    bounded = config(**changes)
+    bounded.default_max_mismatch = default
+    return bounded
+
+
+def test_bound_of_the_mismatch_is_twice_what_rounding_explains_if_that_is_more(model):
+    learner = RoundingLearner(model, bounded_config(1e-5, temperature=0.5), CPU)
+    ids = torch.randint(learner.model.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = (learner.model(ids).logits / 0.5).log_softmax(-1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rounded = (learner.model(ids).logits.float() / 0.5).log_softmax(-1)
+    expected = (exact.exp() * (exact - rounded).abs()).sum(-1).mean()
+    assert 1e-4 < learner.rounding == pytest.approx(float(expected), rel=1e-5)
+    assert learner.max_mismatch == 2 * learner.rounding
+    assert f"the bound of the mismatch is {learner.max_mismatch:.2g}" in learner.remarks()
+
+    for settings, bound in [(bounded_config(0.1), 0.1), (bounded_config(1e-5, max_mismatch=1e-4), 1e-4)]:
+        learner = RoundingLearner(model, settings, CPU)
+        assert learner.max_mismatch == bound
+        assert learner.remarks() == "the trainer's attention: sdpa, whose logits are eager's but for rounding"
+    assert GRPOLearner(model, bounded_config(1e-5, compile=True), CPU).max_mismatch == 1e-5  # in fp32, as on CPU
 
 
 def test_mismatch_over_the_bound_updates_nothing(model):

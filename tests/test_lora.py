@@ -134,7 +134,7 @@ def test_only_adapters_learn(model, batches):
     learner = GRPOLearner(model, config(**LORA), CPU)
     before, first = weights_of(learner), sent(learner)
     for batch in batches:
-        learner.config.max_mismatch = None  # of what other weights sampled
+        learner.max_mismatch = None  # of what other weights sampled
         learner.learn(batch)
     moved = {name for name, tensor in weights_of(learner).items() if not tensor.equal(before[name])}
     assert moved == {name for name in before if ".lora_" in name}

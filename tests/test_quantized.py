@@ -182,7 +182,8 @@ def test_memory_table_of_a_config_file(script, tmp_path):
     sizes = bf16 / 2**30, (bf16 + 2 * elements) / 2**30  # on some CPUs with packed copies of linear layers as well
     assert size["bf16"] in [pytest.approx(each, rel=1e-3) for each in sizes]
     assert size["quantized"] == pytest.approx((bf16 - elements + 5 * channels) / 2**30, rel=1e-3)
-    share = size["quantized"] / size["bf16"]
+    whole = min(sizes, key=lambda each: abs(each - size["bf16"]))
+    share = (bf16 - elements + 5 * channels) / 2**30 / whole  # the table's sizes are rounded
     assert f"OK: quantized, the weights take {share:.2f} of their memory in bf16" in text
     assert cells["bf16"][1:3] == cells["quantized"][1:3]
     assert "on CPU the KV cache has a fixed size" in text
