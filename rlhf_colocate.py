@@ -41,7 +41,7 @@ from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout
-from recipe.memory import engine_memory, measure, memory_summary, rank_memory, sleep_level
+from recipe.memory import engine_memory, measure, memory_table, rank_memory, sleep_level
 from recipe.ray_session import RaySession, die_with_children, run_main
 from recipe.run_folder import RunFolder
 from recipe.sharding import join_ranks
@@ -67,7 +67,6 @@ class Arguments(RunArguments, EngineArguments, TaskArguments, GRPOConfig):
         help="memory that engines release while trainers learn: the KV cache's (kv), the weights' as well (weights),"
         " none, or the KV cache's unless both fit without (auto)",
     )
-    offload_optimizer: bool = HfArg(default=False, help="keep its state in host memory while the engines generate")
 
 
 class Engine:
@@ -156,10 +155,9 @@ class Trainer:
         here = torch.device(device, 0)  # Ray makes one GPU visible
         join_ranks(*address, self.rank, ranks, here)
         self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
-        self.offload_optimizer = args.offload_optimizer
         if models.checkpoint:
             self.learner.load_state(models.checkpoint)
-        self.learner.release_memory(bool(models.checkpoint) and self.offload_optimizer)  # loading held whole tensors
+        self.learner.release_memory()  # loading held whole tensors
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every step
         worker = 0 if device == "cuda" else self.rank % args.tensor_parallel_size  # all ranks share the CPU
         channel = SharedMemoryChannel(torch.device(device, worker))
@@ -171,8 +169,8 @@ class Trainer:
 
     def learn(self, rollouts: list[Rollout], make_room: bool) -> dict[str, float]:
         metrics = self.learner.learn(rollouts)
-        if make_room or self.offload_optimizer:
-            self.learner.release_memory(self.offload_optimizer)  # for the engine
+        if make_room:
+            self.learner.release_memory()  # for the engine
         return metrics
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
@@ -276,7 +274,7 @@ def main(args: Arguments) -> None:
             metrics |= sync(session, trainers, engines, handles)[1] | measure(session, "syncing")
             run.log_step(step, batch, metrics | evaluate(session, by_name, task, args, step))
             if step in (first_step + 1, args.steps):
-                run.say(memory_summary(metrics))
+                run.say(memory_table(metrics))
             if args.sleep == "auto" and step == first_step + 2:  # Adam made its moments at the end of the first
                 args.sleep, reason = sleep_level(metrics)
                 run.say(f"--sleep {args.sleep} from now on: {reason}")

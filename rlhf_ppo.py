@@ -43,7 +43,7 @@ from recipe.engine import EngineArguments, complete, engine_options, release_mem
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.learner import Rollout
-from recipe.memory import Phases, engine_memory
+from recipe.memory import Phases, engine_memory, memory_table
 from recipe.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
 from recipe.ppo_models import RewardScorer, Scorer, choose_ppo_models
 from recipe.ranks import Rank, Ranks
@@ -301,7 +301,7 @@ def main(args: Arguments) -> None:
             metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
             run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
             if step in (first_step + 1, args.steps):
-                run.say(phases.table())
+                run.say(memory_table(metrics))
             if run.saves(step):
                 session.wait("saving", **ranks.each("critic", "save", run.path))
                 session.wait("saving", **ranks.each("trainer", "save", run.path))

@@ -75,6 +75,7 @@ class LearnerConfig(LoRAArguments):
     gradient_checkpointing: bool = HfArg(
         default=True, help="keep each block's inputs alone for backward: much less memory, up to a third more time"
     )
+    offload_optimizer: bool = HfArg(default=False, help="keep its state in host memory, but for its updates")
     compile: bool = HfArg(default=False, help="compile the trainer's blocks, which takes a while in the first steps")
     attention: Literal["sdpa", "eager"] | None = HfArg(
         default=None, help="the trainer's (default: sdpa, or eager where sdpa computes another model)"
@@ -229,6 +230,8 @@ class Learner:
             group["lr"] = self.rate(self.step)
         self.offload.to_device()
         self.optimizer.step()
+        if self.config.offload_optimizer:
+            self.offload.to_host()
         return float(norm)
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
@@ -333,8 +336,8 @@ class Learner:
         padding = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if score is None else padding.index_put((rows, columns), score) for score in scores)
 
-    def release_memory(self, offload_optimizer: bool) -> None:
-        """Free what the next `learn` makes anew, and move the optimizer's state to host memory until then."""
+    def release_memory(self, offload_optimizer: bool = False) -> None:
+        """Free what the next `learn` makes anew; with `offload_optimizer`, its state moves to host memory."""
         self.optimizer.zero_grad(set_to_none=True)
         if offload_optimizer:
             self.offload.to_host()
@@ -372,6 +375,8 @@ class Learner:
         self.step = state["step"]
         self.own_state |= {name: state[name] for name in self.own_state if name in state}
         load_optimizer_state(self.parameters, self.optimizer, state["optimizer"])
+        if self.config.offload_optimizer:
+            self.offload.to_host()
         torch.set_rng_state(state["random"])
         if "random_cuda" in state and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["random_cuda"], self.device)

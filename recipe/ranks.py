@@ -72,7 +72,7 @@ class Rank:
         if moves:
             learner.model.to("cpu")
         if self.shared:
-            learner.release_memory(offload_optimizer=bool(learner.optimizer.state) and not learner.offload.on_host)
+            learner.release_memory(offload_optimizer=True)
 
     def device_id(self) -> str:
         return device_id_of(self.learner.device)

@@ -155,6 +155,8 @@ class Offload:
 
     def to_host(self) -> None:
         moments = [(state, name, local_part(state[name])) for _, state, name in self._moments()]
+        if self.on_host or not moments:
+            return
         sizes = [local.numel() for *_, local in moments]
         if self.memory is None:
             self.memory = torch.empty(sum(sizes))
@@ -162,7 +164,7 @@ class Offload:
                 register = torch.cuda.cudart().cudaHostRegister
                 torch.cuda.check_error(register(self.memory.data_ptr(), self.memory.nbytes, 0))
         for (state, name, local), part in zip(moments, self.memory.split(sizes), strict=True):
-            state[name] = part.view_as(local).copy_(local, non_blocking=True)
+            state[name] = part.view_as(local).copy_(local)
         self.on_host = True
 
     def to_device(self) -> None:

@@ -17,7 +17,7 @@ from pair import CORE_IN_PROCESS
 
 import rlhf_colocate
 from recipe.errors import RunError
-from recipe.memory import measure, memory_summary, sleep_level
+from recipe.memory import measure, memory_table, sleep_level
 from rlhf_utils import WeightSyncError
 
 DEAD_SIDE_SECONDS = 30
@@ -189,27 +189,35 @@ def test_engine_sleeps_as_asked_and_wakes_in_the_order_that_needs_least_memory(l
 def test_engines_sleep_unless_they_and_the_trainers_leave_a_tenth_of_the_smallest_gpu(trainer, engine, level):
     # Of what was measured, the trainer's peak while learning and the engine's memory while awake count.
     answers = {
-        "generating": [
-            {"trainer": 30.0, "engine": engine, "gpu": 140.0},
-            {"trainer": 9.0, "engine": 5.0, "gpu": 150.0},
-        ],
-        "learning": [{"trainer": 5.0, "engine": 9.0, "gpu": 140.0}, {"trainer": trainer, "engine": 8.0, "gpu": 150.0}],
+        "generating": [{"own": 30.0, "others": engine, "gpu": 140.0}, {"own": 9.0, "others": 5.0, "gpu": 150.0}],
+        "learning": [{"own": 5.0, "others": 9.0, "gpu": 140.0}, {"own": trainer, "others": 8.0, "gpu": 150.0}],
     }
-    session = argparse.Namespace(actors={}, wait=lambda phase: [*answers[phase], {"engine": 0.0}])
-    metrics = {"reward/mean": 0.5} | measure(session, "generating") | measure(session, "learning")
+    metrics = {"reward/mean": 0.5}
+    for phase, ranks in answers.items():
+        memories = {"trainer0": ranks[0], "trainer1": ranks[1], "engine0": {"own": 0.0}}
+        actors = {
+            name: argparse.Namespace(memory=argparse.Namespace(remote=lambda answer=answer: answer))
+            for name, answer in memories.items()
+        }
+        session = argparse.Namespace(actors=actors, wait=lambda _, **answers: [*answers.values()])
+        metrics |= measure(session, phase)
     settled, reason = sleep_level(metrics)
     assert settled == level
     assert reason == f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of 140.0"
-    assert memory_summary(metrics).startswith("  GB: generating/trainer 30.0, generating/engine")
+    assert [line.split() for line in memory_table(metrics).splitlines()] == [
+        ["GB", "trainer", "engine"],
+        ["generating", "30.0", f"{engine}"],
+        ["learning", f"{trainer}", "9.0"],
+    ]
 
 
-def test_trainers_free_their_memory_only_for_an_engine_that_sleeps_or_for_the_optimizers_place():
+def test_trainers_free_their_memory_only_for_an_engine_that_sleeps():
     freed = []
     trainer = object.__new__(rlhf_colocate.Trainer)
-    trainer.learner = argparse.Namespace(learn=lambda rollouts: {}, release_memory=freed.append)
-    for trainer.offload_optimizer, make_room in ((False, False), (False, True), (True, False), (True, True)):
+    trainer.learner = argparse.Namespace(learn=lambda rollouts: {}, release_memory=lambda: freed.append(make_room))
+    for make_room in (False, True):
         trainer.learn([], make_room)
-    assert freed == [False, True, True]
+    assert freed == [True]
 
 
 @pytest.mark.parametrize(

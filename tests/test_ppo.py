@@ -504,7 +504,7 @@ def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
     for phase in ("rollout", "reward", "score", "train", "sync"):
         assert metrics[-1][f"time/{phase}"] > 0
-        assert 0.1 < metrics[-1][f"memory/{phase}/critic0"] < 4
+        assert 0.1 < metrics[-1][f"memory/{phase}/critic"] < 4
         assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
 
 

@@ -202,28 +202,30 @@ def test_a_mismatch_in_the_share_of_one_rank_stops_them_all(model, tmp_path):
 
 
 def save_and_go_on(folder, model, batches):
-    """A step, a checkpoint, another step; and the same with everything that can be offloaded."""
+    """A step, a checkpoint, another step; and the same with everything offloaded, once or after every update."""
     ends = []
-    for name in ("plain", "offloaded"):
-        learner = GRPOLearner(model, config(), CPU)
+    for name in ("plain", "offloaded", "offloading"):
+        learner = GRPOLearner(model, config(offload_optimizer=name == "offloading"), CPU)
         learner.learn(batches[0])
         if name == "offloaded":
             learner.release_memory(offload_optimizer=True)
             assert learner.model.lm_head.weight.grad is None
+        if name != "plain":
             memory = learner.offload.memory.untyped_storage().data_ptr()
             for state in learner.optimizer.state.values():
                 assert state["exp_avg_sq"].untyped_storage().data_ptr() == memory
         save(learner, folder / name)
         learner.learn(batches[1])
         ends.append(weights_of(learner))
-    assert all(ends[0][name].equal(tensor) for name, tensor in ends[1].items())
+    assert all(ends[0][name].equal(tensor) for end in ends[1:] for name, tensor in end.items())
     torch.save(ends[0], folder / "end.pt")
 
 
 def resume_and_go_on(folder, batches):
-    learner = GRPOLearner(str(folder / "plain"), config(), CPU)
+    learner = GRPOLearner(str(folder / "plain"), config(offload_optimizer=True), CPU)
     learner.load_state(folder / "plain")
     assert learner.step == 1
+    assert learner.offload.on_host
     save(learner, folder / f"again-{learner.ranks}")
     learner.learn(batches[1])
     end, change = torch.load(folder / "end.pt"), torch.load(folder / "plain" / "trainer_state.pt")
@@ -251,7 +253,7 @@ def test_checkpoint_is_of_no_number_of_ranks(model, tmp_path, before, after):
     state = torch.load(tmp_path / "plain" / "trainer_state.pt")
     assert "lm_head.weight" not in plain  # tied
     assert json.loads((tmp_path / "plain" / "config.json").read_text())["architectures"] == ["OPTForCausalLM"]
-    for name in ("offloaded", f"again-{after}"):
+    for name in ("offloaded", "offloading", f"again-{after}"):
         weights = load_file(tmp_path / name / "model.safetensors")
         assert weights.keys() == plain.keys()
         assert all(weights[key].equal(plain[key]) for key in plain)
