@@ -107,11 +107,7 @@ class WorkerExtension(WeightReceiver):
         `dtype_name` is a name in torch, such as "bfloat16". Raises WeightSyncError for a parameter that does not fit.
         """
         weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype_name), device=self.device)
-        group = self._joined_group()
-        if self.device.type == "cuda":
-            group.broadcast(weight, src=0, stream=torch.cuda.current_stream())
-        else:
-            group.broadcast(weight, src=0)
+        self._joined_group().broadcast(weight, src=0)
         self.load_parameter(name, weight)
 
     def load_parameter(self, name: str, tensor: torch.Tensor) -> None:

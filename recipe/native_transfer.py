@@ -49,8 +49,8 @@ class NativeSender:
     `world_size - 1` ranks are the workers.
 
     vLLM checks `update_weights` only after it has sent everything, and a broadcast to a failed worker never ends. So
-    the engine's first error ends a wait here, and so does a transfer that is stuck. After the WeightSyncError that
-    every method raises then, the engine's weights are undefined.
+    the engine's first error ends a wait here, and so does a transfer that is stuck. Both raise WeightSyncError, and
+    leave the engine's weights undefined.
     """
 
     def __init__(self, call: Callable, named_tensors: Callable, dtype: torch.dtype, backend: str, address, world_size):
@@ -293,8 +293,7 @@ def register_gloo_trainer() -> type:
             return transfer
 
         def send_weights(self) -> None:
-            # vLLM 0.33 named this iter_full.
-            weights = self.source.iter_full() if hasattr(self.source, "iter_full") else iter(self.source)
+            weights = iter(self.source)
             self.client.start_weight_update()
             while chunk := pack_tensors(weights, lambda item: item[1], self.buffer_bytes):
                 dtype_names = [dtype_name(dtype) for dtype in chunk.dtypes]

@@ -36,6 +36,12 @@ def test_digest_sees_every_flip_and_swap():
     assert digest([]) is None
 
 
+@pytest.mark.parametrize("begin", [1, 2, 4])
+def test_digest_does_not_depend_on_where_a_tensor_begins(begin):
+    part = torch.arange(32, dtype=torch.uint8)[begin : begin + 16]
+    assert digest([part]) == digest([part.clone()])
+
+
 def test_copies_and_fills_are_repeated_with_other_values():
     source, destination = torch.randn(8, 8), torch.zeros(10, 4)
     copies = Copies(CPU, [(destination[:8], source[:, 4:])], [(destination[8:], 3)])

@@ -22,9 +22,11 @@ from torch.distributed import TCPStore, rendezvous
 from recipe.sharding import join_ranks
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
 from weight_sync import buckets, link
+from weight_sync import groups as groups_module
 from weight_sync.buckets import ALIGN_BYTES, plan_buckets
 from weight_sync.groups import GlooCommunicator
 from weight_sync.link import BUSY_POLL_SECONDS
+from weight_sync.lora import LoRAWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -234,6 +236,31 @@ def test_nothing_to_send_is_an_error():
         WeightSender(trainer).send_weights([])
 
 
+def test_tied_weights_of_which_one_is_adapted_are_an_error():
+    trainer, _ = groups(2)
+    weight = torch.randn(6, 4)
+    adapted = LoRAWeight(weight, torch.randn(2, 4), torch.randn(6, 2), 1.0)
+    with pytest.raises(WeightSyncError, match="embedding and head are tied, and have not the same adapter"):
+        WeightSender(trainer).send_weights([("embedding", weight), ("head", adapted)])
+
+
+def test_every_tensor_that_the_engine_ignores_is_named():
+    trainer, other = groups(2)
+    receiving = Receiving(Worker(Engine(dtypes={"a": None, "b": None}), other))
+    with pytest.raises(WeightSyncError, match=r"a \[4\]: the engine's loader ignores it\n  b \[4\]: the engine"):
+        WeightSender(trainer).send_weights([(name, torch.ones(4)) for name in "abc"])
+    receiving.join(10)
+
+
+def test_group_that_does_not_come_together_is_an_error(monkeypatch):
+    monkeypatch.setattr(groups_module, "CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for rank in (0, 1):
+        with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}: "):
+            stateless_init_process_group("127.0.0.1", port, rank, 2, torch.device("cpu"))
+
+
 def test_preflight_names_the_problem_on_both_sides():
     trainer, *others = groups(3)
     receiving = [Receiving(Worker(Engine(), other)) for other in others]
@@ -339,7 +366,9 @@ def test_peer_that_stops_in_the_middle_of_a_message_is_not_called_dead(monkeypat
         connection.recv(timeout=1)
 
 
-@pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x03abc", b""])
+@pytest.mark.parametrize(
+    "greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x03abc", b""]
+)
 def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
     monkeypatch.setattr(link, "HELLO_SECONDS", 0.2)
     trainer, other = groups(2)

@@ -20,7 +20,7 @@ RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor gets a 
 TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # BLOCK: words per iteration; STAGES: blocks in flight
 SHORTEST_RUN = 512  # bytes; torch does copies of shorter runs, such as transpositions
 MASK = 0xFFFFFFFF
-MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
+MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash; as in the kernel
 SOURCE, DESTINATION, WORDS, MULTIPLIER, OFFSET = range(5)  # rows of a table; a run with destination 0 is only hashed
 
 
@@ -102,7 +102,8 @@ def digest(tensors: list[torch.Tensor]) -> int | None:
     if not tensors:
         return None
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
-    flat = [t if t.nbytes % 4 == 0 else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % 4)) for t in flat]
+    # Padding copies, to an address that words can be read from.
+    flat = [t if _in_words(t) else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % 4)) for t in flat]
     if _has_kernel(flat[0].device):
         total = torch.zeros(1, dtype=torch.int64, device=flat[0].device)
         _reading_table(tuple((t.data_ptr(), t.nbytes) for t in flat), total.device).launch(total)

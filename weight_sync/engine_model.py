@@ -145,8 +145,8 @@ class EngineModel:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module in self.model.modules():
-            registered = (module._parameters, module._buffers)
-            for served, loaded in zip(get_layerwise_info(module).kernel_tensors or (), registered, strict=False):
+            now = (module._parameters, module._buffers)
+            for served, loaded in zip(get_layerwise_info(module).kernel_tensors or (), now, strict=False):
                 for name, tensor in loaded.items():
                     if tensor is not None and not tensor.is_meta:
                         served.setdefault(name, tensor).data.copy_(tensor)

@@ -43,7 +43,8 @@ class GlooCommunicator:
 
     def destroy(self) -> None:
         """Leave the group, in a thread: gloo waits for unfinished broadcasts until its timeout."""
-        threading.Thread(target=[vars(self).pop("_gloo", None)].clear, daemon=True).start()
+        last = [vars(self).pop("_gloo", None)]
+        threading.Thread(target=last.clear, daemon=True).start()  # the last reference ends there, which waits
 
 
 def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device):
@@ -61,7 +62,7 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
         if rank == 0 and family != socket.AF_INET:  # vLLM would listen on IPv4
             options["listen_socket"] = socket.create_server((master_address, master_port), family=family)
         group = StatelessProcessGroup.create(master_address, master_port, rank, world_size, **options)
-    except OSError as error:  # rank 0 cannot listen there
+    except (OSError, torch.distributed.DistError) as error:  # rank 0 cannot listen there, or not all have come
         raise WeightSyncError(f"no group at {host_and_port(master_address, master_port)}: {error}") from error
     if torch.device(device).type == "cpu":
         return GlooCommunicator(group)

@@ -1,7 +1,6 @@
 """The link: a socket between the trainer and one engine worker. It carries messages; the weights travel elsewhere.
 
-A link breaks as soon as a process dies, so neither side waits for a dead peer. It assumes a trusted network: a token
-keeps out processes that do not belong to the group, but nothing is encrypted.
+A link breaks as soon as a process dies, so neither side waits for a dead peer.
 """
 
 import errno
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
 CONNECT_SECONDS = 60.0  # limit for the peer to start its half of a rendezvous
-ANSWER_SECONDS = 600.0  # limit for an answer; the largest models' preflight and first sync take less
+ANSWER_SECONDS = 600.0  # limit for an answer outside a transfer, which has `seconds_allowed`
 HELLO_SECONDS = 5.0  # limit for the first message of a new connection
 HELLO_BYTES = 1 << 12  # largest first message
 SILENT_SECONDS = 15  # a peer that acknowledges nothing for this long is gone (dead node, cut network)
@@ -118,6 +117,8 @@ class Link:
     def _read(self, max_bytes: int | None = None) -> dict:
         try:
             message = json.loads(self.connection.recv_bytes(max_bytes))
+            if not isinstance(message, dict):
+                raise ValueError(f"{message!r} is no JSON object")
         except ValueError as error:
             raise WeightSyncError(f"{self.peer} sent something that is not a message of the weight sync") from error
         if "error" in message:

@@ -119,7 +119,7 @@ class WeightSender:
         ]
         if sources == self.sources:
             return
-        tensors, self.adapted = _without_ties(tensors), adapted
+        tensors, self.adapted = _without_ties(tensors, adapted), adapted
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         moved = isinstance(self.staging, TrainerMemory)  # workers have mapped memory that the tensors have left
         self.packing, (self.group, self.rank) = [], _sharding_group(tensors)
@@ -145,9 +145,10 @@ class WeightSender:
             link.send(metadata=metadata)
         answers = [link.recv(ANSWER_SECONDS) for link in self.links]
         dtypes, problems = [], sorted({problem for answer in answers for problem in answer["problems"]})
+        explained = bool(problems)  # which leave tensors without a dtype
         for i, (name, _, shape) in enumerate(metadata):
             wanted = {answer["dtypes"][i] for answer in answers} - {None}  # None: not on that worker
-            if not wanted and not problems:
+            if not wanted and not explained:
                 problems.append(f"{name} {list(shape)}: the engine's loader ignores it")
             if len(wanted) > 1:
                 problems.append(f"{name}: workers keep it in different dtypes, {sorted(wanted)}")
@@ -168,7 +169,7 @@ class WeightSender:
             link.send(wire=wire, bucket_bytes=bucket_bytes, **handles)
         self.nbytes = sum(piece.nbytes for bucket in self.buckets for piece in bucket)
         self.metadata, self.loader = metadata, "" if self.replay else "reload: replay is switched off"
-        self.version = max(answer["version"] for answer in answers)  # a failed sync leaves different ones
+        self.version = max(answer["version"] for answer in answers)  # a failed sync may leave different ones
 
     def _first_sync(self) -> None:
         """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did."""
@@ -293,16 +294,21 @@ class WeightSender:
         return Comparison(len(found), sum(changed for _, changed in found.values()))
 
 
-def _without_ties(named_tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors by name. Of tensors that share memory (tied weights), only the first."""
-    tensors, seen = {}, set()
+def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
+    """The tensors by name. Of tensors that share memory (tied weights), only the first.
+
+    Raises WeightSyncError for tied weights of which not all have the same adapter.
+    """
+    tensors, seen = {}, {}
     for name, tensor in named_tensors.items():
         local = _local(tensor)
         # By the storage's identity: a shard without rows has no address.
-        memory = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape)
-        if tensor.numel() and memory not in seen:
-            seen.add(memory)
+        memory = (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, tensor.stride())
+        first = seen.setdefault(memory, name)
+        if first == name and tensor.numel():
             tensors[name] = tensor.detach()
+        elif tensor.numel() and adapted.get(first) is not adapted.get(name):
+            raise WeightSyncError(f"{first} and {name} are tied, and have not the same adapter")
     if not tensors:
         raise WeightSyncError("there is nothing to send: the model has no parameters")
     return tensors
