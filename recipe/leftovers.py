@@ -6,11 +6,11 @@ python recipe/leftovers.py [FOLDER]    what `outlive` starts
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -32,14 +32,25 @@ def outlive(folder: str = "", screen: IO | int = subprocess.DEVNULL) -> subproce
     return subprocess.Popen(command, **pipes, text=True, bufsize=1, start_new_session=True)  # Ctrl-C is not for it
 
 
+@contextmanager
+def unmarked() -> Iterator[None]:
+    """A process that is started within is none of the session's, and may outlive it."""
+    mark = os.environ.pop(MARK, None)
+    try:
+        yield
+    finally:
+        if mark:
+            os.environ[MARK] = mark
+
+
 def clean_up(folder: str, files: set[str]) -> None:
     """End all processes of a session; remove its folder, these files, and what its processes have in /dev/shm."""
     files = files | shared_memory_of(processes_of(folder))
-    for stop, spared in ((signal.SIGTERM, TRACKER), (signal.SIGKILL, TRACKER), (signal.SIGKILL, None)):
+    for spared in (TRACKER, None):
         for process in processes_of(folder):
             with suppress(psutil.Error):
                 if spared is None or spared not in " ".join(process.cmdline()):
-                    process.send_signal(stop)
+                    process.kill()
         deadline = time.monotonic() + 3
         while processes_of(folder) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -73,12 +73,13 @@ class RaySession:
         environment = {"PYTHONPATH": python_path, "VLLM_LOGGING_STREAM": os.environ["VLLM_LOGGING_STREAM"]}
         options = {"runtime_env": {"env_vars": environment}, "logging_level": "warning"}
         if self.address is None:
-            # Or Ray ends, with an actor, the process that removes what the actor's others have left in /dev/shm.
+            # Otherwise Ray kills, with an actor, the resource tracker that removes what the actor's other processes
+            # have left in /dev/shm.
             os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
             os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
-            # How long Ray waits before it asks whether what it has started lives: not 30 s, in which no thread runs ...
-            os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "15")
-            os.environ.setdefault("RAY_worker_register_timeout_seconds", "20")  # ... and not 60
+            # After so long, Ray asks whether a process that it has started is alive, while no thread of ours runs:
+            os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "15")  # 30 by default
+            os.environ.setdefault("RAY_worker_register_timeout_seconds", "20")  # 60 by default
             # Workers of tasks stay idle so long, not 1 s: a step later, its rewards need not import everything again.
             os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
             environment["TMPDIR"] = self.folder  # vLLM leaves its sockets there
@@ -108,9 +109,10 @@ class RaySession:
         for number in self.handlers:
             signal.signal(number, signal.SIG_IGN)  # this is the way out already
         self._note_shared_memory()
-        with suppress(Exception):  # an actor may be what failed; its processes are ended below
-            refs = [actor.shutdown.remote() for actor in self.actors.values() if hasattr(actor, "shutdown")]
-            ray.wait(refs, num_returns=len(refs), timeout=5)
+        if self.address:  # on a node that was started here, all processes are ended below, at once
+            with suppress(Exception):  # an actor may be what failed
+                refs = [actor.shutdown.remote() for actor in self.actors.values() if hasattr(actor, "shutdown")]
+                ray.wait(refs, num_returns=len(refs), timeout=5)
         ray.shutdown()
         with self.ending:
             self._clean_up()
@@ -129,15 +131,10 @@ class RaySession:
                 failed, answers = bool(dead), refs | dead
             if failed:
                 ray.wait(pending, num_returns=len(pending), timeout=3)  # let the other side say what it saw
-            if failed:
                 self._end_if_ray_died()
                 raise self._blame(phase, answers)
-            seconds = time.monotonic() - started
-            if seconds > PHASE_SECONDS:
-                raise RunError(f"{phase} was not done within {PHASE_SECONDS:.0f} s")
             if not ready:
-                self._note_shared_memory()
-                self.run.tick(phase, round(seconds))
+                self._tick(phase, started)
         if phase not in self.phases:  # what it has made, it has made the first time
             self.phases.add(phase)
             self._note_shared_memory()
@@ -152,8 +149,14 @@ class RaySession:
                 self._end_if_ray_died()
                 raise self._blame(phase, dead)
             check()
-            self._note_shared_memory()
-            self.run.tick(phase, round(time.monotonic() - started))
+            self._tick(phase, started)
+
+    def _tick(self, phase: str, started: float) -> None:
+        seconds = time.monotonic() - started
+        if seconds > PHASE_SECONDS:
+            raise RunError(f"{phase} was not done within {PHASE_SECONDS:.0f} s")
+        self._note_shared_memory()
+        self.run.tick(phase, round(seconds))
 
     def _begin(self, phase: str) -> None:
         self.phase = phase

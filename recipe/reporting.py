@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from .errors import RunError
+from .leftovers import unmarked
 
 
 class Tracker:
@@ -60,7 +61,9 @@ class WandB(Tracker):
     def start(self, folder: Path, last_step: int, config: dict) -> None:
         names = [path.name.rpartition("run-")[2] for path in folder.glob("wandb/*run-*")]  # run-DATE_TIME-ID
         run_id = max(names).rpartition("-")[2] if names and last_step else None
-        self.api.init(project=self.project, name=folder.name, dir=str(folder), config=config, id=run_id, resume="allow")
+        names = {"project": self.project, "name": folder.name, "dir": str(folder)}
+        with unmarked():  # it uploads in a process of its own, also once those of the session have ended
+            self.api.init(**names, config=config, id=run_id, resume="allow")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.api.log(metrics, step=step)

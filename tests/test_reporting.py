@@ -4,6 +4,7 @@ pytest tests/test_reporting.py
 """
 
 import json
+import os
 import sys
 
 import pytest
@@ -14,14 +15,18 @@ from recipe.arguments import parse
 from recipe.dataset import Row
 from recipe.errors import RunError
 from recipe.learner import Rollout
+from recipe.leftovers import MARK
 from recipe.rewards import Batch, Group
 from recipe.run_folder import RunFolder
 
 METRICS = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
 STAND_IN = """
+import os
+
 calls = []
 
 def init(**options):
+    assert "RLHF_SESSION_FOLDER" not in os.environ, "the session's end would end the process that uploads"
     calls.append(("init", options))
 
 def log(metrics, step):
@@ -117,8 +122,13 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, capfd):
     assert line.endswith(" tokens/s  eval 0.750  0:00:00 left")
 
 
+def saved(run):
+    return json.loads((run.path / "args.json").read_text())
+
+
 def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, stand_in, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv(MARK, "a session's")
     wandb, args = stand_in("wandb"), arguments(tmp_path, "wandb", "none")
     with pytest.raises(ZeroDivisionError), RunFolder(args, "test") as run:
         (run.path / "wandb" / "run-20260101_000000-other").mkdir(parents=True)  # of a run that was not resumed
@@ -126,8 +136,9 @@ def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, stand_
         run.log_step(1, batch(1.0, 0.0), METRICS)
         _ = 1 / 0
     started, completions, metrics, finished = wandb.calls
-    options = {"project": "mine", "name": "run", "dir": str(run.path), "config": run.saved, "resume": "allow"}
+    options = {"project": "mine", "name": "run", "dir": str(run.path), "config": saved(run), "resume": "allow"}
     assert started == ("init", options | {"id": None})
+    assert os.environ[MARK] == "a session's"
     assert completions[1]["completions"][1].items() >= {"text": "a|1\n", "rewards": '{"exact": 0.0}'}.items()
     assert metrics[1].items() >= {"reward/mean": 0.5, "rewards/exact/mean": 0.5}.items()
     assert [completions[2], metrics[2], finished] == [1, 1, ("finish", {"exit_code": 1})]
@@ -136,7 +147,7 @@ def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, stand_
     args.resume = run.path
     with RunFolder(args, "test") as run:
         run.start_metrics(1)
-    assert wandb.calls[-2][1] == options | {"id": "abc1", "config": run.saved}
+    assert wandb.calls[-2][1] == options | {"id": "abc1", "config": saved(run)}
     assert wandb.calls[-1] == ("finish", {"exit_code": 0})
 
 
