@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import write_checkpoint
+from recipe.checkpoint import disk_errors, write_checkpoint
 from recipe.engine import EngineArguments, complete, engine_options, release_memory, sample, serves_checkpoint
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
@@ -77,7 +77,6 @@ class Arguments(RunArguments, EngineArguments, TaskArguments, RewardArguments, P
     sleep: Literal["kv", "weights"] = HfArg(
         default="kv", help="memory that an engine on shared GPUs releases: the KV cache's, or the weights' as well"
     )
-    dynamic_sampling: Annotated[int, Ge(0), Le(0)] = HfArg(default=0, help="none: a critic compares no completions")
     critic_model: str | None = HfArg(
         default=None, help="to begin the critic with: a policy or reward model (default: the policy)"
     )
@@ -171,8 +170,9 @@ class Critic(Rank):
     def save(self, run_folder: Path) -> None:
         """To a folder from which the trainer, on the same node, takes it into its checkpoint."""
         folder = run_folder / "unfinished-critic"
-        folder.mkdir(exist_ok=True)
-        self.run("save", folder if self.rank == 0 else None)
+        with disk_errors(run_folder):
+            folder.mkdir(exist_ok=True)
+            self.run("save", folder if self.rank == 0 else None)
 
 
 class Trainer(Rank):
@@ -268,7 +268,6 @@ def main(args: Arguments) -> None:
         room, (first_step, remarks) = start(session, engine, ranks, paths, args, device, states)
         task.check_lengths(room)
         run.say(remarks)
-        run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(session, run, engine, ranks, places, args)
@@ -278,6 +277,7 @@ def main(args: Arguments) -> None:
             f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
             f" what the engine had loaded from disk; from now on by {report.loader}"
         )
+        run.start_metrics(first_step)
 
         # 3. Generate, reward, score, estimate, learn, sync
         if args.eval_every and not first_step:

@@ -34,9 +34,12 @@ from .sharding import whole_gradients_fit
 
 @dataclass
 class GRPOConfig(ObjectiveConfig, LearnerConfig):
-    """What the learning step is told."""
+    """What GRPO is told."""
 
     updates: Annotated[int, Ge(1)] = HfArg(default=1, help="optimizer steps on the same rollouts")
+    dynamic_sampling: Annotated[int, Ge(0)] = HfArg(
+        default=0, help="rounds, at most, in which other prompts replace those whose rewards are all equal (DAPO)"
+    )
 
 
 class GRPOLearner(Learner):
@@ -74,7 +77,7 @@ class GRPOLearner(Learner):
         parts, idle, mine, advantage, mask, engine_logprobs, current, weights = self._share(
             rollouts, weights.any(1).tolist(), advantage, mask, engine_logprobs, current, weights
         )
-        parts = parts or [idle.pop()]  # momentum moves the weights even where all gradients are 0
+        parts = parts or [idle.pop(0)]  # momentum moves the weights even where all gradients are 0
         old_logprobs, entropies = torch.zeros_like(engine_logprobs), torch.zeros_like(engine_logprobs)
         with torch.no_grad(), self._computing(self.model):  # with dropout, what learns is not what sampled
             for part in idle + parts if config.lora_dropout else idle:

@@ -17,6 +17,7 @@ the size of the micro-batches does not change a gradient. docs/objectives.md has
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -184,10 +185,6 @@ class PPO(Scorer):
     Subclasses have `_losses`, which gives the "loss" and metrics, [b, T] each, of a micro-batch of b rollouts.
     """
 
-    def __init__(self, path: str, config: PPOConfig, device: torch.device, seed: int = 0, steps: int | None = None):
-        super().__init__(path, config, device, seed, steps)
-        self.seed = seed
-
     def _mini_batches(self, count: int) -> Iterator[list[int]]:
         """The numbers of the rollouts in each mini-batch of each epoch."""
         parts = min(self.config.num_mini_batches, count)
@@ -233,6 +230,11 @@ class PPOLearner(PPO):
     def __init__(self, *args):
         super().__init__(*args)
         self.own_state = {"kl_coef": self.config.kl_coef}
+
+    def load_state(self, folder: Path) -> None:
+        super().load_state(folder)
+        if self.config.kl_target is None:  # nothing has adapted it: what the run is told now counts
+            self.own_state["kl_coef"] = self.config.kl_coef
 
     def score(self, rollouts: list[Rollout]) -> tuple[dict[str, float] | torch.Tensor, ...]:
         """Metrics, with the step's `kl_coef`, and log-probabilities [B, T] of the tokens before the step. With adapters

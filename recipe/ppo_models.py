@@ -4,6 +4,7 @@ Both are transformers' sequence classifiers with one output: a trunk and a linea
 reads the last token's hidden state. A critic's head reads every one, so that a reward model can begin a critic.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -57,8 +58,6 @@ class Classifier(Scorer):
         )
         if f"{self.new_head}.weight" in report["missing_keys"]:
             torch.nn.init.zeros_(model.score.weight)  # all values begin at 0
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = self.tokenizer.pad_token_id
         return model
 
     def _examine(self, model) -> None:
@@ -108,7 +107,11 @@ class RewardScorer(Classifier):
     def _last_scores(self, rollouts: list[Rollout]) -> torch.Tensor:
         pad = torch.nn.utils.rnn.pad_sequence
         rows = [torch.tensor(rollout.prompt_ids, device=self.device) for rollout in rollouts]
-        ids = pad(rows, batch_first=True, padding_value=self.model.config.pad_token_id or 0)
+        ends = {rollout.prompt_ids[-1] for rollout in rollouts}
+        # transformers scores the last token that is not this one, be it padding or not.
+        padding = next(token for token in itertools.count() if token not in ends)
+        self.model.config.get_text_config().pad_token_id = padding
+        ids = pad(rows, batch_first=True, padding_value=padding)
         mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
         with self._autocast():
             return self.model(input_ids=ids, attention_mask=mask).logits.float()
@@ -136,7 +139,7 @@ def choose_ppo_models(run_folder: Path, args: RunArguments, device: str) -> tupl
         critic = critic if args.lora_rank else str(states["critic"])
     if reward_model and re.fullmatch(r"[\w.]+:\w+", reward_model):
         builder, reward_model = reward_model, str(run_folder / "reward_model")
-        if not os.path.isdir(reward_model):
+        if not (args.resume and os.path.isdir(reward_model)):
             named_function("--reward-model", builder)(reward_model, args.seed)
     check_critic(critic, models.loaded)
     if reward_model:

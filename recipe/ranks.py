@@ -17,7 +17,7 @@ from .memory import rank_memory
 from .ray_session import RaySession
 from .sharding import join_ranks
 
-AT_ONCE = 2  # models that compute at the same time, at most, when they share the cores of a CPU
+AT_ONCE = 2  # models that learn at the same time, and share the cores of a CPU; scoring is three
 
 
 class Rank:

@@ -51,7 +51,7 @@ class RayRewards:
     def __call__(self, arguments: dict) -> dict[str, list]:
         """What each reward returns, by name."""
         log_extra, log_metric = arguments["log_extra"], arguments["log_metric"]
-        arguments = {name: value for name, value in arguments.items() if not name.startswith("log_")}
+        arguments = {name: value for name, value in arguments.items() if name not in ("log_extra", "log_metric")}
         parts = [
             {name: value[begin:end] if isinstance(value, list) else value for name, value in arguments.items()}
             for begin, end in _bounds(arguments["prompts"], self.workers)

@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 from .dataset import Row, failed, named_function
 from .errors import TaskError
 from .learner import Rollout
 
+OWN_COLUMNS = ("step", "prompt", "text", "rewards", "advantage")  # of completions.jsonl
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -96,6 +97,8 @@ class Rewards:
         extra = [{} for _ in rollouts]
 
         def log_extra(column: str, values: list) -> None:
+            if column in OWN_COLUMNS:
+                raise ValueError(f"log_extra: completions have a column {column!r} already")
             for own, value in zip(extra, values, strict=True):
                 own[column] = value
 
@@ -146,13 +149,13 @@ class Rewards:
     def _call(self, arguments: dict) -> dict[str, Iterable]:
         """What each function returns. They run together: coroutines in one event loop, other functions in threads.
 
-        The first of those others runs in this thread, where timeouts by signals work.
+        The first of those others runs in this thread: where that is the main one, timeouts by signals work.
         """
         futures, here = {}, None
         for name, function in self.functions.items():
             call, futures[name] = partial(function, **arguments), Future()
             if _is_async(function):
-                futures[name] = asyncio.run_coroutine_threadsafe(call(), self._loop)
+                futures[name] = asyncio.run_coroutine_threadsafe(call(), _event_loop())
             elif here is None:
                 here = call, futures[name]
             else:
@@ -165,12 +168,13 @@ class Rewards:
                 raise failed(f"the reward {name}", error) if isinstance(error, Exception) else error
         return {name: future.result() for name, future in futures.items()}
 
-    @cached_property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        """One for the whole run, since clients of web services belong to a loop."""
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
-        return loop
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for the whole process, since clients of web services belong to a loop."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def _check_signature(name: str, function: Callable, arguments: list[str]) -> None:

@@ -61,9 +61,6 @@ class TaskArguments:
     )
     pass_reward: float = HfArg(default=1.0, help="a completion with this reward, or more, passes an evaluation")
     prompts_per_step: Annotated[int, Ge(1)] = HfArg(default=8, help="prompts in one learning step")
-    dynamic_sampling: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="rounds, at most, in which other prompts replace those whose rewards are all equal (DAPO)"
-    )
 
 
 class Task:

@@ -1,6 +1,7 @@
 """PPO: its formulas by hand, what policy and critic learn, the models beside the policy, and whole runs of rlhf_ppo.py.
 
-pytest tests/test_ppo.py
+pytest tests/test_ppo.py            functions, and the models beside the policy
+pytest tests/test_ppo.py -m slow    runs; rewards as Ray tasks
 """
 
 import argparse
@@ -34,7 +35,7 @@ from recipe.learner import Rollout
 from recipe.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
 from recipe.ppo_models import RewardScorer, check_critic, check_reward_model
 from recipe.ray_session import RaySession
-from recipe.reward_workers import RayRewards
+from recipe.reward_workers import RayRewards, run_reward
 from recipe.rewards import Group
 from recipe.run_folder import RunFolder
 from recipe.task import load_task
@@ -273,6 +274,9 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
         for name, tensor in weights_of(learner).items():
             assert tensor.equal(weights_of(other)[name]), name
     assert policy.own_state["kl_coef"] != settings.kl_coef
+    changed = PPOLearner(paths[0], replace(settings, kl_target=None, kl_coef=0.7), CPU)
+    changed.load_state(tmp_path)
+    assert changed.own_state["kl_coef"] == 0.7
 
 
 # --- The models beside the policy -------------------------------------------------------------------------------------
@@ -287,6 +291,15 @@ def test_built_in_reward_model_scores_text(reward_model):
         scorer.score([prompt], [completion])[0] for prompt, completion in zip(prompts[:5], completions, strict=False)
     ]
     assert scores[:5].tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_last_token_is_scored_whatever_it_is(reward_model):
+    scorer = RewardScorer(reward_model, config(), CPU)
+    rows = [[5, 6, token] for token in (0, 1, scorer.tokenizer.pad_token_id, scorer.tokenizer.eos_token_id)] + [[7] * 9]
+    scores = scorer._last_scores([Rollout(row, [], [], None) for row in rows])
+    with torch.no_grad():
+        states = [scorer.model.base_model(torch.tensor([row])).last_hidden_state[0, -1] for row in rows]
+        torch.testing.assert_close(scores, scorer.model.score(torch.stack(states)), atol=1e-5, rtol=1e-5)
 
 
 def test_reward_model_reads_chats_by_its_own_template_and_the_end_of_what_is_too_long(reward_model, tmp_path):
@@ -330,15 +343,19 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
 # --- Rewards as Ray tasks, and the placement --------------------------------------------------------------------------
 
 REWARDS = """
-import os
+import asyncio, os
 
 def where(prompts, completions, log_extra, log_metric, **_):
     log_extra("pid", [os.getpid()] * len(prompts))
     log_metric("parts", 1.0)
     return [float(len(c)) for c in completions]
 
-async def half(completions, answer, **_):
-    return [0.5 if a else None for a in answer]
+async def half(completions, log_likelihood, **_):
+    return [0.5 if a else None for a in log_likelihood]
+
+async def loop(completions, log_extra, **_):
+    log_extra("loop", [id(asyncio.get_running_loop())] * len(completions))
+    return [1.0] * len(completions)
 
 def dies_once(completions, **_):
     if not os.path.exists("died"):
@@ -358,7 +375,7 @@ def raises(completions, **_):
 def folder(tmp_path, monkeypatch):
     """A working folder with rewards and prompts."""
     (tmp_path / "functions.py").write_text(REWARDS)
-    rows = [{"prompt": text, "answer": answer} for text, answer in (("a", "1"), ("b", ""), ("c", "1"))]
+    rows = [{"prompt": text, "log_likelihood": answer} for text, answer in (("a", "1"), ("b", ""), ("c", "1"))]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -375,6 +392,7 @@ def scored(session, *reward, score=None, **changes):
     return [rollout for group in groups for rollout in group.rollouts], task.rewards.metrics(groups)
 
 
+@pytest.mark.slow
 def test_rewards_are_ray_tasks_that_share_the_prompts(folder):
     def score(name, run, method, prompts, completions):
         return {f"{name}0": ray.put([10.0 * (p == "c") for p in prompts]), f"{name}1": ray.put(None)}
@@ -394,8 +412,13 @@ def test_rewards_are_ray_tasks_that_share_the_prompts(folder):
         time.sleep(5)  # as long as a step may take, after which the same processes are still there
         again, _ = scored(session, "where", reward_workers=2)
         assert all(psutil.Process(rollout.extra["pid"]).create_time() < finished for rollout in again)
-        with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line 22\)"):
+        with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line 26\)"):
             scored(session, "where", "raises")
+
+
+def test_calls_of_a_coroutine_in_one_process_share_an_event_loop(folder):
+    (_, first, _), (_, second, _) = (run_reward("functions:loop", {"completions": ["a"]}) for _ in range(2))
+    assert first == second
 
 
 @pytest.mark.slow
@@ -489,6 +512,7 @@ def default_run(tmp_path_factory):
 
 
 @cpu_only
+@pytest.mark.slow
 def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
     run, text = default_run
     assert text.splitlines()[-1].startswith("OK: reward "), text

@@ -531,6 +531,16 @@ def test_messages_give_conversational_completions_and_what_trl_passes(rewards):
     assert functions.metrics([scored]) == {"rewards/mine/mean": 1.0}
 
 
+def test_column_that_completions_have_already_is_an_error(rewards):
+    def mine(prompts, log_extra, **_):
+        log_extra("step", [1] * len(prompts))
+
+    with pytest.raises(
+        TaskError, match="the reward mine raised ValueError: log_extra: completions have a column 'step'"
+    ):
+        rewards(mine=mine).score([group("a")])
+
+
 def test_trls_own_rewards_run_unchanged(load):
     Path("shaped.py").write_text(
         "from trl import rewards\n"
