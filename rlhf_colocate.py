@@ -251,7 +251,6 @@ def main(args: Arguments) -> None:
         handles = session.wait("loading", **loading)
         ((first_step, remarks),) = session.wait("loading", trainer0=trainers[0].start.remote())
         run.say(remarks)
-        run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(session, run, engines, handles)
@@ -262,29 +261,30 @@ def main(args: Arguments) -> None:
             f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
             f" what the engines had loaded from disk; from now on by {report.loader}"
         )
+        run.start_metrics(first_step)
 
         # 3. Generate, reward, learn, sync
+        level = args.sleep
         if args.eval_every and not first_step:
             run.log_metrics(0, evaluate(session, by_name, task, args, 0))
         for step in range(first_step + 1, args.steps + 1):
             started = time.perf_counter()
             batch = generate(session, by_name, task, args, step)
             metrics = loaded | {"time/rollout": time.perf_counter() - started} | measure(session, "generating")
-            metrics |= learn(session, trainers, engines, batch.rollouts, args.sleep) | measure(session, "learning")
+            metrics |= learn(session, trainers, engines, batch.rollouts, level) | measure(session, "learning")
             metrics |= sync(session, trainers, engines, handles)[1] | measure(session, "syncing")
             run.log_step(step, batch, metrics | evaluate(session, by_name, task, args, step))
             if step in (first_step + 1, args.steps):
                 run.say(memory_table(metrics))
-            if args.sleep == "auto" and step == first_step + 2:  # Adam made its moments at the end of the first
-                args.sleep, reason = sleep_level(metrics)
-                run.say(f"--sleep {args.sleep} from now on: {reason}")
+            if args.sleep == "auto" and level != "kv" and step > first_step + 1:  # Adam made its moments in the first
+                level = sleep_level(run, level, metrics)
             if run.saves(step):
                 session.wait("saving", **each("trainer", trainers, "save", run.path))
                 run.draw()
 
         # 4. Generate again, and prove the last sync
         batch = generate(session, by_name, task, args, args.steps + 1)
-        session.wait("sleeping", **each("engine", engines, "sleep", args.sleep))
+        session.wait("sleeping", **each("engine", engines, "sleep", level))
         mismatch, *_ = session.wait("proving", **each("trainer", trainers, "mismatch", ray.put(batch.rollouts)))
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         run.show(batch)

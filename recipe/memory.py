@@ -6,26 +6,29 @@ import time
 import psutil
 import torch
 
+from weight_sync.groups import device_id_of
+
 from .ray_session import RaySession
+from .run_folder import RunFolder
 
 SPARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
 
 
-def rank_memory(device: torch.device) -> dict[str, float]:
-    """GB on this rank's GPU: "own", the peak of this process's tensors since the last call, "others", all other memory
-    in use now (the engine's, and CUDA's and NCCL's for both), and "gpu", of which both are parts. On CPU only "own":
-    this process's memory."""
+def rank_memory(device: torch.device) -> dict[str, float | str]:
+    """GB of this rank: "own", the peak of its tensors on the GPU since the last call, and "kept", what they take now;
+    "device", that GPU's id, "used", what all processes take of it, and "gpu", its size. On CPU only "own": this
+    process's memory."""
     if device.type == "cpu":
         return {"own": psutil.Process().memory_info().rss / 1e9}
     free, total = torch.cuda.mem_get_info()
-    peak = torch.cuda.max_memory_reserved()
+    sizes = {"own": torch.cuda.max_memory_reserved(), "kept": torch.cuda.memory_reserved()}
     torch.cuda.reset_peak_memory_stats()
-    others = total - free - torch.cuda.memory_reserved()
-    return {"own": peak / 1e9, "others": others / 1e9, "gpu": total / 1e9}
+    sizes |= {"used": total - free, "gpu": total}
+    return {"device": device_id_of(device)} | {name: size / 1e9 for name, size in sizes.items()}
 
 
 def engine_memory(device: str) -> dict[str, float]:
-    """GB that vLLM's processes, children of this one, hold on CPU. On a GPU `rank_memory` reports it instead."""
+    """GB that vLLM's processes, children of this one, hold on CPU. On a GPU `measure` finds it instead."""
     processes = psutil.Process().children(recursive=True) if device == "cpu" else []
     return {"own": sum(process.memory_info().rss for process in processes) / 1e9}
 
@@ -34,23 +37,21 @@ def measure(session: RaySession, phase: str) -> dict[str, float]:
     """GB at the end of a phase, of each kind of actor ("trainer" for "trainer0") what the largest one takes; and the
     smallest GPU's. Every actor needs a method `memory`.
 
-    On a GPU, the engine's is all that a rank finds in use beside its own, with what others have kept. torch caches
-    freed memory, so it is the engine's peak as well.
+    On a GPU, the engine's is all that is in use beside the ranks' tensors: CUDA's and NCCL's memory as well, and if it
+    has GPUs of its own, only that. torch caches freed memory, so it is the engine's peak as well.
     """
-    metrics = {}
-
-    def note(kind: str, size: float) -> None:
-        name = f"memory/{phase}/{kind}"
-        metrics[name] = max(size, metrics.get(name, 0.0))
-
     actors = session.actors
     answers = session.wait("measuring", **{name: actor.memory.remote() for name, actor in actors.items()})
-    for name, answer in zip(actors, answers, strict=True):
-        note(name.rstrip("0123456789"), answer["own"])
-        if "others" in answer:
-            note("engine", answer["others"])
-    gpus = [answer["gpu"] for answer in answers if "gpu" in answer]
-    return metrics | ({"memory/gpu": min(gpus)} if gpus else {})
+    on_gpus = [answer for answer in answers if "gpu" in answer]
+    beside = {answer["device"]: answer["used"] for answer in on_gpus}
+    for answer in on_gpus:
+        beside[answer["device"]] -= answer["kept"]
+    found = [(name.rstrip("0123456789"), answer["own"]) for name, answer in zip(actors, answers, strict=True)]
+    metrics = {}
+    for kind, size in [*found, *(("engine", size) for size in beside.values())]:
+        name = f"memory/{phase}/{kind}"
+        metrics[name] = max(size, metrics.get(name, 0.0))
+    return metrics | ({"memory/gpu": min(answer["gpu"] for answer in on_gpus)} if on_gpus else {})
 
 
 def memory_table(metrics: dict[str, float]) -> str:
@@ -74,10 +75,15 @@ class Phases:
         self.since = time.perf_counter()
 
 
-def sleep_level(memory: dict[str, float]) -> tuple[str, str]:
-    """How engines are to sleep while trainers learn, "none" or "kv", and why: by the results of `measure` in a step in
-    which they slept. A tenth of each GPU stays free."""
-    trainer, engine, gpu = (memory[f"memory/{name}"] for name in ("learning/trainer", "generating/engine", "gpu"))
-    fit = trainer + engine <= (1 - SPARE) * gpu
-    reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of {gpu:.1f}"
-    return ("none" if fit else "kv"), reason
+def sleep_level(run: RunFolder, level: str, metrics: dict[str, float]) -> str:
+    """How engines are to sleep while trainers learn: "none" if the results of `measure` say that both fit, with a tenth
+    of each GPU to spare, else "kv". Says so, if that is not the `level` until now.
+
+    "none" is to be looked at again after each step: completions, and what learning from them takes, may grow.
+    """
+    trainer, engine, gpu = (metrics[f"memory/{name}"] for name in ("learning/trainer", "generating/engine", "gpu"))
+    settled = "none" if trainer + engine <= (1 - SPARE) * gpu else "kv"
+    if settled != level:
+        reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of {gpu:.1f}"
+        run.say(f"--sleep {settled} from now on: {reason}")
+    return settled

@@ -187,10 +187,13 @@ def test_engine_sleeps_as_asked_and_wakes_in_the_order_that_needs_least_memory(l
     [(40.0, 60.0, "none"), (40.0, 86.0, "none"), (40.0, 87.0, "kv"), (87.0, 40.0, "kv"), (120.0, 30.0, "kv")],
 )
 def test_engines_sleep_unless_they_and_the_trainers_leave_a_tenth_of_the_smallest_gpu(trainer, engine, level):
+    def on(device, own, kept, used, gpu):
+        return {"device": device, "own": own, "kept": kept, "used": used, "gpu": gpu}
+
     # Of what was measured, the trainer's peak while learning and the engine's memory while awake count.
     answers = {
-        "generating": [{"own": 30.0, "others": engine, "gpu": 140.0}, {"own": 9.0, "others": 5.0, "gpu": 150.0}],
-        "learning": [{"own": 5.0, "others": 9.0, "gpu": 140.0}, {"own": trainer, "others": 8.0, "gpu": 150.0}],
+        "generating": [on("a", 30.0, 2.0, engine + 2.0, 140.0), on("b", 9.0, 1.0, 6.0, 150.0)],
+        "learning": [on("a", 5.0, 5.0, 14.0, 140.0), on("b", trainer, trainer, trainer + 8.0, 150.0)],
     }
     metrics = {"reward/mean": 0.5}
     for phase, ranks in answers.items():
@@ -201,14 +204,27 @@ def test_engines_sleep_unless_they_and_the_trainers_leave_a_tenth_of_the_smalles
         }
         session = argparse.Namespace(actors=actors, wait=lambda _, **answers: [*answers.values()])
         metrics |= measure(session, phase)
-    settled, reason = sleep_level(metrics)
-    assert settled == level
-    assert reason == f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of 140.0"
+    said = []
+    run = argparse.Namespace(say=said.append)
+    assert sleep_level(run, "auto", metrics) == sleep_level(run, level, metrics) == level
+    reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of 140.0"
+    assert said == [f"--sleep {level} from now on: {reason}"]
     assert [line.split() for line in memory_table(metrics).splitlines()] == [
         ["GB", "trainer", "engine"],
         ["generating", "30.0", f"{engine}"],
         ["learning", f"{trainer}", "9.0"],
     ]
+
+
+def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
+    def rank(**sizes):
+        answer = {"device": "a", "used": 50.0, "gpu": 140.0} | sizes
+        return argparse.Namespace(memory=argparse.Namespace(remote=lambda: answer))
+
+    actors = {"trainer0": rank(own=30.0, kept=20.0), "critic0": rank(own=9.0, kept=5.0)}
+    session = argparse.Namespace(actors=actors, wait=lambda _, **answers: [*answers.values()])
+    measured = {"memory/train/trainer": 30.0, "memory/train/critic": 9.0, "memory/train/engine": 25.0}
+    assert measure(session, "train") == measured | {"memory/gpu": 140.0}
 
 
 def test_trainers_free_their_memory_only_for_an_engine_that_sleeps():
