@@ -164,12 +164,12 @@ def main(args: Arguments) -> None:
         )
         task.check_lengths(room)
         run.say(remarks)
-        run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
         connect(session, trainer, engine, tp)
         report = sync(session, trainer, engine.receive_weights.remote())
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
+        run.start_metrics(first_step)
 
         # 3. Generate, reward, learn, sync
         if args.eval_every and not first_step:

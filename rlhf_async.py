@@ -177,12 +177,12 @@ def main(args: Arguments) -> None:
         )
         task.check_lengths(room)
         run.say(remarks)
-        run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
         connect(session, trainer, engine, tp)
         report = sync(session, trainer, engine.receive_weights.remote(first_step))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
+        run.start_metrics(first_step)
 
         # 3. Take rollouts, learn, sync; meanwhile the engine generates for the next steps
         ahead = RolloutsAhead(session, engine, task, args, first_step)

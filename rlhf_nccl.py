@@ -274,7 +274,6 @@ def main(args: Arguments) -> None:
         )
         task.check_lengths(room)
         run.say(remarks)
-        run.start_metrics(first_step)
 
         # 2. Generate with dummy weights, connect, sync, and prove the first sync
         greedily = dataclasses.replace(args, temperature=0.0, group_size=1)
@@ -290,6 +289,7 @@ def main(args: Arguments) -> None:
             f"{prove_first_sync(session, trainer, greedy.rollouts, sampled.rollouts)}"
         )
         run.show(greedy)
+        run.start_metrics(first_step)
 
         # 3. Generate, reward, learn, sync
         if args.eval_every and not first_step:

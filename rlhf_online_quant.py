@@ -187,13 +187,13 @@ def main(args: Arguments) -> None:
         task.check_lengths(room)
         run.say(remarks)
         run.say(f"engine weights by torchao's {quantization}")
-        run.start_metrics(first_step)
 
         # 2. Connect, and serve what the trainer holds
         connect(session, trainer, engine, tp)
         report = sync(session, trainer, engine.receive_weights.remote())
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         compare(run, session, trainer, engine, learned=False)
+        run.start_metrics(first_step)
 
         # 3. Generate, reward, learn, sync
         if args.eval_every and not first_step:
@@ -216,7 +216,8 @@ def main(args: Arguments) -> None:
             run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
             if run.saves(step) or step in (first_step + 1, args.steps):
                 # Adam's first update is as large as the learning rate. Later ones may be too small to change a scale.
-                compare(run, session, trainer, engine, learned=step == 1 and metrics["grad_norm"] > 0)
+                moved = metrics["grad_norm"] > 0 and metrics["learning_rate"] > 0  # a warm-up's first rate is 0
+                compare(run, session, trainer, engine, learned=step == 1 and moved)
             if run.saves(step):
                 session.wait("saving", trainer=trainer.save.remote(run.path))
                 run.draw()

@@ -17,6 +17,7 @@ from .errors import TaskError
 from .reporting import TRACKERS, tracker_names
 
 NOT_SAVED = {"resume", "output", "verbose", "ray_address"}  # arguments that --resume does not take over
+NOT_SAVED |= {"default_max_mismatch", "weights_proven"}  # a script's, and no flags
 
 
 @dataclasses.dataclass

@@ -57,7 +57,7 @@ class InFlight:
     def __init__(self, llm, limit: int):
         self.llm, self.slots, self.names = llm, asyncio.Semaphore(limit), itertools.count()
         self.running, self.paused = 0, False
-        self.idle, self.idle_share = 0.0, 0.0  # seconds since the last sync, their share of the time between two
+        self.idle, self.idle_share = 0.0, 0.0  # seconds since the last sync; share of the time between the last two
         self.since = self.resumed = time.perf_counter()
 
     async def sample(

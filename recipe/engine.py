@@ -70,8 +70,8 @@ def sample(llm, prompts: list[list[int]], args, seed: int, first: int = 0, evalu
     """`group_size` completions of each prompt's tokens, in order, without rewards.
 
     `first` is the number of the first of these prompts in the step: what is sampled does not depend on how many
-    engines share it. Completions for an `evaluation` have no log-probabilities, which take time, and leave nothing in
-    the prefix cache, where the next step would find it, but not if the run was resumed in between.
+    engines share it. Completions for an `evaluation` have no log-probabilities, which take time. The prefix cache is
+    reset after it: a run that was resumed in between would not have it, and must compute the same.
     """
     from vllm import TokensPrompt
 

@@ -140,7 +140,7 @@ class Learner:
                 model = self._from_pretrained(path)
                 model.eval()  # no dropout: the ratios compare log-probabilities of one and the same function
                 model = model if mesh else model.to(self.device)
-                if self.rank == 0 and not self.attention:  # before it is sharded: in fp32, on the CPU
+                if self.rank == 0 and not self.attention:  # in fp32, before it is sharded
                     self._examine(model)
                     exact = self._prompt_logprobs(model) if bounded else None
                 if self.config.lora_rank:

@@ -70,7 +70,7 @@ def _scores(
     logits = logits.float()
     log_softmax = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
     logprobs = log_softmax.gather(-1, targets[:, None])[:, 0]
-    # Last, since computing it all again in backward stops at the last tensor that backward needs.
+    # Last: backward computes a chunk again up to the last tensor that it needs, so not the entropy.
     with torch.no_grad():
         return logprobs, -(log_softmax.exp() * log_softmax).sum(-1) if entropy else None
 

@@ -14,12 +14,12 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Lt
-from torch.distributed.tensor import DTensor
 from transformers.hf_argparser import HfArg
 
 from weight_sync.lora import LoRAWeight
 
 from .errors import RunError
+from .sharding import whole
 
 NAME = "default"  # peft's, of a model's only adapter
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -126,7 +126,7 @@ def save_merged(model, weights: dict[str, torch.Tensor | LoRAWeight], folder: Pa
     merged = {}
     for name, weight in weights.items():
         base = weight.base if isinstance(weight, LoRAWeight) else weight
-        tensor = base.full_tensor() if isinstance(base, DTensor) else base
+        tensor = whole(base)
         if folder:
             merged[name] = (weight.merge(tensor) if base is not weight else tensor).to("cpu", base.dtype).contiguous()
     if folder:

@@ -201,7 +201,8 @@ def loss_weights(
     mask: torch.Tensor, advantage: torch.Tensor, truncated: torch.Tensor, config: ObjectiveConfig
 ) -> torch.Tensor:
     """`token_weights` [B, T], but 0 where there is no gradient: completions with an advantage [B] of 0, unless the KL
-    makes one, and those `truncated` [B], if asked for. Means are over all but the latter (DAPO's overlong filtering).
+    makes one, and those `truncated` [B], if asked for (DAPO's overlong filtering). Truncated ones also leave the mean
+    over tokens of `dapo` and `cispo`; B stays.
     """
     if config.mask_truncated_completions:
         mask = mask * ~truncated[:, None]

@@ -86,7 +86,7 @@ class RunFolder:
         ).resolve()
         if not args.resume and any(self.path.glob("checkpoint-*")):
             raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
-        self.saved = {k: v for k, v in dataclasses.asdict(args).items() if k not in NOT_SAVED}
+        self.args, self.given = args, {name: getattr(args, name) for name in args.given}
         self.trackers = [TRACKERS[name]() for name in args.report_to]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -181,9 +181,11 @@ class RunFolder:
         """Save the arguments, drop metrics and completions of steps after `last_step`, and start the trackers."""
         self.rows = _keep_rows(self.metrics_file, last_step)
         _keep_rows(self.completions_file, last_step)
-        replace_file(self.path / "args.json", json.dumps(self.saved, indent=1) + "\n")
+        settled = {name: value for name, value in dataclasses.asdict(self.args).items() if name not in NOT_SAVED}
+        config = settled | self.given  # which --resume takes over as they were
+        replace_file(self.path / "args.json", json.dumps(config, indent=1) + "\n")
         for tracker in self.trackers:
-            tracker.start(self.path, last_step, self.saved)
+            tracker.start(self.path, last_step, config)
         self.last_step, self.began, self.logged = last_step, time.perf_counter(), time.perf_counter()
 
     def log_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
@@ -200,13 +202,13 @@ class RunFolder:
         for tracker in self.trackers:
             tracker.log_completions(step, completions)
         self.log_metrics(step, batch.metrics | metrics | {"time/step": seconds, "tokens/s": tokens / seconds})
-        if step in (self.last_step + 1, self.saved["steps"]):
+        if step in (self.last_step + 1, self.args.steps):
             self.show(batch)
 
     def _completions(self, step: int, batch: Batch) -> list[dict]:
         rewards = torch.tensor([rollout.reward for rollout in batch.rollouts], dtype=torch.float64)
-        kind = self.saved.get("advantage")  # PPO's are of tokens, not of completions
-        advantage = iter(advantages(rewards, self.saved["group_size"], kind).tolist() if kind else ())
+        kind = getattr(self.args, "advantage", None)  # PPO's are of tokens, not of completions
+        advantage = iter(advantages(rewards, self.args.group_size, kind).tolist() if kind else ())
         return [
             {"step": step, "prompt": group.row.prompt, "text": rollout.text}
             | {"rewards": rollout.rewards}
@@ -225,7 +227,7 @@ class RunFolder:
             for tracker in self.trackers:
                 tracker.log(step, metrics)
         self.logged = time.perf_counter()
-        steps, done = self.saved["steps"], step - self.last_step
+        steps, done = self.args.steps, step - self.last_step
         said = [f"step {step:{len(str(steps))}}/{steps}"]
         said += [text.format(metrics[name]) for name, text in ON_SCREEN.items() if name in metrics]
         if done and step < steps:
@@ -235,8 +237,8 @@ class RunFolder:
 
     def saves(self, step: int) -> bool:
         """Whether to save a checkpoint after this step: every `save_every` steps and at the end, or never (0)."""
-        every = self.saved["save_every"]
-        return every > 0 and (step % every == 0 or step == self.saved["steps"])
+        every = self.args.save_every
+        return every > 0 and (step % every == 0 or step == self.args.steps)
 
     def show(self, batch: Batch, count: int = 3) -> None:
         """Print the first completion of a few prompts."""
@@ -247,7 +249,7 @@ class RunFolder:
 
     def summary(self, rollouts: list[Rollout]) -> str:
         """The last line of a run, for rollouts generated with the last weights. Draws reward.png if it is missing."""
-        if not self.saved["save_every"]:
+        if not self.args.save_every:
             self.draw()  # otherwise drawn with each checkpoint
         steps, evaluated = self._steps_and_evaluations()
         first, last = steps[0]["reward/mean"], sum(rollout.reward for rollout in rollouts) / len(rollouts)
@@ -309,9 +311,9 @@ def _keep_rows(file: Path, last_step: int) -> list[dict]:
         lines.seek(0)
         end = 0
         for line in lines if last_step else ():
-            if not line.endswith(b"\n") or json.loads(line)["step"] > last_step:  # a kill truncates the last line
+            if not line.endswith(b"\n") or (row := json.loads(line))["step"] > last_step:  # a kill truncates the last
                 break
-            rows.append(json.loads(line))
+            rows.append(row)
             end += len(line)
         lines.truncate(end)
     return rows

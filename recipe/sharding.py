@@ -47,10 +47,8 @@ def shard(model, mesh: DeviceMesh, replicated: list[torch.nn.Parameter] = ()):
     The `replicated` parameters stay whole on every rank, with a gradient of each rank's own.
 
     FSDP2 gathers a block for its own forward and backward pass only. Weights and optimizer state stay fp32. On a GPU,
-    the compute is bf16, and gradients are summed over the ranks in fp32.
-
-    On a GPU, FSDP2 gathers weights in bf16: all compute is as a single rank's (precision.py). Autocast stays on for
-    everything that is not a parameter.
+    blocks are gathered in bf16, so that the compute is a single rank's (precision.py), and gradients are summed over
+    the ranks in fp32. Autocast stays on for what is not a parameter.
 
     Raises ValueError for a model that fuses tensors of its checkpoint, such as a mixture's experts: to split them
     again, every rank would have to gather all experts at once.

@@ -80,6 +80,18 @@ def test_gradient_does_not_depend_on_micro_batches(model, loss):
     torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
 
 
+def test_kl_of_completions_that_are_all_truncated_does_not_depend_on_micro_batches(model):
+    kls = []
+    for tokens in (1, 1000):
+        settings = {"kl_coef": 0.1, "mask_truncated_completions": True, "learning_rate": 1e-3}
+        learner = GRPOLearner(model, config(micro_batch_tokens=tokens, **settings), CPU)
+        learner.learn(rollouts(learner))  # away from the reference
+        truncated = [replace(rollout, truncated=True) for rollout in rollouts(learner, seed=1, count=8)]
+        kls.append(learner.learn(truncated)["kl"])
+    assert kls[0] == pytest.approx(kls[1], rel=1e-4)
+    assert kls[0] > 0
+
+
 def test_micro_batches_hold_so_many_tokens_with_their_padding():
     parts = micro_batches([9, 7, 5, 5, 3, 2, 1], 10)
     assert [[9, 7, 5, 5, 3, 2, 1][part] for part in parts] == [[9], [7], [5, 5], [3, 2, 1]]
@@ -487,10 +499,12 @@ def test_run_without_checkpoint_cannot_be_resumed(tmp_path):
 
 
 def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
-    args = RunArguments(output=tmp_path / "run", steps=3)
+    args = RunArguments(output=tmp_path / "run", steps=3, save_every=7)
+    args.given = ["save_every"]
     row = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
     row |= {"time/rollout": 1.0, "time/train": 1.0, "sync/transfer": 0.01, "sync/GBps": 0.1}
     with RunFolder(args, "test") as run:
+        args.seed, args.save_every = 5, 8  # a script settles what it finds
         run.start_metrics(0)
         for step in (1, 2, 3):
             run.log_metrics(step, row)
@@ -498,7 +512,8 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
         picture = run.draw()
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "for the log" in (tmp_path / "run" / "run.log").read_text()
-    assert json.loads((tmp_path / "run" / "args.json").read_text()).items() >= {"steps": 3, "given": []}.items()
+    settled = {"steps": 3, "seed": 5, "save_every": 7, "given": ["save_every"]}  # what was given, --resume takes over
+    assert json.loads((tmp_path / "run" / "args.json").read_text()).items() >= settled.items()
     with run.metrics_file.open("a") as file:
         file.write('{"step": 4, "rew')  # a kill cut it short
     write_checkpoint(tmp_path / "run", 2, lambda folder: None)

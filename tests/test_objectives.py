@@ -80,7 +80,7 @@ def test_token_weights(loss, expected):
         ({"loss": "grpo", "mask_truncated_completions": True, "kl_coef": 0.1}, [[1 / 6] * 2, [0, 0], [1 / 6] * 2]),
     ],
 )
-def test_completions_without_a_gradient_weigh_nothing_and_only_truncated_ones_leave_the_means(changes, expected):
+def test_completions_without_a_gradient_weigh_nothing_and_truncated_ones_leave_the_mean_over_tokens(changes, expected):
     advantage, truncated = torch.tensor([1.0, -1.0, 0.0]), torch.tensor([False, True, False])
     weights = loss_weights(torch.ones(3, 2), advantage, truncated, config(**changes))
     torch.testing.assert_close(weights, torch.tensor(expected))
