@@ -8,7 +8,7 @@ from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
 from weight_sync.trace import plain_tensors
 
 
-class Staging:
+class AllocationPeak:
     """Measures what torch allocates on a GPU from now on. On CPU it measures nothing."""
 
     def __init__(self, device: torch.device):
@@ -34,7 +34,7 @@ class _Peer:
     def release(self) -> None:
         """Free a session's buffers, so that the next way's memory can be measured."""
         self._close_link()
-        self.staged = Staging(self.device)
+        self.staged = AllocationPeak(self.device)
 
     def poison(self) -> None:
         """Overwrite all weights. On CPU that takes a load: vLLM computes with packed copies."""

@@ -57,9 +57,11 @@ class Engine:
         self.llm = LLM(model, **more | options)
         die_with_children()
 
-    def start(self) -> str:
-        """Returns the name of the quantization once the engine has started."""
-        return self.quantization
+    def start(self) -> tuple[str, str]:
+        """Returns once the engine has started: how it runs, and the name of the quantization."""
+        compilation = self.llm.llm_engine.vllm_config.compilation_config
+        compiled = "compiled, " if compilation.mode else ""
+        return f"{compiled}CUDA graphs {compilation.cudagraph_mode.name}", self.quantization
 
     def measure(self, prompts: list[str], completions: int, tokens: int, rounds: int) -> tuple[int, int, int, float]:
         """Bytes of a worker's weights, KV-cache blocks, tokens in a block, and tokens per second of rollouts."""
@@ -106,10 +108,9 @@ def main(args: Arguments) -> None:
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
                 engine = ray.remote(Engine).options(**options).remote(model, args, device, quantized)
                 session.actors["engine"] = engine
-                (quantization,) = session.wait("starting", engine=engine.start.remote())
+                ((how, quantization),) = session.wait("starting", engine=engine.start.remote())
                 table += session.wait("generating", engine=engine.measure.remote(prompts, *batch, ROUNDS[device]))
-    eager = args.enforce_eager or device == "cpu"
-    print(f"model {model}, {'eager' if eager else 'decode graphs'}, TP={args.tensor_parallel_size}")
+    print(f"model {model}, {how}, TP={args.tensor_parallel_size}")
     print(f"quantized by torchao's {quantization}")
     print("rollouts of {} prompts x {} completions of {} tokens, or as many as the model takes".format(*BATCH[device]))
     print(f"{'':10}{'weights of a worker':>22}{'KV-cache blocks':>18}{'of tokens':>12}{'rollout':>18}")

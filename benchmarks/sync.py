@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
 from annotated_types import Ge, Gt, Le  # noqa: E402
-from peers import Staging  # noqa: E402
+from peers import AllocationPeak  # noqa: E402
 from shapes import SHAPES, device_kind  # noqa: E402
 from transformers.hf_argparser import HfArg  # noqa: E402
 
@@ -58,6 +58,7 @@ from rlhf_utils import (  # noqa: E402
     share_tensor,
     stateless_init_process_group,
 )
+from weight_sync.buckets import dtype_name  # noqa: E402
 from weight_sync.groups import shared_buffer  # noqa: E402
 
 CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
@@ -216,7 +217,7 @@ class BenchTrainer:
     def release(self) -> None:
         """Free what the last way has allocated, so that the next one's memory can be measured."""
         self.sender = self.native = None
-        self.staged = Staging(self.device)
+        self.staged = AllocationPeak(self.device)
 
     def ceiling(self, nbytes: int) -> float:
         """Broadcast, or copy on this device, one buffer until it has moved `nbytes`."""
@@ -240,7 +241,7 @@ class BenchTrainer:
         """The protocol of vLLM's example: for each parameter a call to the workers, a broadcast and a wait."""
         started = time.perf_counter()
         for name, parameter in self.named_tensors().items():
-            dtype = str(parameter.dtype).split(".")[-1]
+            dtype = dtype_name(parameter.dtype)
             ref = self.engine.rpc.remote("upstream_update_weight", name, dtype, tuple(parameter.shape))
             self.group.broadcast(parameter, src=0)
             ray.get(ref)
@@ -418,6 +419,8 @@ class Bench:
 
 
 def main(args: Arguments) -> None:
+    if args.ray_address:
+        raise RunError("the clock is one machine's: no --ray-address here")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
         args.tensor_parallel_size = 1
