@@ -1,6 +1,7 @@
 """Each script with a chat model, rows of GSM8K's form and several rewards, one of them TRL's.
 
-pytest tests/test_chat.py
+pytest tests/test_chat.py -m slow    one script
+pytest tests/test_chat.py -m long    the others, and one resumed
 """
 
 import json
@@ -81,8 +82,8 @@ def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
 @pytest.mark.parametrize(
     ("name", "max_mismatch"),
     [
-        ("rlhf.py", 1e-5),
-        pytest.param("rlhf_async.py", 1e-5, marks=pytest.mark.slow),
+        pytest.param("rlhf.py", 1e-5, marks=pytest.mark.slow),
+        pytest.param("rlhf_async.py", 1e-5, marks=pytest.mark.long),
         pytest.param("rlhf_nccl.py", 1e-5, marks=pytest.mark.long),
         pytest.param("rlhf_ppo.py", 1e-5, marks=pytest.mark.long),
         pytest.param("rlhf_online_quant.py", 0.05, marks=pytest.mark.long),

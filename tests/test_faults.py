@@ -1,7 +1,7 @@
 """Faults in a run: it ends within seconds, says what happened, leaves nothing behind, and --resume goes on from there.
 
-pytest tests/test_faults.py            a worker and a trainer killed, each in another script; faults without an engine
-pytest tests/test_faults.py -m slow    others
+pytest tests/test_faults.py            faults without an engine
+pytest tests/test_faults.py -m slow    a worker and a trainer killed, each in another script; others
 pytest tests/test_faults.py -m long    the rest; an eighth of all kills of each process in each phase of each script,
                                        KILLS=0 to 7 says which; any process killed at random moments, RANDOM_KILLS=20
                                        times if you like, with another FAULT_SEED
@@ -61,7 +61,11 @@ NOTICED = {
     ("trainer", "starting"): "starting|loading",
 }
 OTHERS = [  # --resume keeps the options: all have one worker, which starts sooner
-    ("rlhf_online_quant.py --tensor-parallel-size 1", "generating 2 kill VLLM::EngineCore", "died while generating"),
+    (
+        "rlhf_online_quant.py --tensor-parallel-size 1 --warmup-steps 1",
+        "generating 2 kill VLLM::EngineCore",
+        "died while generating",
+    ),
     ("rlhf.py", "syncing 3 fill", "the trainer failed while saving: .*No space left on device"),
     ("rlhf_async.py", "learning 2 interrupt", "interrupted"),
     ("rlhf.py", "syncing 3 terminate", "interrupted"),
@@ -109,7 +113,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(FAULTS, id="killed"),
+        pytest.param(FAULTS, id="killed", marks=pytest.mark.slow),
         pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
         pytest.param(PPO, id="ppo", marks=pytest.mark.slow),
         pytest.param(MORE, id="more", marks=pytest.mark.long),
@@ -205,6 +209,7 @@ def test_taken_port_is_an_error_that_names_it():
         stateless_init_process_group("127.0.0.1", taken.getsockname()[1], 0, 2, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_death_of_an_actor_that_has_answered_or_was_not_asked_ends_the_wait(tmp_path):
     class Sleeper:
         def sleep(self, seconds: float) -> int:

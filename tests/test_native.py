@@ -1,6 +1,7 @@
 """rlhf_nccl.py and the transport under it: vLLM's native weight transfer, and what it makes of faults.
 
-pytest tests/test_native.py
+pytest tests/test_native.py            functions, and the transport without the script
+pytest tests/test_native.py -m slow    runs of the script
 """
 
 import functools
@@ -49,6 +50,7 @@ def reward(completions, **_):
 
 
 @cpu_only
+@pytest.mark.slow
 def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
     options = "--seed", random.randrange(1000), "--reward", "mine:reward"

@@ -1,7 +1,8 @@
 """Syncs of full-precision weights into an engine that torchao quantizes as it loads; rlhf_online_quant.py as a user
 runs it.
 
-pytest tests/test_quantized.py
+pytest tests/test_quantized.py            syncs without the script
+pytest tests/test_quantized.py -m slow    runs of the script, and of its benchmark
 """
 
 import dataclasses
@@ -146,6 +147,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     assert compare(pair)[0] == 16
 
 
+@pytest.mark.slow
 def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
     text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish(180)
     assert text.splitlines()[-1].startswith("OK: reward "), text
@@ -169,7 +171,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
     arguments = ["--quantization-config", "int8.json", "--tensor-parallel-size", 1]
     text = script("benchmarks/quantized_memory.py", *arguments, **CORE_IN_PROCESS).finish(240)
     assert text.splitlines()[-1].startswith("OK: "), text
-    assert "/model, eager, TP=1\n" in text
+    assert "/model, CUDA graphs NONE, TP=1\n" in text
     assert "rollouts of 8 prompts x 8 completions of 16 tokens" in text
     assert "quantized by torchao's Int8WeightOnlyConfig" in text
     cells = {

@@ -1,6 +1,7 @@
 """rlhf.py as a user runs it, with the real engine on whatever hardware there is.
 
-pytest tests/test_rlhf.py
+pytest tests/test_rlhf.py            the default run, and what is refused before one starts
+pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; the addition run
 """
 
 import io
@@ -71,6 +72,7 @@ def uppercase(completions, **_):
 """
 
 
+@pytest.mark.slow
 def test_copied_script_resumes_as_if_never_interrupted_until_the_reward_raises(default_run, tmp_path):
     """It runs from another folder than it lies in, and shows what a user prints, not what Ray and vLLM do."""
     copied = copy(tmp_path / "project", *SYNC, "recipe", "rlhf.py") / "rlhf.py"

@@ -1,6 +1,7 @@
 """Syncs into a real vLLM engine with two workers: exact, complete, and noticed where they are not.
 
-pytest tests/test_sync.py
+pytest tests/test_sync.py            all but the next
+pytest tests/test_sync.py -m slow    200 syncs leave memory as it was
 """
 
 import time
@@ -220,6 +221,7 @@ def test_prefix_cache_keeps_old_weights_until_it_is_reset(pair):
     assert pair.learner.mismatch(pair.generate(prompts=prompts)) < 1e-5
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_200_syncs(pair):
     assert_memory_is_flat(pair, syncs=200)
 
