@@ -32,13 +32,13 @@ run: venv  ## rlhf.py to its end, on GPUs or without
 quick: venv  ## the tests without an engine, in under a minute
 	$(PYTEST) $(addprefix tests/test_,learning.py objectives.py copies.py transport.py shared_memory.py replay.py)
 
-test: lint  ## the linter, and what the README promises, once: at most 12 minutes on 2 cores
+test: lint  ## the linter and the main tests: at most 12 minutes on 2 cores
 	$(PYTEST)
 
-test-rest: venv  ## what `make test` leaves out: at most 36 minutes
+test-rest: venv  ## more runs of scripts, with faults, and families of models: at most 38 minutes
 	$(PYTEST) -m slow
 
-test-long: venv  ## kills in all phases and at random moments, second sizes and scripts: half an hour or more, by hand
+test-long: venv  ## kills in all phases and at random moments, more families and scripts: an hour or more, by hand
 	$(PYTEST) -m long
 
 test-all: test test-rest test-long  ## all tests that need no GPU
