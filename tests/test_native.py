@@ -2,7 +2,6 @@
 
 pytest tests/test_native.py            functions, and the transport without the script
 pytest tests/test_native.py -m slow    runs of the script
-pytest tests/test_native.py -m long    one whose worker raises
 """
 
 import functools
@@ -88,17 +87,14 @@ def fault(tmp_path, monkeypatch):
 
 
 @cpu_only
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        pytest.param(
-            "raise",
-            r"the engine failed, with a traceback in run\.log: .* ValueError\(.this worker cannot load.\)",
-            id="raises",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("hang", "the engine died", id="killed", marks=pytest.mark.slow),
+        ("raise", r"the engine failed, with a traceback in run\.log: .* ValueError\(.this worker cannot load.\)"),
+        ("hang", "the engine died"),
     ],
+    ids=["raises", "killed"],
 )
 def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault, kind, message):
     run = script("rlhf_nccl.py", "--steps", 10_000, "--output", "run")

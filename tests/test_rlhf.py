@@ -1,8 +1,7 @@
 """rlhf.py as a user runs it, with the real engine on whatever hardware there is.
 
 pytest tests/test_rlhf.py            the default run, and what is refused before one starts
-pytest tests/test_rlhf.py -m slow    a copy of the script, resumed
-pytest tests/test_rlhf.py -m long    the addition run
+pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; the addition run
 """
 
 import io
@@ -105,7 +104,7 @@ def test_copied_script_resumes_as_if_never_interrupted_until_the_reward_raises(d
     assert timeless[0] == timeless[1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_addition_rises_on_sums_that_no_step_learned_from(script, tmp_path):
     """The beginning of the run: from half of the sums to nine tenths it takes 500 steps."""
     text = script("rlhf.py", "--task", "addition", "--steps", 40, "--output", "run").finish(300)
