@@ -35,7 +35,7 @@ quick: venv  ## the tests without an engine, in under a minute
 test: lint  ## the linter and the main tests: at most 12 minutes on 2 cores
 	$(PYTEST)
 
-test-rest: venv  ## more runs of scripts, with faults, and families of models: at most 38 minutes
+test-rest: venv  ## more runs of scripts, with faults, and families of models: at most 40 minutes
 	$(PYTEST) -m slow
 
 test-long: venv  ## kills in all phases and at random moments, more families and scripts: an hour or more, by hand

@@ -420,7 +420,7 @@ class Bench:
 
 def main(args: Arguments) -> None:
     if args.ray_address:
-        raise RunError("the clock is one machine's: no --ray-address here")
+        raise RunError("--ray-address: both ends of a sync are timed by the clock of one machine")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
         args.tensor_parallel_size = 1

@@ -75,7 +75,7 @@ class LearnerConfig(LoRAArguments):
     gradient_checkpointing: bool = HfArg(
         default=True, help="keep each block's inputs alone for backward: much less memory, up to a third more time"
     )
-    offload_optimizer: bool = HfArg(default=False, help="keep its state in host memory, but for its updates")
+    offload_optimizer: bool = HfArg(default=False, help="keep the optimizer's state in host memory between updates")
     compile: bool = HfArg(default=False, help="compile the trainer's blocks, which takes a while in the first steps")
     attention: Literal["sdpa", "eager"] | None = HfArg(
         default=None, help="the trainer's (default: sdpa, or eager where sdpa computes another model)"

@@ -182,7 +182,7 @@ class RunFolder:
         self.rows = _keep_rows(self.metrics_file, last_step)
         _keep_rows(self.completions_file, last_step)
         settled = {name: value for name, value in dataclasses.asdict(self.args).items() if name not in NOT_SAVED}
-        config = settled | self.given  # which --resume takes over as they were
+        config = settled | self.given  # --resume takes over what was given, as it was given
         replace_file(self.path / "args.json", json.dumps(config, indent=1) + "\n")
         for tracker in self.trackers:
             tracker.start(self.path, last_step, config)

@@ -1,8 +1,8 @@
 """Syncs of whole families of models into a real vLLM engine: what is sent is served, and comes back bit for bit.
 
 pytest tests/test_architectures.py             one of them, at TP=2
-pytest tests/test_architectures.py -m slow     others, at TP=2
-pytest tests/test_architectures.py -m long     more of them, at TP=1
+pytest tests/test_architectures.py -m slow     the others
+pytest tests/test_architectures.py -m long     three of them, at TP=1 as well
 """
 
 import pytest
@@ -106,8 +106,9 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
 
 def case(architecture: str, size: int):
     """Every day: transposed weights."""
+    quick, again = architecture == "GPT2", size == 1 and architecture in ARCHITECTURES
     marks = [pytest.mark.gpu(1 + size, or_cpu=True)]
-    marks += [pytest.mark.long] if size == 1 else [] if architecture == "GPT2" else [pytest.mark.slow]
+    marks += [pytest.mark.long] if again else [] if quick else [pytest.mark.slow]
     marks += [DIFFERENCES[architecture]] if architecture in DIFFERENCES else []
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 

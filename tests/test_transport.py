@@ -240,7 +240,7 @@ def test_tied_weights_of_which_one_is_adapted_are_an_error():
     trainer, _ = groups(2)
     weight = torch.randn(6, 4)
     adapted = LoRAWeight(weight, torch.randn(2, 4), torch.randn(6, 2), 1.0)
-    with pytest.raises(WeightSyncError, match="embedding and head are tied, and have not the same adapter"):
+    with pytest.raises(WeightSyncError, match="embedding and head are tied, and do not have the same adapter"):
         WeightSender(trainer).send_weights([("embedding", weight), ("head", adapted)])
 
 

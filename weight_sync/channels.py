@@ -110,7 +110,7 @@ class BroadcastChannel:
         return False
 
     def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
-        """The trainer's staging buffers, and what workers are to map of them: nothing."""
+        """The trainer's staging buffers, and the tensors that workers map, by kind: none."""
         return BroadcastStaging(self.communicator, buckets, device), {}
 
     def close(self, error: str | None) -> None:
@@ -157,7 +157,7 @@ class SharedMemoryChannel:
         return all(tensor.is_cuda and tensor.is_contiguous() and not isinstance(tensor, DTensor) for tensor in tensors)
 
     def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
-        """The staging buffers, and what the worker is to map of them: tensors, by their name in its message."""
+        """The staging buffers, and the tensors that the worker maps, by kind: "buffers" are these."""
         buffers = [shared_buffer(nbytes, device) for nbytes in _staging_sizes(buckets)]
         return SharedStaging(links[0], buffers, buckets, sends="filled", awaits="emptied"), {"buffers": buffers}
 

@@ -20,7 +20,7 @@ RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor gets a 
 TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # BLOCK: words per iteration; STAGES: blocks in flight
 SHORTEST_RUN = 512  # bytes; torch does copies of shorter runs, such as transpositions
 MASK = 0xFFFFFFFF
-MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash; as in the kernel
+MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
 SOURCE, DESTINATION, WORDS, MULTIPLIER, OFFSET = range(5)  # rows of a table; a run with destination 0 is only hashed
 
 
@@ -245,7 +245,7 @@ def _kernel():
             if destination.to(tl.int64) != 0:
                 tl.store(destination + i, word, inside)
             x = i.to(tl.uint32) * multiplier + offset
-            x = (x ^ (x >> 16)) * 0x7FEB352D
+            x = (x ^ (x >> 16)) * 0x7FEB352D  # MIX
             x = (x ^ (x >> 15)) * 0x846CA68B
             x = x ^ (x >> 16)
             total += (x.to(tl.uint64) * word.to(tl.uint64)).to(tl.int64, bitcast=True)

@@ -43,8 +43,8 @@ class GlooCommunicator:
 
     def destroy(self) -> None:
         """Leave the group, in a thread: gloo waits for unfinished broadcasts until its timeout."""
-        last = [vars(self).pop("_gloo", None)]
-        threading.Thread(target=last.clear, daemon=True).start()  # the last reference ends there, which waits
+        last = [vars(self).pop("_gloo", None)]  # the only reference: whoever drops it waits
+        threading.Thread(target=last.clear, daemon=True).start()
 
 
 def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device):

@@ -145,7 +145,7 @@ class WeightSender:
             link.send(metadata=metadata)
         answers = [link.recv(ANSWER_SECONDS) for link in self.links]
         dtypes, problems = [], sorted({problem for answer in answers for problem in answer["problems"]})
-        explained = bool(problems)  # which leave tensors without a dtype
+        explained = bool(problems)  # a problem can leave its tensor without a dtype
         for i, (name, _, shape) in enumerate(metadata):
             wanted = {answer["dtypes"][i] for answer in answers} - {None}  # None: not on that worker
             if not wanted and not explained:
@@ -297,7 +297,7 @@ class WeightSender:
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
     """The tensors by name. Of tensors that share memory (tied weights), only the first.
 
-    Raises WeightSyncError for tied weights of which not all have the same adapter.
+    Raises WeightSyncError for tied weights that do not have the same adapter.
     """
     tensors, seen = {}, {}
     for name, tensor in named_tensors.items():
@@ -308,7 +308,7 @@ def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoR
         if first == name and tensor.numel():
             tensors[name] = tensor.detach()
         elif tensor.numel() and adapted.get(first) is not adapted.get(name):
-            raise WeightSyncError(f"{first} and {name} are tied, and have not the same adapter")
+            raise WeightSyncError(f"{first} and {name} are tied, and do not have the same adapter")
     if not tensors:
         raise WeightSyncError("there is nothing to send: the model has no parameters")
     return tensors
