@@ -58,7 +58,7 @@ class GRPOLearner(Learner):
         super().__init__(path, config, device, seed, steps)
         self.reference = None
         if config.kl_coef and not self.adapters:
-            self.reference = self._load(initial or path).requires_grad_(False)
+            self.reference = self._load(initial or path, learns=False)
 
     def learn(self, rollouts: list[Rollout], proof: list[Rollout] = ()) -> dict[str, float]:
         """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics.

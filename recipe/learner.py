@@ -26,7 +26,7 @@ from .errors import DivergenceError, MismatchError
 from .logprobs import add_token_scores, has_head_apart
 from .lora import LoRAArguments, adapter_parameters, add_adapters, load_adapters, save_merged
 from .named_tensors import NamedTensors
-from .precision import bf16_weights
+from .precision import bf16_weights, freeze
 from .sharding import (
     Offload,
     checkpoint_blocks,
@@ -102,12 +102,21 @@ class Learner:
     """A causal language model and its optimizer, or one rank of it: every method runs on all ranks together.
 
     `path` is a Hugging Face model, or a checkpoint that `save` wrote; with adapters (lora.py), always the model that
-    they adapt. `steps` are the run's: a schedule of the learning rate that ends wants to know when.
+    they adapt. `steps` are the run's: a schedule of the learning rate that ends wants to know when. A model that
+    does not learn only scores.
     """
 
     new_head: str | None = None  # a subclass's, which no causal model has: beside adapters, it learns as it is
 
-    def __init__(self, path: str, config: LearnerConfig, device: torch.device, seed: int = 0, steps: int | None = None):
+    def __init__(
+        self,
+        path: str,
+        config: LearnerConfig,
+        device: torch.device,
+        seed: int = 0,
+        steps: int | None = None,
+        learns: bool = True,
+    ):
         from transformers import AutoTokenizer
 
         torch.manual_seed(seed)
@@ -117,7 +126,7 @@ class Learner:
         self.attention: tuple[str, str] | None = None  # its name, and what is to be said of it
         self.head_apart: bool | None = None  # its trunk can run without it (logprobs.py)
         self.max_mismatch, self.rounding = config.max_mismatch, 0.0
-        self.model = self._load(path)
+        self.model = self._load(path, learns)
         self.named_tensors = NamedTensors(self.model)
         self.adapters = adapter_parameters(self.model)
         self.parameters = self.adapters or list(self.model.parameters())  # what learns
@@ -129,9 +138,9 @@ class Learner:
         self.step = 0
         self.own_state: dict[str, float] = {}  # of a subclass: what else a checkpoint keeps, by name
 
-    def _load(self, path: str):
-        """A model with fp32 weights, or this rank's shards of it. The first one that is loaded settles how all
-        compute."""
+    def _load(self, path: str, learns: bool):
+        """A model, or this rank's shards of it. Weights that learn are fp32, others have the precision of the compute.
+        The first model that is loaded settles how all compute."""
         mesh = init_device_mesh(self.device.type, (self.ranks,)) if self.ranks > 1 else None
         exact, bounded = None, not self.attention and self._needs_bound()
         own_turn, turns = turns_on_node() if mesh else (0, 1)
@@ -143,14 +152,7 @@ class Learner:
                 if self.rank == 0 and not self.attention:  # in fp32, before it is sharded
                     self._examine(model)
                     exact = self._prompt_logprobs(model) if bounded else None
-                if self.config.lora_rank:
-                    torch.manual_seed(self.seed)  # the same adapters on all ranks
-                    frozen = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-                    add_adapters(model, self.config, frozen, self.new_head)
-                if self.config.compile:  # only now: the comparisons above would compile as well
-                    compile_blocks(model)
-                if self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside
-                    checkpoint_blocks(model, has_dropout=self.config.lora_dropout > 0)
+                self._prepare(model, learns)  # only now: what it compiles would compile for the comparisons above
                 model = shard(model, mesh, adapter_parameters(model)) if mesh else model
             if mesh:
                 dist.barrier()
@@ -163,6 +165,19 @@ class Learner:
         if bounded:
             self._set_bound(model, exact)
         return model
+
+    def _prepare(self, model, learns: bool) -> None:
+        """Freeze this whole model, or give it adapters; compile its blocks, and checkpoint them."""
+        computing = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if not learns:
+            freeze(model, computing)
+        elif self.config.lora_rank:
+            torch.manual_seed(self.seed)  # the same adapters on all ranks
+            add_adapters(model, self.config, computing, self.new_head)
+        if self.config.compile:
+            compile_blocks(model)
+        if self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside
+            checkpoint_blocks(model, has_dropout=self.config.lora_dropout > 0)
 
     def _from_pretrained(self, path: str):
         """The whole model, in fp32, on the CPU. With the next two methods, a subclass has another head."""

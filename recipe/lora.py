@@ -19,6 +19,7 @@ from transformers.hf_argparser import HfArg
 from weight_sync.lora import LoRAWeight
 
 from .errors import RunError
+from .precision import freeze
 from .sharding import whole
 
 NAME = "default"  # peft's, of a model's only adapter
@@ -59,9 +60,7 @@ def add_adapters(model, args: LoRAArguments, frozen: torch.dtype, new_head: str 
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             there = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
             raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {there}")
-    for name, parameter in model.named_parameters():  # not buffers: rotary frequencies stay fp32
-        if name.rpartition(".")[0] != new_head:
-            parameter.data = parameter.data.to(frozen)
+    freeze(model, frozen, but=new_head)
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
     options |= {"modules_to_save": [new_head]} if new_head else {}
     model.add_adapter(LoraConfig(target_modules=targets, **options), NAME)

@@ -1,4 +1,4 @@
-"""How a model with fp32 weights computes in bf16."""
+"""The precision of weights: fp32 of those that learn, which compute in bf16 on a GPU; bf16 there of frozen ones."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +29,11 @@ def bf16_weights(model) -> Iterator[None]:
     finally:
         for parameters, name, weight in places:
             parameters[name] = weight
+
+
+def freeze(model, dtype: torch.dtype, but: str | None = None) -> None:
+    """No weights learn from now on, but for those of one submodule. They have this dtype."""
+    for name, parameter in model.named_parameters():  # not buffers: rotary frequencies stay fp32
+        if name.rpartition(".")[0] != but:
+            parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(False)

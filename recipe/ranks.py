@@ -4,7 +4,6 @@ import gc
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
 
 import ray
@@ -29,7 +28,7 @@ class Rank:
 
     learner_class: type[Learner]
     weights_stay = False
-    learns = False  # a model that does has adapters with --lora-rank
+    learns = False  # then it is frozen, and has no adapters
 
     def __init__(self, rank: int):
         self.rank = rank  # loads nothing yet: others start first
@@ -48,9 +47,8 @@ class Rank:
         here = torch.device(device, 0)  # Ray makes one GPU visible
         if address:
             join_ranks(*address, self.rank, ranks, here)
-        own = copy(args)
-        own.lora_rank = args.lora_rank if self.learns else None
-        self.learner, self.shared = self.learner_class(path, own, here, args.seed, args.steps), shared
+        self.learner = self.learner_class(path, args, here, args.seed, args.steps, self.learns)
+        self.shared = shared
         if state:
             self.learner.load_state(state)
         with self._turn():

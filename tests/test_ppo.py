@@ -33,7 +33,8 @@ from recipe.arguments import RunArguments
 from recipe.errors import MismatchError, RunError, TaskError
 from recipe.learner import Rollout
 from recipe.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
-from recipe.ppo_models import RewardScorer, check_critic, check_reward_model
+from recipe.ppo_models import RewardScorer, Scorer, check_critic, check_reward_model
+from recipe.precision import bf16_weights, freeze
 from recipe.ray_session import RaySession
 from recipe.reward_workers import RayRewards, run_reward
 from recipe.rewards import Group
@@ -212,6 +213,18 @@ def test_with_adapters_the_reference_is_the_policy_without_them(model):
     _, logprobs, reference = policy.score(batch)
     assert reference.equal(plain.logprobs(batch))
     assert (logprobs - reference).abs().max() > 0.01
+
+
+def test_what_does_not_learn_is_frozen_without_adapters_and_scores_as_it_was(model):
+    plain = PPOLearner(model, config(), CPU)
+    reference = Scorer(model, config(lora_rank=4), CPU, learns=False)
+    assert not reference.adapters and not any(weight.requires_grad for weight in reference.model.parameters())
+    batch = rollouts(plain)
+    with bf16_weights(plain.model):
+        expected = plain.logprobs(batch)
+    freeze(reference.model, torch.bfloat16)  # as on a GPU
+    assert {weight.dtype for weight in reference.model.parameters()} == {torch.bfloat16}
+    assert reference.logprobs(batch).equal(expected)
 
 
 def test_critic_learns_faster_than_a_slow_policy_unless_told(model):
