@@ -14,10 +14,11 @@ the link ends the other side's wait. A sync goes like this:
    names it, before a byte moves. The workers also report the dtype of each parameter. The trainer sends that dtype, so
    fp32 master weights travel as bf16 to a bf16 engine.
 2. Each worker loads the buckets. *Reload* hands the tensors to vLLM's loader inside vLLM's reload bracket
-   (`initialize_layerwise_reload` ... `finalize_layerwise_reload`). It is right for every model, quantization and
-   device. *Replay* repeats a recorded reload as copies straight from the buckets, plus vLLM's own processing of
-   quantized layers. The first sync reloads, then loads other weights and replays. If the replay gives every worker the
-   same bits as the reload, later syncs replay.
+   (`initialize_layerwise_reload` ... `finalize_layerwise_reload`). It works for every quantization and device, and for
+   every model whose loaders vLLM's reload can see; for others, the sync fails and says so. *Replay* repeats a recorded
+   reload as copies straight from the buckets, plus vLLM's own processing of quantized layers. The first sync reloads,
+   then loads other weights and replays. If the replay gives every worker the same bits as the reload, later syncs
+   replay.
 3. Each worker keeps the weight version and a digest of its weights, and answers.
 
 The caller pauses the engine and calls `reset_prefix_cache`: the cache holds keys and values of the old weights. If
@@ -113,7 +114,8 @@ class WorkerExtension(WeightReceiver):
     def load_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Load one whole tensor, named as in the checkpoint. After the last one, the next weight version is complete.
 
-        Raises WeightSyncError for a tensor that does not fit.
+        Generate only between layers: one of which some parameters have come, such as q but not k, has no weights.
+        Raises WeightSyncError for a tensor that does not fit, or that vLLM's loader leaves out.
         """
         self._engine_model().load_partial([(name, tensor)])
 
@@ -123,10 +125,6 @@ class WorkerExtension(WeightReceiver):
         if hasattr(self.model_update_group, "destroy"):
             self.model_update_group.destroy()  # a broadcast that will never end must not hold the GPU
         self.model_update_group = None
-
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that this worker serves, including the scales of quantized ones."""
-        return sum(tensor.nbytes for tensor in self._engine_model().served_tensors())
 
     def compare_weights(self) -> None:
         """Take part in one `WeightSender.compare_weights`. The trainer raises any error from here."""
@@ -203,7 +201,7 @@ class ColocateWorkerExtension(WeightReceiver):
                         self._engine_model().load_partial(weights)
                     synchronize(self.device)  # after the answer, the trainer overwrites the buffer
                 except zmq.Again as silence:
-                    raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.0f} s") from silence
+                    raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.3g} s") from silence
                 except Exception as failure:
                     error = error or failure
                     # A trainer that ignores the answers goes on to the end. Another may stop: wait less for it.

@@ -1,4 +1,4 @@
-"""The worker's side of the other ways that benchmarks/sync.py measures, besides this project's own."""
+"""The workers' side of benchmarks: what they measure, and the ways to sync that are not this project's own."""
 
 import math
 
@@ -44,6 +44,10 @@ class _Peer:
         for parameter in self.model_runner.get_model().parameters():
             for tensor in plain_tensors(parameter.data):
                 tensor.fill_(math.nan if tensor.is_floating_point() else -1)
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that this worker serves, including the scales of quantized ones."""
+        return sum(tensor.nbytes for tensor in self._engine_model().served_tensors())
 
     def digest(self) -> int:
         return self._engine_model().weights_digest()

@@ -7,25 +7,24 @@
 Prints the size of a worker's weights, the KV-cache blocks that fit beside them, and the tokens per second of rollouts.
 """
 
+import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ray
-from pydantic import AfterValidator
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from transformers.hf_argparser import HfArg
+from shapes import BenchmarkArguments
 
-from recipe.arguments import RunArguments, parse
+from recipe.arguments import parse
 from recipe.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
-from recipe.engine import EngineArguments, engine_options
+from recipe.engine import EngineArguments, llm_options
 from recipe.errors import RunError
-from recipe.quantization import quantize_by_torchao, torchao_config
+from recipe.quantization import QuantizationArguments, quantize_by_torchao
 from recipe.ray_session import RaySession, die_with_children, run_main
 from recipe.run_folder import RunFolder
 from recipe.uppercase import PROMPTS
@@ -35,22 +34,17 @@ ROUNDS = {"cpu": 1, "cuda": 3}
 
 
 @dataclass
-class Arguments(RunArguments, EngineArguments):
+class Arguments(QuantizationArguments, EngineArguments, BenchmarkArguments):
     """What to measure."""
-
-    quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = HfArg(
-        default=None, help="torchao's, as JSON or a file of it (default: FP8, int8 on CPU)"
-    )
 
 
 class Engine:
     """A Ray actor around a vllm.LLM, in bf16 or quantized."""
 
     def __init__(self, model: str, args: Arguments, device: str, quantized: bool):
-        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "dtype": "bfloat16"}
-        workers = args.tensor_parallel_size
-        options = engine_options(args, device, range(workers), workers, **options)
-        # Only now, as the import of vLLM: engine_options has set the environment variables.
+        options = {"worker_extension_cls": "peers.PeerExtension", "dtype": "bfloat16"}
+        options = llm_options(args, device, range(args.tensor_parallel_size), **options)
+        # Only now, as the import of vLLM: llm_options has set the environment variables.
         more, self.quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
         from vllm import LLM
 
@@ -97,13 +91,14 @@ def place(tensor_parallel_size: int) -> tuple[str, dict]:
 
 
 def main(args: Arguments) -> None:
-    table = []
+    table, own = [], str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([own, os.environ.get("PYTHONPATH", "")])  # workers import peers.py
     with RunFolder(args, Path(__file__).stem) as run:
         for quantized in (False, True):
             with RaySession(run, args.ray_address) as session:
                 device, options = place(args.tensor_parallel_size)
                 name = args.model or (BUILTIN_MODEL if device == "cpu" else DEFAULT_MODEL)
-                model = load_or_make(name, run.path, args)
+                model = load_or_make(name, run.path / "model", args)
                 count, *batch = BATCH[device]
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
                 engine = ray.remote(Engine).options(**options).remote(model, args, device, quantized)

@@ -1,6 +1,9 @@
-"""The shapes of the models that the benchmarks make, with random weights, and the GPUs of this machine."""
+"""What the benchmarks share: the shapes of models that they make, with random weights, and the GPUs of this machine."""
 
 import subprocess
+from dataclasses import dataclass, field
+
+from recipe.arguments import RunArguments
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
 OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
@@ -19,6 +22,16 @@ SHAPES = {
     | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
 }
+
+
+@dataclass
+class BenchmarkArguments(RunArguments):
+    """A run without learning steps: these are no flags."""
+
+    steps: int = field(default=1, init=False)
+    save_every: int = field(default=0, init=False)
+    report_to: list[str] = field(default_factory=list, init=False)
+    resume: None = field(default=None, init=False)
 
 
 def device_kind() -> tuple[str, int]:

@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
@@ -40,11 +40,11 @@ import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
 from annotated_types import Ge, Gt, Le  # noqa: E402
 from peers import AllocationPeak  # noqa: E402
-from shapes import SHAPES, device_kind  # noqa: E402
+from shapes import SHAPES, BenchmarkArguments, device_kind  # noqa: E402
 from transformers.hf_argparser import HfArg  # noqa: E402
 
-from recipe.arguments import RunArguments, parse  # noqa: E402
-from recipe.engine import EngineArguments, engine_options  # noqa: E402
+from recipe.arguments import parse  # noqa: E402
+from recipe.engine import EngineArguments, llm_options  # noqa: E402
 from recipe.errors import RunError  # noqa: E402
 from recipe.named_tensors import NamedTensors  # noqa: E402
 from recipe.quantization import quantize_by_torchao  # noqa: E402
@@ -53,6 +53,7 @@ from recipe.run_folder import RunFolder  # noqa: E402
 from rlhf import place  # noqa: E402
 from rlhf_utils import (  # noqa: E402
     SharedMemoryChannel,
+    SyncReport,
     WeightSender,
     WeightSyncError,
     share_tensor,
@@ -68,7 +69,7 @@ ROUND_SECONDS = 300  # a longer round counts as stuck
 
 
 @dataclass
-class Arguments(RunArguments, EngineArguments):
+class Arguments(EngineArguments, BenchmarkArguments):
     """What to measure."""
 
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="the model's")
@@ -78,7 +79,11 @@ class Arguments(RunArguments, EngineArguments):
     rounds: Annotated[int, Ge(1)] = HfArg(default=6, help="of each way")
     max_model_len: Annotated[int | None, Ge(1)] = HfArg(default=256, help="tokens; the engine generates none")
     # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.1, help="share free at its start")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
+        default=0.1, help="share of the GPU that must be free when the engine starts"
+    )
+    model: None = field(default=None, init=False)  # it is made; no flag
+    ray_address: None = field(default=None, init=False)  # both ends of a sync are timed by the clock of one machine
 
 
 class BenchEngine:
@@ -94,7 +99,7 @@ class BenchEngine:
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        options = engine_options(args, device, range(1, 1 + workers), workers, **options)
+        options = llm_options(args, device, range(1, 1 + workers), workers, **options)
         if ipc and device == "cuda":  # this actor has a share of the trainer's GPU, and runs its one worker itself
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
             options["distributed_executor_backend"] = "uni"
@@ -144,9 +149,6 @@ class BenchEngine:
 
     def finish_weight_update(self, *args, **kwargs) -> None:
         self.llm.finish_weight_update(*args, **kwargs)
-
-    def get_world_size(self, *args) -> int:
-        return self.llm.get_world_size(*args)
 
 
 class Watched:
@@ -203,13 +205,9 @@ class BenchTrainer:
     def join(self, address: str, port: int, world_size: int) -> None:
         self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
 
-    def nbytes(self) -> int:
-        """Bytes that our last sync sent."""
-        return self.report.nbytes
-
-    def transfer(self) -> float:
-        """Seconds of our last sync's transfer."""
-        return self.report.seconds
+    def last_report(self) -> SyncReport:
+        """What is known of our last sync."""
+        return self.report
 
     def staging(self) -> int:
         return self.staged.peak()
@@ -407,7 +405,7 @@ class Bench:
             seconds.append(self.run_way(method, *args))
             staging.append(self.staging())
             if method == "ours":
-                transfers.append(self.ask_trainer("transfer"))
+                transfers.append(self.ask_trainer("last_report").seconds)
         exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
         first = min(2, len(seconds) - 1)
         median = statistics.median(seconds[first:])
@@ -419,8 +417,6 @@ class Bench:
 
 
 def main(args: Arguments) -> None:
-    if args.ray_address:
-        raise RunError("--ray-address: both ends of a sync are timed by the clock of one machine")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
         args.tensor_parallel_size = 1
@@ -430,7 +426,7 @@ def main(args: Arguments) -> None:
         case = CASES[args.topology].format(tp=args.tensor_parallel_size)
         bench.open_sender(replay=False)
         bench.run_way("ours", "reload")
-        bench.nbytes = bench.ask_trainer("nbytes")
+        bench.nbytes = bench.ask_trainer("last_report").nbytes
         run.say(
             f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}, CUDA graphs {bench.graphs}"
         )

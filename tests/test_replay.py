@@ -242,6 +242,30 @@ def test_replay_that_leaves_out_an_element_is_found_and_repaired(monkeypatch):
     assert sync(weights) == "reload: replay did not reproduce it bit for bit"
 
 
+def test_worker_whose_replay_was_wrong_vouches_for_nothing_until_the_reload(monkeypatch):
+    record = Engine.record
+
+    def forgetful(self, buckets, staging):
+        refused = record(self, buckets, staging)
+        self.replay_steps[-1][-1].plain.pop()
+        return refused
+
+    def dies_before_the_reload(mode):
+        if mode == "fallback":
+            raise MemoryError("the trainer")
+        return transmit(mode)
+
+    monkeypatch.setattr(Engine, "record", forgetful)
+    sync = Sync()
+    transmit = sync.sender._transmit
+    monkeypatch.setattr(sync.sender, "_transmit", dies_before_the_reload)
+    with pytest.raises(MemoryError):
+        sync.sender.send_weights(tensors(1).items())
+    for receiving in sync.receiving:
+        receiving.join(5)
+    assert [engine.unchanged() for engine in sync.engines] == [False, False]
+
+
 class Absorbs(Model):
     """Keeps a tensor that is computed from a weight when that is loaded, as multi-head latent attention does."""
 
@@ -275,6 +299,10 @@ def test_tensor_that_is_loaded_into_a_buffer_is_replayed():
         weights = tensors(seed)
         assert sync(weights) == "replay"
         assert all(engine.model.norm.equal(weights["norm"]) for engine in sync.engines)
+        assert all(engine.unchanged() for engine in sync.engines)
+    for engine in sync.engines:
+        engine.model.norm[-1] += 1
+        assert not engine.unchanged()
 
 
 class Renews(Model):
@@ -384,6 +412,18 @@ def test_load_that_leaves_out_what_it_should_register_anew_is_an_error(head_bias
     monkeypatch.setattr(model, "load_weights", tampered)
     with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.bias"):
         head_bias_sync(with_head_bias(1, tied=False))
+
+
+@pytest.mark.parametrize(("tied", "dummy"), [(False, False)])
+def test_tensor_that_its_loader_leaves_out_is_an_error_one_at_a_time_as_well(head_bias_sync, monkeypatch):
+    engine = head_bias_sync.engines[1]
+    load = engine.model.load_weights
+    tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.bias"])  # noqa: E731
+    monkeypatch.setattr(engine.model, "load_weights", tampered)
+    with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.bias"):
+        for tensor in with_head_bias(1, tied=False).items():
+            engine.load_partial([tensor])
+    assert not engine.unchanged()
 
 
 def test_recording_that_fails_leaves_the_sync_with_reload(monkeypatch):

@@ -160,6 +160,21 @@ def test_one_parameter_protocol(pair):
     assert pair.mismatch() < 1e-5
 
 
+def test_trainer_that_starts_over_with_one_parameter_at_a_time_leaves_nothing_half_loaded(pair):
+    whole = pair.perturbed(5)
+    pair.set(whole)
+    pair.sync()
+    expected = pair.rpc("digest")
+    pair.set(pair.original)
+    pair.sync()
+    pair.set(whole)
+    next(name for name in pair.sync_one_parameter_at_a_time() if name == LAYERS + "1.self_attn.k_proj.weight")
+    served = [pair.rpc("check_weights_changed") for _ in pair.sync_one_parameter_at_a_time()]
+    assert served.pop() == [True, True]
+    assert all(answers == [False, False] for answers in served)
+    assert pair.rpc("digest") == expected
+
+
 def without(tensors, name):
     return [(other, tensor) for other, tensor in tensors.items() if other != name]
 

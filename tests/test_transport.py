@@ -24,6 +24,7 @@ from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless
 from weight_sync import buckets, link
 from weight_sync import groups as groups_module
 from weight_sync.buckets import ALIGN_BYTES, plan_buckets
+from weight_sync.channels import BroadcastChannel
 from weight_sync.groups import GlooCommunicator
 from weight_sync.link import BUSY_POLL_SECONDS
 from weight_sync.lora import LoRAWeight
@@ -242,6 +243,15 @@ def test_tied_weights_of_which_one_is_adapted_are_an_error():
     adapted = LoRAWeight(weight, torch.randn(2, 4), torch.randn(6, 2), 1.0)
     with pytest.raises(WeightSyncError, match="embedding and head are tied, and do not have the same adapter"):
         WeightSender(trainer).send_weights([("embedding", weight), ("head", adapted)])
+
+
+def test_tensors_of_several_devices_or_of_a_cpu_over_nccl_are_an_error():
+    sender = WeightSender(groups(1)[0])
+    with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
+        sender.send_weights([("a", torch.ones(3)), ("b", torch.ones(3, device="meta"))])
+    channel = BroadcastChannel(SimpleNamespace(broadcast=None))  # as vLLM's PyNcclCommunicator
+    with pytest.raises(WeightSyncError, match="the tensors are on the CPU, and NCCL sends those of a GPU"):
+        channel.open_staging([], [], torch.device("cpu"))
 
 
 def test_every_tensor_that_the_engine_ignores_is_named():

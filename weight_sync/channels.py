@@ -8,6 +8,7 @@ import json
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes
 from .groups import device_id_of, refuse_expandable_segments, shared_buffer, synchronize
-from .link import CONNECT_SECONDS, LINK_KEY, Link, WeightSyncError, listen
+from .link import CONNECT_SECONDS, HELLO_SECONDS, LINK_KEY, Link, WeightSyncError, listen
 
 
 class Staging:
@@ -111,6 +112,8 @@ class BroadcastChannel:
 
     def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
         """The trainer's staging buffers, and the tensors that workers map, by kind: none."""
+        if device.type == "cpu" and not hasattr(self.communicator, "start_broadcast"):
+            raise WeightSyncError("the tensors are on the CPU, and NCCL sends those of a GPU")
         return BroadcastStaging(self.communicator, buckets, device), {}
 
     def close(self, error: str | None) -> None:
@@ -140,16 +143,22 @@ class SharedMemoryChannel:
         self.handles = {device_id_of(device): f"{self.folder}/link"}
 
     def accept(self, links: list[Link]) -> None:
-        self.server.settimeout(CONNECT_SECONDS)
-        try:
-            links.append(Link(self.server.accept()[0]))
-        except TimeoutError as error:
-            raise WeightSyncError(
-                f"the engine worker on {device_id_of(self.device)} did not connect within {CONNECT_SECONDS:.0f} s:"
-                " is receive_weights running there, with this rank's handle?"
-            ) from error
-        links[-1].recv_hello(self.folder)
-        links[-1].send_hello("the trainer", self.folder)
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while not links:
+            self.server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                link = Link(self.server.accept()[0])
+            except TimeoutError as error:
+                raise WeightSyncError(
+                    f"the engine worker on {device_id_of(self.device)} did not connect within {CONNECT_SECONDS:.3g} s:"
+                    " is receive_weights running there, with this rank's handle?"
+                ) from error
+            try:
+                link.recv_hello(self.folder, HELLO_SECONDS)
+                link.send_hello("the trainer", self.folder)
+                links.append(link)
+            except WeightSyncError:
+                link.close()  # of a call that ran into its timeout: keep listening
         self._stop_listening()
 
     def can_map(self, tensors: Iterable[torch.Tensor]) -> bool:

@@ -10,6 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,6 +35,15 @@ from .trace import (
 FOLDED = "the engine was compiled with its weights as constants (inductor's freezing; on CPU also max_autotune)"
 
 
+@dataclass
+class Load:
+    """What a load is to write, by the trace of its loaders."""
+
+    regions: set[tuple] = field(default_factory=set)
+    elements: dict[str, Counter] = field(default_factory=dict)  # by layer and parameter, as vLLM's reload counts them
+    reregistered: set[str] = field(default_factory=set)  # parameters that loaders register anew: it counts none of them
+
+
 class EngineModel:
     """A vLLM worker's model, and what the syncs so far have left in it."""
 
@@ -44,9 +54,10 @@ class EngineModel:
         self.loading = False  # a reload bracket is open
         self.registered_before: dict[str, torch.Tensor] = {}  # parameters and buffers when the bracket was opened
         self.required_elements: dict[str, int] = {}  # by parameter: what a sync must write; known after a trace
-        self.expected_elements: dict[str, Counter] = {}  # by layer and parameter: what a load copies
-        self.reregistered: set[str] = set()  # parameters that loaders register anew; vLLM does not count their elements
-        self.written_regions: set[tuple] = set()  # by `load_partial` since the last completed sync
+        self.sent = Load()  # of a sync, known after the preflight
+        self.bracket: Load | None = None  # of the open bracket, if `load_partial` has opened it
+        self.written_regions: set[tuple] = set()  # by brackets of `load_partial` since the last completed sync
+        self.loaded_buffers: set[str] = set()  # buffers that are in the checkpoint
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
         self.replay_steps: list[list] | None = None  # by bucket
@@ -61,20 +72,29 @@ class EngineModel:
         """
         traced, problems = self._trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
-        writes = [write for writes in traced.values() for write in writes]
-        self.reregistered = {write.target for write in writes if write.reregistered}
-        self.expected_elements, uncounted = {}, self.reregistered | {name for name, _ in self.model.named_buffers()}
-        for write in writes:
-            if not isinstance(write.value, int | float) and write.target not in uncounted:
-                layer = self.expected_elements.setdefault(layer_of(write.target), Counter())
-                layer[write.target] += write.destination.numel()
+        self.sent = Load()
+        self._expect(traced, self.sent)
         for name, _, shape in metadata:
             if self._loads_only_part(traced.get(name, []), torch.Size(shape).numel()):
                 problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
-        missing = self.required_elements.keys() - self._fully_written({write.region for write in writes})
+        missing = self.required_elements.keys() - self._fully_written(self.sent.regions)
         if missing and not problems:
             problems = [f"nothing is sent for the engine's {name}" for name in sorted(missing)]
         return dtypes, problems
+
+    def _expect(self, traced: dict[str, list[Write]], load: Load) -> None:
+        """Add what was traced to what this load is to write."""
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+
+        writes, buffers = [write for own in traced.values() for write in own], dict(self.model.named_buffers())
+        load.regions |= {write.region for write in writes}
+        load.reregistered |= {write.target for write in writes if write.reregistered}
+        self.loaded_buffers |= {write.target for write in writes} & buffers.keys() - load.reregistered
+        for write in writes:
+            layer, _, name = write.target.rpartition(".")
+            unseen = write.target in buffers or write.target in load.reregistered or name in SKIP_LOAD_TENSORS
+            if not unseen and not isinstance(write.value, int | float):
+                load.elements.setdefault(layer, Counter())[write.target] += write.destination.numel()
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
         """Whether the workers together load less than the whole tensor: some loaders cut off what does not fit."""
@@ -103,16 +123,16 @@ class EngineModel:
     def finish(self, complete: bool = False) -> None:
         """Close the reload bracket: the engine serves what was loaded.
 
-        With `complete`, raises WeightSyncError if a loader has copied less than the preflight's trace of it.
+        With `complete`, raises WeightSyncError if vLLM's loader has loaded less than was sent.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        missed = self._incompletely_loaded() if complete else []
+        missed = self._missed_of(self.bracket or self.sent) if complete else []
         with self._context():
             self._serve_reregistered()
             finalize_layerwise_reload(self.model, self.worker.model_config)
             repack_tied_layers(self.model)
-        self.loading = False
+        self.loading, self.bracket = False, None
         if missed:
             more = f" and {len(missed) - 1} more" if missed[1:] else ""
             raise WeightSyncError(
@@ -120,20 +140,19 @@ class EngineModel:
                 " something out, or writes past the parameters' weight loaders, where vLLM's reload cannot see it"
             )
 
-    def _incompletely_loaded(self) -> list[str]:
-        """Parameters that got less than the preflight traced (or their layer, if each got some), or were not registered
-        anew."""
+    def _missed_of(self, load: Load) -> list[str]:
+        """Parameters of which less was loaded (or their layer, if each got some), or that were not registered anew."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         incomplete = []
-        for layer, elements in self.expected_elements.items():
+        for layer, elements in load.elements.items():
             info = get_layerwise_info(self.model.get_submodule(layer))
             # vLLM processes and resets a layer as soon as it is complete. A layer that `can_load` was not reset.
             if info.can_load() and info.load_numel < elements.total():
                 loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
                 incomplete += sorted(elements.keys() - loaded) or [layer]
         now = registered(self.model)
-        kept = {name for name in self.reregistered if now.get(name) is self.registered_before.get(name)}
+        kept = {name for name in load.reregistered if now.get(name) is self.registered_before.get(name)}
         return incomplete + sorted(kept)
 
     def _serve_reregistered(self) -> None:
@@ -202,19 +221,26 @@ class EngineModel:
         return digest([tensor for tensor in (*self.served_tensors(), *others) if tensor.numel()])
 
     def load_partial(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load some of the tensors. Closes the bracket, which serves them, whenever no layer is half written.
+        """Load some of the tensors. Closes the bracket, which serves them, whenever it leaves no layer half written.
 
-        Raises WeightSyncError for a tensor that the engine cannot load.
+        Raises WeightSyncError for a tensor that the engine cannot load, or that its loader leaves out.
         """
         traced, problems = self._trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
         if problems:
             raise WeightSyncError(problems[0])
+        if self.bracket is None:
+            if self.loading:
+                self.finish()  # a failed sync has left it open
+            self.bracket = Load()
+        self._expect(traced, self.bracket)
         self.load(weights)
-        self.written_regions |= {write.region for writes in traced.values() for write in writes}
-        unwritten = self.required_elements.keys() - self._fully_written(self.written_regions)
-        if not {layer_of(name) for name in unwritten} & {layer_of(name) for name, *_ in self.written_regions}:
-            self.finish()
-            if not unwritten:
+        # A layer must be whole in one bracket: vLLM leaves what did not come in it uninitialized.
+        regions = self.bracket.regions
+        unwritten = self.required_elements.keys() - self._fully_written(regions)
+        if not {layer_of(name) for name in unwritten} & {layer_of(name) for name, *_ in regions}:
+            self.finish(complete=True)
+            self.written_regions |= regions
+            if not self.required_elements.keys() - self._fully_written(self.written_regions):
                 self.mark_complete(self.version + 1, self.weights_digest())
 
     def unchanged(self) -> bool:
@@ -284,7 +310,8 @@ class EngineModel:
         return digest(list(self.served_tensors()))
 
     def served_tensors(self) -> Iterator[torch.Tensor]:
-        """Plain tensors that together hold every weight: quantized parameters come as values and scales."""
+        """Plain tensors that together hold every weight: quantized parameters come as values and scales. Buffers that
+        are in the checkpoint are among them once a sync has brought them."""
         for parameter in self.model.parameters():
             if parameter.numel():
                 yield from plain_tensors(parameter.detach())
@@ -294,6 +321,8 @@ class EngineModel:
                 whole = module.weight.size(-1) if module.weight.numel() else module.input_size  # of replicated layers
                 identity = torch.eye(getattr(module, "input_size_per_partition", whole), dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
+        for name in sorted(self.loaded_buffers):
+            yield self.model.get_buffer(name)
 
     @torch.no_grad()
     def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, bool]]:

@@ -86,7 +86,7 @@ class Link:
             while time.monotonic() < busy_until and not self.connection.poll(0):
                 pass
             if not self.connection.poll(timeout):
-                raise WeightSyncError(f"{self.peer} did not answer within {timeout:.0f} s")
+                raise WeightSyncError(f"{self.peer} did not answer within {timeout:.3g} s")
             return self._read(max_bytes)
         except (EOFError, OSError) as error:
             raise self._gone(error) from error
@@ -179,7 +179,7 @@ def connect_group(group, rank: int, timeout: float) -> Link:
     try:
         while not group.store.check([LINK_KEY]):
             if time.monotonic() > deadline:
-                raise WeightSyncError(f"no trainer called send_weights within {timeout:.0f} s")
+                raise WeightSyncError(f"no trainer called send_weights within {timeout:.3g} s")
             time.sleep(0.01)
         endpoint = json.loads(group.store.get(LINK_KEY))
         if "error" in endpoint:
@@ -196,11 +196,18 @@ def connect_group(group, rank: int, timeout: float) -> Link:
 
 def connect_path(path: str, rank: int, timeout: float) -> Link:
     """The worker's side of `SharedMemoryChannel.accept`. The trainer must accept within `timeout` seconds."""
-    socket_ = socket.socket(socket.AF_UNIX)
-    try:
-        socket_.connect(path)
-    except OSError as error:
-        raise WeightSyncError(f"the trainer is gone: {error}") from error
+    socket_, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + timeout
+    socket_.settimeout(timeout)
+    while True:
+        try:
+            socket_.connect(path)
+            break
+        except BlockingIOError as error:  # earlier calls, which the trainer has not accepted either, fill its queue
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"no trainer called send_weights within {timeout:.3g} s") from error
+            time.sleep(0.01)
+        except OSError as error:
+            raise WeightSyncError(f"the trainer is gone: {error}") from error
     link = Link(socket_)
     link.send_hello(f"engine worker {rank}", os.path.dirname(path))
     link.recv_hello(os.path.dirname(path), timeout)

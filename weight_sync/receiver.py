@@ -77,8 +77,9 @@ class WeightReceiver:
                 self._load_other_weights()
             else:
                 model.replay_steps = None
-            model.digest = self._load(mode)
-            link.send(same=model.digest == loaded == model.weights_digest() and model.state_digest() == reloaded)
+            same = self._load(mode) == loaded == model.weights_digest() and model.state_digest() == reloaded
+            model.digest = loaded if same else None
+            link.send(same=same)
         return model.version
 
     def _load(self, mode: str) -> int | None:
@@ -100,6 +101,7 @@ class WeightReceiver:
         self.weight_link = self.weight_staging = None
         if hasattr(self, "weight_model"):
             self.weight_model.replay_steps = None
+            self.weight_model.written_regions = set()  # the next trainer begins anew
 
     def _engine_model(self) -> EngineModel:
         if not hasattr(self, "weight_model"):

@@ -119,6 +119,8 @@ class WeightSender:
         ]
         if sources == self.sources:
             return
+        if len(devices := {str(tensor.device) for tensor in tensors.values()}) > 1:
+            raise WeightSyncError(f"the tensors are on {', '.join(sorted(devices))}: a sync sends those of one device")
         tensors, self.adapted = _without_ties(tensors, adapted), adapted
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
         moved = isinstance(self.staging, TrainerMemory)  # workers have mapped memory that the tensors have left
@@ -267,8 +269,8 @@ class WeightSender:
         Runs while `compare_weights` runs on every worker. Raises WeightSyncError if a weight differs from what was sent
         by more than rounding to its format explains; a scale that is 1 % off does.
         """
-        if not self.links:
-            raise WeightSyncError("compare_weights needs a sync before it")
+        if not self.links or isinstance(self.channel, SharedMemoryChannel):
+            raise WeightSyncError("compare_weights needs a broadcast group, and a sync before it")
         found = {}
         try:
             weights = dict(named_tensors)
