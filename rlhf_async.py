@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from recipe.arguments import RunArguments, parse
 from recipe.async_rollouts import AsyncArguments, InFlight, RolloutsAhead
 from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.engine import EngineArguments, engine_options
+from recipe.engine import EngineArguments, llm_options
 from recipe.errors import RunError
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout
@@ -45,7 +45,7 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 
 @dataclass
-class Arguments(RunArguments, AsyncArguments, EngineArguments, TaskArguments, GRPOConfig):
+class Arguments(GRPOConfig, TaskArguments, EngineArguments, AsyncArguments, RunArguments):
     """What the command line sets."""
 
 
@@ -53,17 +53,16 @@ class Engine:
     """A Ray actor around vllm.AsyncLLM, many of whose methods run at one time. It reserves no GPU, as in rlhf.py."""
 
     def __init__(self, model: str, args: Arguments, device: str):
-        workers = args.tensor_parallel_size
-        bundles = range(1, 1 + workers)  # bundle 0 is the trainer's
-        extension = "rlhf_utils.WorkerExtension"
-        own = {"worker_extension_cls": extension, "disable_log_stats": True}
-        options = engine_options(args, device, bundles, workers, **own)
-        from vllm import AsyncEngineArgs  # only now: engine_options has set its environment variables
+        bundles = range(1, 1 + args.tensor_parallel_size)  # bundle 0 is the trainer's
+        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "disable_log_stats": True}
+        options |= {"scheduling_policy": "priority"}  # proofs and evaluations need not wait for what is in flight
+        options = llm_options(args, device, bundles, **options)
+        from vllm import AsyncEngineArgs  # only now: llm_options has set its environment variables
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        as_llm = {"usage_context": UsageContext.LLM_CLASS}  # whose defaults are larger batches
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **options), **as_llm)
+        # As vllm.LLM does: its default batches are larger.
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **options), usage_context=UsageContext.LLM_CLASS)
         self.in_flight = InFlight(self.llm, args.in_flight or 2 * args.prompts_per_step)
         die_with_children()
 
@@ -103,7 +102,7 @@ class Trainer:
     def __init__(self, models: Models, args: Arguments, device: str):
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, args.steps, initial=models.initial)
         if models.checkpoint:
             self.learner.load_state(models.checkpoint)
 
@@ -146,15 +145,13 @@ def place(args: Arguments) -> tuple[str, dict, dict]:
     group = placement_group(bundles, strategy="PACK" if gpus else "SPREAD")
     if not group.wait(timeout_seconds=60):
         raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
-    trainer, engine = (
-        PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True) for bundle in (0, 1)
-    )
-    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-    return (
-        "cuda" if gpus else "cpu",
-        {"scheduling_strategy": trainer, **resources},
-        {"scheduling_strategy": engine, "num_cpus": 0},
-    )
+
+    def at(bundle: int, **resources) -> dict:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
+        return {"scheduling_strategy": strategy, **resources}
+
+    trainer = at(0, num_gpus=1, num_cpus=0) if gpus else at(0, num_cpus=1)
+    return "cuda" if gpus else "cpu", trainer, at(1, num_cpus=0)
 
 
 def main(args: Arguments) -> None:
@@ -172,7 +169,7 @@ def main(args: Arguments) -> None:
         trainer = ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
         engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
-        (first_step, remarks), room = session.wait(
+        (steps_done, remarks), room = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
         )
         task.check_lengths(room)
@@ -180,15 +177,15 @@ def main(args: Arguments) -> None:
 
         # 2. Connect, and serve what the trainer holds
         connect(session, trainer, engine, tp)
-        report = sync(session, trainer, engine.receive_weights.remote(first_step))
+        report = sync(session, trainer, engine.receive_weights.remote(steps_done))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
-        run.start_metrics(first_step)
+        run.start_metrics(steps_done)
 
         # 3. Take rollouts, learn, sync; meanwhile the engine generates for the next steps
-        ahead = RolloutsAhead(session, engine, task, args, first_step)
-        if args.eval_every and not first_step:
+        ahead = RolloutsAhead(session, engine, task, args, steps_done)
+        if args.eval_every and not steps_done:
             run.log_metrics(0, ahead.evaluate(0))
-        for step in range(first_step + 1, args.steps + 1):
+        for step in range(steps_done + 1, args.steps + 1):
             started = time.perf_counter()
             batch = ahead.take(step)
             proof = ahead.proof(step, batch)

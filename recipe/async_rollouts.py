@@ -23,15 +23,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import ray
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 from transformers.hf_argparser import HfArg
 
 from .dataset import Row
 from .engine import in_groups, rollouts_of, sample_batch, sampling_params, step_seed
 from .errors import RunError, TaskError
-from .evaluation import evaluate, is_due
+from .evaluation import evaluate
 from .learner import Rollout
-from .ray_session import RaySession
+from .ray_session import PHASE_SECONDS, RaySession
 from .rewards import Batch
 from .task import Task
 
@@ -48,7 +48,9 @@ class AsyncArguments:
     in_flight: Annotated[int | None, Ge(1)] = HfArg(
         default=None, help="prompts whose completions are generated at one time (default: those of two steps)"
     )
-    reward_timeout: Annotated[float, Gt(0)] = HfArg(default=600.0, help="seconds that the rewards of one step may take")
+    reward_timeout: Annotated[float, Gt(0), Le(PHASE_SECONDS)] = HfArg(
+        default=600.0, help="seconds that the rewards of one step may take, or those of an evaluation"
+    )
 
 
 class InFlight:
@@ -65,12 +67,13 @@ class InFlight:
     ) -> list[Rollout]:
         """As `recipe.engine.sample`, with the version of each token's weights.
 
-        Unless it `waits` for its turn, it begins at once, whatever is in flight.
+        Unless it `waits` for its turn, it goes before whatever is in flight.
         """
 
         async def group(number: int, prompt_ids: list[int]):
             async with self.slots if waits else nullcontext():
-                return await self._generate(prompt_ids, sampling_params(args, seed, first + number, evaluation))
+                params = sampling_params(args, seed, first + number, evaluation)
+                return await self._generate(prompt_ids, params, priority=0 if waits else -1)
 
         requests = await asyncio.gather(*itertools.starmap(group, enumerate(prompts)))
         if evaluation:
@@ -81,7 +84,7 @@ class InFlight:
             for rollout, own in zip(rollouts_of(requests, self.llm.get_tokenizer()), spans, strict=True)
         ]
 
-    async def _generate(self, prompt_ids: list[int], params):
+    async def _generate(self, prompt_ids: list[int], params, priority: int):
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
@@ -89,14 +92,15 @@ class InFlight:
         self._count(+1)
         try:
             prompt, name = TokensPrompt(prompt_token_ids=prompt_ids), str(next(self.names))
-            (request,) = [output async for output in self.llm.generate(prompt, params, name)]
+            (request,) = [output async for output in self.llm.generate(prompt, params, name, priority=priority)]
             return request
         finally:
             self._count(-1)
 
     async def pause(self) -> None:
         """Stop generation where it is. What is half generated goes on with the next weights: its cache is cleared."""
-        await self.llm.pause_generation(mode="keep", clear_cache=True)
+        # What pause_generation calls, which then sleeps for 20 ms.
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         self._count(0, paused=True)
 
     async def resume(self, version: int) -> None:
@@ -117,17 +121,18 @@ class InFlight:
 
 
 class RolloutsAhead:
-    """The rollouts of the steps after `first_step`, in order. The engine generates for some steps ahead.
+    """The rollouts of the steps after `steps_done`, in order. The engine generates for some steps ahead.
 
     A thread scores them, so that a slow reward stops neither the engine nor the trainer.
     """
 
-    def __init__(self, session: RaySession, engine, task: Task, args, first_step: int):
+    def __init__(self, session: RaySession, engine, task: Task, args, steps_done: int):
         self.session, self.engine, self.task, self.args = session, engine, task, args
-        self.begun = first_step
+        self.begun = steps_done
         self.ahead: deque[_Step] = deque()
         self.to_score: queue.SimpleQueue[_Step] = queue.SimpleQueue()
-        self.scoring, self.scored = threading.Lock(), None  # the step that holds the lock
+        self.scoring = threading.Lock()  # no reward is called twice at one time
+        self.scored: _Scores | None = None  # by the thread that has the lock
         threading.Thread(target=self._score, daemon=True).start()
 
     def take(self, step: int) -> Batch:
@@ -138,12 +143,12 @@ class RolloutsAhead:
         """
         while self.begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
             self.begun += 1
-            self.ahead.append(_Step(self.begun, self.task.draw(self.begun), self._sample))
+            self.ahead.append(_Step(self.args, self.begun, self.task.draw(self.begun), self._sample))
             self.to_score.put(self.ahead[-1])
         taken = self.ahead.popleft()
-        self.session.wait_for_thread("generating", taken.batch, lambda: taken.check_time(self.args.reward_timeout))
+        self.session.wait_for_thread(taken.result, taken.phase)
         self.session.wait("generating", engine=taken.call)  # raises what the engine raised
-        batch = taken.batch.result()
+        batch = taken.result.result()
         ages = [step - 1 - version for rollout in batch.rollouts for version in rollout.versions]
         oldest, newest = max(ages), min(ages)
         if newest < 0 or oldest > self.args.max_staleness:
@@ -155,15 +160,18 @@ class RolloutsAhead:
         return batch
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """As `recipe.evaluation.evaluate`, while the thread scores nothing: no reward is called twice at one time."""
-        if not is_due(self.args, step):
-            return {}
-        while not self.scoring.acquire(timeout=1):
-            self.scored.check_time(self.args.reward_timeout)
-        try:
-            return evaluate(self.session, {"engine": self.engine}, self.task, self.args, step)
-        finally:
-            self.scoring.release()
+        """As `recipe.evaluation.evaluate`, with a thread for the rewards. Raises TaskError if they take too long."""
+
+        def phase() -> str:
+            return self.scored.phase() if self.scored else "rewarding"  # what has its turn may be a step
+
+        def in_thread(score: Callable[[], dict[str, float]]) -> dict[str, float]:
+            scores = _Scores(self.args, f"the evaluation after step {step}")
+            threading.Thread(target=self._set, args=(scores, score), daemon=True).start()
+            self.session.wait_for_thread(scores.result, phase)
+            return scores.result.result()
+
+        return evaluate(self.session, {"engine": self.engine}, self.task, self.args, step, in_thread)
 
     def proof(self, step: int, batch: Batch) -> list[Rollout]:
         """Short rollouts to prove the sync before this step with, if too few tokens of its own are as new as that."""
@@ -174,47 +182,61 @@ class RolloutsAhead:
         seed = step_seed(self.args, step)
         return self.session.wait("proving", engine=self.engine.sample.remote(prompts, short, seed, 0, False))[0]
 
-    def _sample(self, step: int, rows: list[Row]) -> ray.ObjectRef:
+    def _sample(self, step: int, rows: list[Row], waits: bool) -> ray.ObjectRef:
         if self.session.leaving:
             raise RunError("the run has ended")  # or this call, from the thread, would start Ray anew
         prompts, seed = [row.prompt_ids for row in rows], step_seed(self.args, step)
-        return self.engine.sample.remote(prompts, self.args, seed, 0, False, waits=True)
+        return self.engine.sample.remote(prompts, self.args, seed, 0, False, waits)
 
     def _score(self) -> None:
         while True:
             step = self.to_score.get()
+            wait([step.rollouts])
+            self._set(step, lambda step=step: sample_batch(self.task, self.args, step.number, step.complete))
+
+    def _set(self, scores: "_Scores", score: Callable[[], object]) -> None:
+        """Set the result of these scores to what this returns, or raises, in its turn."""
+        with self.scoring:
+            self.scored, scores.since = scores, time.monotonic()
             try:
-                wait([step.rollouts])
-                with self.scoring:
-                    self.scored = step
-                    step.batch.set_result(sample_batch(self.task, self.args, step.number, step.complete))
-            except BaseException as error:  # for the one who takes this step
-                step.batch.set_exception(error)
+                scores.result.set_result(score())
+            except BaseException as error:  # for the one who waits for it
+                scores.result.set_exception(error)
+            scores.since = None
 
 
-class _Step:
+class _Scores:
+    """Rewards that a thread computes, of completions that there are. `result` is what comes of them."""
+
+    def __init__(self, args: AsyncArguments, what: str):
+        self.what, self.seconds, self.result = what, args.reward_timeout, Future()
+        self.since: float | None = None
+
+    def phase(self) -> str:
+        """What goes on now. Raises TaskError if rewards have been computed for too long; they may never be done."""
+        since = self.since
+        if since and time.monotonic() - since > self.seconds:
+            raise TaskError(f"the rewards of {self.what} took longer than {self.seconds:g} s: --reward-timeout")
+        return "rewarding" if since else "generating"
+
+
+class _Step(_Scores):
     """A step whose rollouts are on their way: the engine generates from `rows` already."""
 
-    def __init__(self, number: int, rows: list[Row], sample: Callable[[int, list[Row]], ray.ObjectRef]):
+    def __init__(self, args, number: int, rows: list[Row], sample: Callable[[int, list[Row], bool], ray.ObjectRef]):
+        super().__init__(args, f"step {number}")
         self.number, self.rows, self.sample = number, rows, sample
-        self.batch: Future[Batch] = Future()
-        self.scoring_since: float | None = None
-        self._begin(rows)
+        self._begin(rows, waits=True)
 
-    def _begin(self, rows: list[Row]) -> None:
-        self.call = self.sample(self.number, rows)
+    def _begin(self, rows: list[Row], waits: bool) -> None:
+        self.call = self.sample(self.number, rows, waits)
         self.rollouts = self.call.future()  # for the thread: once Ray has ended, ray.get and ray.wait start it anew
 
     def complete(self, rows: list[Row]) -> Batch:
-        """The completions of these rows; other ones than its own are to replace some of them."""
-        self.scoring_since = None
+        """The completions of these rows: the step's own, or replacements for some of them."""
+        self.since = None
         if rows != self.rows:
-            self._begin(rows)
+            self._begin(rows, waits=False)  # this step is the next one
         batch = in_groups(rows, self.rollouts.result())
-        self.scoring_since = time.monotonic()
+        self.since = time.monotonic()
         return batch
-
-    def check_time(self, seconds: float) -> None:
-        """Raise TaskError if rewards have been computed for longer than this, or for ever."""
-        if (since := self.scoring_since) and time.monotonic() - since > seconds:
-            raise TaskError(f"the rewards of step {self.number} took longer than {seconds:g} s: --reward-timeout")

@@ -91,7 +91,7 @@ class RaySession:
                 host, _, port = self.address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=5).close()  # Ray itself would try for minutes
             ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
-            signal.signal(signal.SIGTERM, _interrupt)  # Ray has put a handler of its own
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray has put a handler of its own
             self.starting_ray = False
         except BaseException as error:
             self.__exit__(None, error, None)
@@ -140,15 +140,18 @@ class RaySession:
             self._note_shared_memory()
         return ray.get(list(refs.values()))
 
-    def wait_for_thread(self, phase: str, future: futures.Future, check: Callable[[], None]) -> None:
-        """Wait as in `wait`, for a thread of this process. `check` is called every second; it may raise."""
-        self._begin(phase)
-        started = time.monotonic()
-        while not futures.wait([future], timeout=1).done:
+    def wait_for_thread(self, future: futures.Future, phase_of: Callable[[], str]) -> None:
+        """Wait as in `wait`, for a thread of this process. `phase_of` says every second what it does; it may raise."""
+        phase = None
+        while True:
+            if (now := phase_of()) != phase:
+                phase, started = now, time.monotonic()
+                self._begin(phase)
+            if futures.wait([future], timeout=1).done:
+                return
             if dead := self._failed_pings():
                 self._end_if_ray_died()
                 raise self._blame(phase, dead)
-            check()
             self._tick(phase, started)
 
     def _tick(self, phase: str, started: float) -> None:
@@ -275,10 +278,6 @@ def die_with_children() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, args=[heir], daemon=True).start()  # which keeps the pipe to the heir open
-
-
-def _interrupt(*_) -> None:
-    raise KeyboardInterrupt
 
 
 def _error_of(ref: ray.ObjectRef) -> Exception | None:

@@ -48,7 +48,7 @@ class Ahead(RolloutsAhead):
 
     def __init__(self, score=lambda groups, *_: groups, **arguments):
         args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=6, **arguments)
-        self.version, self.steps, self.lengths = 0, [], []
+        self.version, self.steps, self.lengths, self.waiting = 0, [], [], []
         engine = SimpleNamespace(sample=SimpleNamespace(remote=self.sample))
         session = RaySession(SimpleNamespace(tick=lambda *_: None), None)
         session.wait = lambda _, engine: [engine.result()]
@@ -63,6 +63,7 @@ class Ahead(RolloutsAhead):
     def sample(self, prompts, args, seed, first, evaluation, waits=False):
         self.steps.append(prompts[0][0])
         self.lengths.append(args.max_tokens)
+        self.waiting.append(waits)
         answer = Future()
         answer.future = lambda: answer
         answer.set_result([Rollout(ids, [7], [0.0], 1.0, versions=[self.version]) for ids in prompts for _ in range(2)])
@@ -111,6 +112,17 @@ def test_a_reward_that_does_not_return_stops_neither_the_engine_nor_the_run():
     assert ahead.steps == [1, 2, 3]
 
 
+@pytest.mark.parametrize(("busy", "whose"), [(False, "the evaluation after step 1"), (True, "step 1")])
+def test_an_evaluation_waits_no_longer_for_rewards_than_a_step_does(busy, whose):
+    ahead = Ahead(lambda *_: threading.Event().wait(), max_staleness=2, reward_timeout=0.5, eval_every=1)
+    ahead.task.eval_rows = [Row("held out", "", {}, [5])]
+    if busy:  # with the rewards of step 1, which come first
+        with pytest.raises(TaskError):
+            ahead.take(1)
+    with pytest.raises(TaskError, match=rf"^the rewards of {whose} took longer than 0.5 s: --reward-timeout"):
+        ahead.evaluate(1)
+
+
 def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
     def score(groups, *_):
         return [
@@ -124,6 +136,7 @@ def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
     batch = ahead.take(1)
     assert [group.row.prompt for group in batch.groups] == ["other", "other"]
     assert [rollout.prompt_ids for rollout in batch.rollouts] == [[99]] * 4
+    assert ahead.waiting[:3] == [True, True, False]  # two steps', and the others, which are wanted first
     assert batch.metrics["dynamic_sampling/replaced"] == 2
 
 
@@ -142,7 +155,7 @@ def test_what_is_left_to_score_when_a_run_ends_does_not_start_ray_anew():
     may_go_on.set()
     for step in ahead.ahead:  # whose groups have equal rewards, so that others are drawn
         with pytest.raises(RunError, match="the run has ended"):
-            step.batch.result(timeout=30)
+            step.result.result(timeout=30)
     assert not ray.is_initialized()
 
 
@@ -197,16 +210,18 @@ class HeldLLM:
 
     def __init__(self):
         self.begun, self.goes_on, self.clock = [], asyncio.Event(), 0.0
+        self.priorities, self.engine_core = [], SimpleNamespace(pause_scheduler_async=self.pause)
 
-    async def generate(self, prompt, params, name):
+    async def generate(self, prompt, params, name, priority):
         self.begun.append(prompt["prompt_token_ids"])
+        self.priorities.append(priority)
         await self.goes_on.wait()
         self.clock += 1
         span, logprobs = SimpleNamespace(version="4", start=0, end=1), SimpleNamespace(logprobs=[-1.0])
         output = SimpleNamespace(token_ids=[70], finish_reason="length", logprobs=logprobs, weight_versions=[span])
         yield SimpleNamespace(prompt_token_ids=self.begun[-1], outputs=[output])
 
-    async def pause_generation(self, mode, clear_cache):
+    async def pause(self, mode, clear_cache):
         self.clock += 1
 
     async def update_weight_version(self, version):
@@ -238,6 +253,7 @@ def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait(
         assert [rollout.versions for rollout in await proof] == [[4]]
         assert len(await many) == 5
         assert llm.begun == [[0], [1], [7], [2], [3], [4]]
+        assert llm.priorities == [0, 0, -1, 0, 0, 0]  # the lowest number goes first
 
     asyncio.run(run())
 
