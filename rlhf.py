@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from recipe.arguments import RunArguments, parse
 from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.engine import EngineArguments, engine_options, generate, reset_prefix_cache, sample
+from recipe.engine import EngineArguments, generate, llm_options, reset_prefix_cache, sample
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.grpo import GRPOConfig, GRPOLearner
@@ -43,7 +43,7 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 
 @dataclass
-class Arguments(RunArguments, EngineArguments, TaskArguments, GRPOConfig):
+class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
     """What the command line sets."""
 
 
@@ -51,11 +51,9 @@ class Engine:
     """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take bundles of its placement group."""
 
     def __init__(self, model: str, args: Arguments, device: str):
-        workers = args.tensor_parallel_size
-        bundles = range(1, 1 + workers)  # bundle 0 is the trainer's
-        extension = "rlhf_utils.WorkerExtension"
-        options = engine_options(args, device, bundles, workers, worker_extension_cls=extension)
-        from vllm import LLM  # only now: engine_options has set its environment variables
+        bundles = range(1, 1 + args.tensor_parallel_size)  # bundle 0 is the trainer's
+        options = llm_options(args, device, bundles, worker_extension_cls="rlhf_utils.WorkerExtension")
+        from vllm import LLM  # only now: llm_options has set its environment variables
 
         self.llm = LLM(model, **options)
         die_with_children()
@@ -90,7 +88,7 @@ class Trainer:
     def __init__(self, models: Models, args: Arguments, device: str):
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, args.steps, initial=models.initial)
         if models.checkpoint:
             self.learner.load_state(models.checkpoint)
 
@@ -133,15 +131,13 @@ def place(args: Arguments) -> tuple[str, dict, dict]:
     group = placement_group(bundles, strategy="PACK" if gpus else "SPREAD")
     if not group.wait(timeout_seconds=60):
         raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
-    trainer, engine = (
-        PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True) for bundle in (0, 1)
-    )
-    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-    return (
-        "cuda" if gpus else "cpu",
-        {"scheduling_strategy": trainer, **resources},
-        {"scheduling_strategy": engine, "num_cpus": 0},
-    )
+
+    def at(bundle: int, **resources) -> dict:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
+        return {"scheduling_strategy": strategy, **resources}
+
+    trainer = at(0, num_gpus=1, num_cpus=0) if gpus else at(0, num_cpus=1)
+    return "cuda" if gpus else "cpu", trainer, at(1, num_cpus=0)
 
 
 def main(args: Arguments) -> None:
@@ -159,7 +155,7 @@ def main(args: Arguments) -> None:
         trainer = ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
         engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
-        (first_step, remarks), room = session.wait(
+        (steps_done, remarks), room = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
         )
         task.check_lengths(room)
@@ -169,12 +165,12 @@ def main(args: Arguments) -> None:
         connect(session, trainer, engine, tp)
         report = sync(session, trainer, engine.receive_weights.remote())
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
-        run.start_metrics(first_step)
+        run.start_metrics(steps_done)
 
         # 3. Generate, reward, learn, sync
-        if args.eval_every and not first_step:
+        if args.eval_every and not steps_done:
             run.log_metrics(0, evaluate(session, {"engine": engine}, task, args, 0))
-        for step in range(first_step + 1, args.steps + 1):
+        for step in range(steps_done + 1, args.steps + 1):
             started = time.perf_counter()
             batch = generate(session, {"engine": engine}, task, args, step)
             generated = time.perf_counter()

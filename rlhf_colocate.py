@@ -36,7 +36,7 @@ from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
 from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.engine import EngineArguments, engine_options, generate, release_memory, sample, serves_checkpoint
+from recipe.engine import EngineArguments, generate, llm_options, release_memory, sample, serves_checkpoint
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.grpo import GRPOConfig, GRPOLearner
@@ -54,7 +54,7 @@ GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and fo
 
 
 @dataclass
-class Arguments(RunArguments, EngineArguments, TaskArguments, GRPOConfig):
+class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
     """What the command line sets."""
 
     engines: Annotated[int | None, Ge(1)] = HfArg(default=None, help="default: as many as fit (CPU: 2 workers)")
@@ -78,8 +78,8 @@ class Engine:
         extension = "rlhf_utils.ColocateWorkerExtension"
         options = {"worker_extension_cls": extension, "enable_sleep_mode": args.sleep != "none"}
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        options = engine_options(args, device, bundles, workers, **options)
-        from vllm import LLM  # only now: engine_options has set its environment variables
+        options = llm_options(args, device, bundles, workers, **options)
+        from vllm import LLM  # only now: llm_options has set its environment variables
 
         self.llm = LLM(model, **options)
         die_with_children()
@@ -154,7 +154,7 @@ class Trainer:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
         join_ranks(*address, self.rank, ranks, here)
-        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, args.steps, initial=models.initial)
         if models.checkpoint:
             self.learner.load_state(models.checkpoint)
         self.learner.release_memory()  # loading held whole tensors
@@ -249,7 +249,7 @@ def main(args: Arguments) -> None:
         (address,) = session.wait("loading", trainer0=trainers[0].address.remote())
         loading = each("trainer", trainers, "load", address, models, args, device)
         handles = session.wait("loading", **loading)
-        ((first_step, remarks),) = session.wait("loading", trainer0=trainers[0].start.remote())
+        ((steps_done, remarks),) = session.wait("loading", trainer0=trainers[0].start.remote())
         run.say(remarks)
 
         # 2. Connect, and serve what the trainer holds
@@ -261,22 +261,22 @@ def main(args: Arguments) -> None:
             f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
             f" what the engines had loaded from disk; from now on by {report.loader}"
         )
-        run.start_metrics(first_step)
+        run.start_metrics(steps_done)
 
         # 3. Generate, reward, learn, sync
         level = args.sleep
-        if args.eval_every and not first_step:
+        if args.eval_every and not steps_done:
             run.log_metrics(0, evaluate(session, by_name, task, args, 0))
-        for step in range(first_step + 1, args.steps + 1):
+        for step in range(steps_done + 1, args.steps + 1):
             started = time.perf_counter()
             batch = generate(session, by_name, task, args, step)
             metrics = loaded | {"time/rollout": time.perf_counter() - started} | measure(session, "generating")
             metrics |= learn(session, trainers, engines, batch.rollouts, level) | measure(session, "learning")
             metrics |= sync(session, trainers, engines, handles)[1] | measure(session, "syncing")
             run.log_step(step, batch, metrics | evaluate(session, by_name, task, args, step))
-            if step in (first_step + 1, args.steps):
+            if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
-            if args.sleep == "auto" and level != "kv" and step > first_step + 1:  # Adam made its moments in the first
+            if args.sleep == "auto" and level != "kv" and step > steps_done + 1:  # Adam made its moments in the first
                 level = sleep_level(run, level, metrics)
             if run.saves(step):
                 session.wait("saving", **each("trainer", trainers, "save", run.path))

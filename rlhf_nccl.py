@@ -47,16 +47,15 @@ from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
 from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.engine import EngineArguments, complete, engine_options, generate, reset_prefix_cache, sample
+from recipe.engine import EngineArguments, complete, generate, llm_options, reset_prefix_cache, sample
 from recipe.errors import MismatchError, RunError
 from recipe.evaluation import evaluate
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout
-from recipe.native_transfer import NativeSender, worker_error
+from recipe.native_transfer import NativeRunFolder, NativeSender
 from recipe.ray_session import RaySession, die_with_children, run_main
-from recipe.run_folder import RunFolder
 from recipe.task import TaskArguments, load_task
-from rlhf_utils import SyncReport, WeightSyncError
+from rlhf_utils import SyncReport
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that rounding explains
 MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # logits this close count as tied: a few bf16 steps
@@ -65,7 +64,7 @@ IPC_SHARE = 0.5  # --backend ipc: the share of the GPU that Ray counts for the t
 
 
 @dataclass
-class Arguments(RunArguments, EngineArguments, TaskArguments, GRPOConfig):
+class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
     """What the command line sets."""
 
     tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(default=None, help="of the engine (default: 2; ipc: 1)")
@@ -85,8 +84,9 @@ class Engine:
     """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take bundles of its placement group."""
 
     def __init__(self, model: str, args: Arguments, device: str):
-        workers, shared = args.tensor_parallel_size, args.backend == "ipc"
-        bundles = range(workers) if shared else range(1, 1 + workers)  # bundle 0 is the trainer's
+        shared = args.backend == "ipc"
+        first = 0 if shared else 1  # bundle 0 is the trainer's
+        bundles = range(first, first + args.tensor_parallel_size)
         options = {"load_format": "dummy", "quantization": args.quantization and "fp8_per_tensor"}
         options |= {"weight_transfer_config": {"backend": args.backend if device == "cuda" else "gloo"}}
         if device == "cpu":
@@ -94,8 +94,8 @@ class Engine:
         if shared:
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(IPC_SHARE)
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are pickled
-        options = engine_options(args, device, bundles, workers, **options)
-        from vllm import LLM  # only now: engine_options has set its environment variables
+        options = llm_options(args, device, bundles, **options)
+        from vllm import LLM  # only now: llm_options has set its environment variables
 
         self.llm = LLM(model, **options)
         die_with_children()
@@ -132,7 +132,7 @@ class Trainer:
     def __init__(self, models: Models, args: Arguments, device: str):
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, args.steps, initial=models.initial)
         self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
         self.shares_gpu = args.backend == "ipc"
         if models.checkpoint:
@@ -195,31 +195,6 @@ class Trainer:
         write_checkpoint(run_folder, self.learner.step, self.learner.save)
 
 
-class NativeRunFolder(RunFolder):
-    """A run's folder that also watches the log for a worker's error, which vLLM does not pass on to the trainer."""
-
-    def __enter__(self) -> "NativeRunFolder":
-        super().__enter__()
-        self.log_read = self.log_file.stat().st_size  # skip what a resumed run logged before
-        return self
-
-    def tick(self, text: str, seconds: int) -> None:
-        super().tick(text, seconds)
-        if text == "syncing" and self._worker_error():
-            self.keep_log_tail()  # by now the traceback is whole
-            raise WeightSyncError(f"the engine failed, with a traceback in run.log: {self._worker_error()}")
-
-    def _worker_error(self) -> str | None:
-        """The error of a worker in the log's new lines, or None."""
-        with self.log_file.open("rb") as log:
-            log.seek(self.log_read)
-            new = log.read()
-        error = worker_error(new.decode(errors="replace"))
-        if error is None:
-            self.log_read += new.rfind(b"\n") + 1  # an incomplete last line is read again
-        return error
-
-
 def place(args: Arguments) -> tuple[str, dict, dict]:
     """Reserve the topology. Returns the device, and the Ray options that place the trainer and the engine."""
     gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -238,16 +213,13 @@ def place(args: Arguments) -> tuple[str, dict, dict]:
     group = placement_group(bundles, strategy="PACK" if gpus else "SPREAD")
     if not group.wait(timeout_seconds=60):
         raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
-    trainer, engine = (
-        PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
-        for bundle in (0, 0 if shared else 1)
-    )
-    resources = {"num_gpus": IPC_SHARE if shared else 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-    return (
-        "cuda" if gpus else "cpu",
-        {"scheduling_strategy": trainer, **resources},
-        {"scheduling_strategy": engine, "num_cpus": 0},
-    )
+
+    def at(bundle: int, **resources) -> dict:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
+        return {"scheduling_strategy": strategy, **resources}
+
+    trainer = at(0, num_gpus=IPC_SHARE if shared else 1, num_cpus=0) if gpus else at(0, num_cpus=1)
+    return "cuda" if gpus else "cpu", trainer, at(0 if shared else 1, num_cpus=0)
 
 
 def main(args: Arguments) -> None:
@@ -269,7 +241,7 @@ def main(args: Arguments) -> None:
         session.actors["trainer"] = trainer = (
             ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
         )
-        (first_step, remarks), room = session.wait(
+        (steps_done, remarks), room = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
         )
         task.check_lengths(room)
@@ -277,24 +249,24 @@ def main(args: Arguments) -> None:
 
         # 2. Generate with dummy weights, connect, sync, and prove the first sync
         greedily = dataclasses.replace(args, temperature=0.0, group_size=1)
-        rows = task.draw(first_step + 1)
+        rows = task.draw(steps_done + 1)
         run.say("with dummy weights the engine generates nonsense:")
-        run.show(complete(session, {"engine": engine}, rows, greedily, first_step))
+        run.show(complete(session, {"engine": engine}, rows, greedily, steps_done))
         session.wait("connecting", trainer=trainer.connect.remote(engine, backend, 1 + tp))
         report = sync(session, trainer, engine)
-        greedy = complete(session, {"engine": engine}, rows, greedily, first_step)
-        sampled = complete(session, {"engine": engine}, rows, args, first_step)
+        greedy = complete(session, {"engine": engine}, rows, greedily, steps_done)
+        sampled = complete(session, {"engine": engine}, rows, args, steps_done)
         run.say(
             f"first sync, by vLLM's {backend} backend: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB\n"
             f"{prove_first_sync(session, trainer, greedy.rollouts, sampled.rollouts)}"
         )
         run.show(greedy)
-        run.start_metrics(first_step)
+        run.start_metrics(steps_done)
 
         # 3. Generate, reward, learn, sync
-        if args.eval_every and not first_step:
+        if args.eval_every and not steps_done:
             run.log_metrics(0, evaluate(session, {"engine": engine}, task, args, 0))
-        for step in range(first_step + 1, args.steps + 1):
+        for step in range(steps_done + 1, args.steps + 1):
             started = time.perf_counter()
             batch = generate(session, {"engine": engine}, task, args, step)
             generated = time.perf_counter()

@@ -24,23 +24,20 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import ray
 import torch
-from pydantic import AfterValidator
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
 from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.engine import EngineArguments, engine_options, generate, reset_prefix_cache, sample
+from recipe.engine import EngineArguments, generate, llm_options, reset_prefix_cache, sample
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout
-from recipe.quantization import quantize_by_torchao, torchao_config
+from recipe.quantization import QuantizationArguments, quantize_by_torchao
 from recipe.ray_session import RaySession, die_with_children, run_main
 from recipe.run_folder import RunFolder
 from recipe.task import TaskArguments, load_task
@@ -52,23 +49,18 @@ MAX_MISMATCH = {"cpu": 0.1, "cuda": 0.1}
 
 
 @dataclass
-class Arguments(RunArguments, EngineArguments, TaskArguments, GRPOConfig):
+class Arguments(GRPOConfig, TaskArguments, QuantizationArguments, EngineArguments, RunArguments):
     """What the command line sets."""
-
-    quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = HfArg(
-        default=None, help="torchao's, as JSON or a file with it; int8 or FP8 (default: FP8, int8 on CPU)"
-    )
 
 
 class Engine:
     """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take bundles of its placement group."""
 
     def __init__(self, model: str, args: Arguments, device: str):
-        workers = args.tensor_parallel_size
-        bundles = range(1, 1 + workers)  # bundle 0 is the trainer's
+        bundles = range(1, 1 + args.tensor_parallel_size)  # bundle 0 is the trainer's
         options = {"dtype": "bfloat16", "worker_extension_cls": "rlhf_utils.WorkerExtension"}
-        options = engine_options(args, device, bundles, workers, **options)
-        # Only now, as the import of vLLM: engine_options has set the environment variables.
+        options = llm_options(args, device, bundles, **options)
+        # Only now, as the import of vLLM: llm_options has set the environment variables.
         quantized, self.quantization = quantize_by_torchao(args.quantization_config)
         from vllm import LLM
 
@@ -109,7 +101,7 @@ class Trainer:
     def __init__(self, models: Models, args: Arguments, device: str):
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
         here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = GRPOLearner(models.loaded, args, here, args.seed, models.initial, args.steps)
+        self.learner = GRPOLearner(models.loaded, args, here, args.seed, args.steps, initial=models.initial)
         if models.checkpoint:
             self.learner.load_state(models.checkpoint)
 
@@ -155,15 +147,13 @@ def place(args: Arguments) -> tuple[str, dict, dict]:
     group = placement_group(bundles, strategy="PACK" if gpus else "SPREAD")
     if not group.wait(timeout_seconds=60):
         raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
-    trainer, engine = (
-        PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True) for bundle in (0, 1)
-    )
-    resources = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": 1}
-    return (
-        "cuda" if gpus else "cpu",
-        {"scheduling_strategy": trainer, **resources},
-        {"scheduling_strategy": engine, "num_cpus": 0},
-    )
+
+    def at(bundle: int, **resources) -> dict:
+        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
+        return {"scheduling_strategy": strategy, **resources}
+
+    trainer = at(0, num_gpus=1, num_cpus=0) if gpus else at(0, num_cpus=1)
+    return "cuda" if gpus else "cpu", trainer, at(1, num_cpus=0)
 
 
 def main(args: Arguments) -> None:
@@ -181,7 +171,7 @@ def main(args: Arguments) -> None:
         trainer = ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
         engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
         session.actors |= {"trainer": trainer, "engine": engine}
-        (first_step, remarks), (room, quantization) = session.wait(
+        (steps_done, remarks), (room, quantization) = session.wait(
             "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
         )
         task.check_lengths(room)
@@ -193,12 +183,12 @@ def main(args: Arguments) -> None:
         report = sync(session, trainer, engine.receive_weights.remote())
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         compare(run, session, trainer, engine, learned=False)
-        run.start_metrics(first_step)
+        run.start_metrics(steps_done)
 
         # 3. Generate, reward, learn, sync
-        if args.eval_every and not first_step:
+        if args.eval_every and not steps_done:
             run.log_metrics(0, evaluate(session, {"engine": engine}, task, args, 0))
-        for step in range(first_step + 1, args.steps + 1):
+        for step in range(steps_done + 1, args.steps + 1):
             started = time.perf_counter()
             batch = generate(session, {"engine": engine}, task, args, step)
             generated = time.perf_counter()
@@ -214,7 +204,7 @@ def main(args: Arguments) -> None:
                 "sync/GBps": report.gigabytes_per_second,
             }
             run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
-            if run.saves(step) or step in (first_step + 1, args.steps):
+            if run.saves(step) or step in (steps_done + 1, args.steps):
                 # Adam's first update is as large as the learning rate. Later ones may be too small to change a scale.
                 moved = metrics["grad_norm"] > 0 and metrics["learning_rate"] > 0  # a warm-up's first rate is 0
                 compare(run, session, trainer, engine, learned=step == 1 and moved)

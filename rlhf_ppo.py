@@ -3,7 +3,7 @@
     python rlhf_ppo.py                               # 1 GPU: facebook/opt-125m, all five on it
     python rlhf_ppo.py --tensor-parallel-size 4      # 4 GPUs: a TP=4 engine, the others sharded over the same GPUs
     python rlhf_ppo.py --placement split             # 2 GPUs or more: an engine apart, NCCL between it and the policy
-    python rlhf_ppo.py --reward-model NAME --reward graded:reward --reward-workers 4
+    python rlhf_ppo.py --dataset prompts.jsonl --reward-model NAME --reward graded:reward --reward-workers 4
     python rlhf_ppo.py                               # no GPU: small built-in models, all five on CPU
 
     Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
@@ -39,7 +39,7 @@ from transformers.hf_argparser import HfArg
 
 from recipe.arguments import RunArguments, parse
 from recipe.checkpoint import disk_errors, write_checkpoint
-from recipe.engine import EngineArguments, complete, engine_options, release_memory, sample, serves_checkpoint
+from recipe.engine import EngineArguments, complete, llm_options, release_memory, sample, serves_checkpoint
 from recipe.errors import RunError
 from recipe.evaluation import evaluate
 from recipe.learner import Rollout
@@ -61,7 +61,7 @@ GPU_SHARE = 0.2  # the share of a GPU that Ray counts for each of five actors on
 
 
 @dataclass
-class Arguments(RunArguments, EngineArguments, TaskArguments, RewardArguments, PPOConfig):
+class Arguments(PPOConfig, RewardArguments, TaskArguments, EngineArguments, RunArguments):
     """What the command line sets."""
 
     task: str = HfArg(
@@ -86,13 +86,13 @@ class Engine:
     """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take `bundles` of its placement group."""
 
     def __init__(self, model: str, args: Arguments, device: str, bundles: list[int]):
-        self.device = device
+        self.device, self.apart = device, device == "cuda" and args.placement == "split"
         options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "enable_sleep_mode": args.sleep != "none"}
         if args.placement == "colocated":
             options["worker_extension_cls"] = "rlhf_utils.ColocateWorkerExtension"
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        options = engine_options(args, device, bundles, args.tensor_parallel_size, **options)
-        from vllm import LLM  # only now: engine_options has set its environment variables
+        options = llm_options(args, device, bundles, **options)
+        from vllm import LLM  # only now: llm_options has set its environment variables
 
         self.llm = LLM(model, **options)
         die_with_children()
@@ -143,7 +143,7 @@ class Engine:
         return serves_checkpoint(self.loaded, self.llm.collective_rpc("weight_digests"), slept=self.lost_weights)
 
     def memory(self) -> dict[str, float]:
-        return engine_memory(self.device)
+        return {} if self.apart else engine_memory(self.device)  # apart: none of what the others have
 
     def shutdown(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -265,7 +265,7 @@ def main(args: Arguments) -> None:
         session.actors["engine"] = engine
         ranks = Ranks(session, {name: MODELS[name] for name in paths}, places, shared)
         task.rewards.call = RayRewards(task.rewards, session, ranks, args)
-        room, (first_step, remarks) = start(session, engine, ranks, paths, args, device, states)
+        room, (steps_done, remarks) = start(session, engine, ranks, paths, args, device, states)
         task.check_lengths(room)
         run.say(remarks)
 
@@ -277,12 +277,12 @@ def main(args: Arguments) -> None:
             f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
             f" what the engine had loaded from disk; from now on by {report.loader}"
         )
-        run.start_metrics(first_step)
+        run.start_metrics(steps_done)
 
         # 3. Generate, reward, score, estimate, learn, sync
-        if args.eval_every and not first_step:
+        if args.eval_every and not steps_done:
             run.log_metrics(0, evaluate(session, {"engine": engine}, task, args, 0))
-        for step in range(first_step + 1, args.steps + 1):
+        for step in range(steps_done + 1, args.steps + 1):
             phases = Phases(session)
             batch = complete(session, {"engine": engine}, task.draw(step), args, step)
             phases.end("rollout")
@@ -300,7 +300,7 @@ def main(args: Arguments) -> None:
             metrics |= estimates | critic | policy | phases.metrics
             metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
             run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
-            if step in (first_step + 1, args.steps):
+            if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
             if run.saves(step):
                 session.wait("saving", **ranks.each("critic", "save", run.path))

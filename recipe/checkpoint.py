@@ -12,10 +12,11 @@ from pathlib import Path
 from .arguments import RunArguments
 from .dataset import named_function
 from .errors import RunError
-from .lora import adapted_model, check_adapters
+from .lora import adapted_model, check_adapters, check_flags
 
 DEFAULT_MODEL = "facebook/opt-125m"
-BUILTIN_MODEL, BUILTIN_BASE = (f"recipe.tiny_model:build_tiny_{kind}" for kind in ("model", "base"))
+BUILTIN_MODEL = "recipe.tiny_model:build_tiny_model"
+BUILTIN_BASE = "recipe.tiny_model:build_tiny_base"  # of adapters
 BUILTIN_LEARNING_RATE = 3e-3
 CHECKPOINTS_KEPT = 2
 
@@ -87,12 +88,13 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> Models:
     function's to make is made in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume
     has no checkpoint or no steps left.
     """
+    check_flags(args)
     name = args.model or DEFAULT_MODEL
     if args.model is None and ((run_folder / "model").is_dir() if args.resume else device == "cpu"):
         name = BUILTIN_BASE if args.lora_rank else BUILTIN_MODEL
         if "learning_rate" not in args.given and args.learning_rate == type(args).learning_rate:  # nor by a task
             args.learning_rate = BUILTIN_LEARNING_RATE
-    initial = load_or_make(name, run_folder, args)
+    initial = load_or_make(name, run_folder / "model", args)
     checkpoint = last_checkpoint(run_folder, of_model=initial) if args.resume else None
     if checkpoint:
         check_adapters(checkpoint, args)
@@ -104,15 +106,15 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> Models:
     return Models(initial, initial if args.lora_rank else str(checkpoint or initial), checkpoint)
 
 
-def load_or_make(name: str, run_folder: Path, args: RunArguments) -> str:
-    """The model of this name. If that is module:function, its folder, where the function makes it for a new run.
+def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--model") -> str:
+    """The model of this name. If that is module:function, this folder, where the function has made it for a new run.
 
     Raises RunError if it cannot be loaded.
     """
     if re.fullmatch(r"[\w.]+:\w+", name):
-        builder, name = name, str(run_folder / "model")
-        if not args.resume:
-            named_function("--model", builder)(name, args.seed)
+        builder, name = name, str(folder)
+        if not (args.resume and folder.is_dir()):
+            named_function(flag, builder)(name, args.seed)
     check_model(name)
     return name
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -37,12 +37,15 @@ class EngineArguments:
     )
 
 
-def engine_options(args: EngineArguments, device: str, bundles: Iterable[int], workers: int, **options) -> dict:
+def llm_options(
+    args: EngineArguments, device: str, bundles: Sequence[int], workers: int | None = None, **options
+) -> dict:
     """Returns the options of a vllm.LLM, and sets the environment variables that its workers inherit.
 
-    The engine's workers take these `bundles` of its placement group. `workers` is the number of workers of all engines
-    together: on CPU they share the cores. `options` are the script's own.
+    The engine's workers take these `bundles` of its placement group. On CPU, all engines' `workers` share the cores
+    (default: this one's). `options` are the script's own.
     """
+    workers = workers or len(bundles)
     options = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "max_model_len": args.max_model_len,

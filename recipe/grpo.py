@@ -46,18 +46,10 @@ class GRPOLearner(Learner):
     """A learner whose steps are GRPO's. The KL is measured to the model `initial` that the run began with, if `path` is
     a checkpoint; with adapters, to the model that they adapt."""
 
-    def __init__(
-        self,
-        path: str,
-        config: GRPOConfig,
-        device: torch.device,
-        seed: int = 0,
-        initial: str | None = None,
-        steps: int | None = None,
-    ):
-        super().__init__(path, config, device, seed, steps)
+    def __init__(self, path: str, *args, initial: str | None = None, **options):
+        super().__init__(path, *args, **options)
         self.reference = None
-        if config.kl_coef and not self.adapters:
+        if self.config.kl_coef and not self.adapters:
             self.reference = self._load(initial or path, learns=False)
 
     def learn(self, rollouts: list[Rollout], proof: list[Rollout] = ()) -> dict[str, float]:
@@ -87,6 +79,7 @@ class GRPOLearner(Learner):
             with without_adapters(self.model) if self.adapters else nullcontext():
                 reference_logprobs = self._all_logprobs(parts + idle, mine, mask, self.reference or self.model)
         reduce_once = self.ranks > 1 and self._sum(whole_gradients_fit(self.parameters, self.device))[0] == self.ranks
+        self._seed_dropout()
         for update in range(config.updates):
             self.optimizer.zero_grad(set_to_none=True)
             total_loss, first = 0.0, update == 0 and not config.lora_dropout
@@ -132,7 +125,7 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
     groups = rewards.view(-1, group_size)
     return {
         "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/std": float(rewards.std(correction=min(1, len(rewards) - 1))),
         "frac_reward_zero_std": float((groups == groups[:, :1]).all(1).double().mean()),
         "completions/mean_length": sum(len(rollout.completion_ids) for rollout in rollouts) / len(rollouts),
         "completions/clipped_ratio": sum(rollout.truncated for rollout in rollouts) / len(rollouts),

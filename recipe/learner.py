@@ -24,7 +24,7 @@ from transformers.hf_argparser import HfArg
 
 from .errors import DivergenceError, MismatchError
 from .logprobs import add_token_scores, has_head_apart
-from .lora import LoRAArguments, adapter_parameters, add_adapters, load_adapters, save_merged
+from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters, load_adapters, save_merged
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .sharding import (
@@ -176,7 +176,7 @@ class Learner:
             add_adapters(model, self.config, computing, self.new_head)
         if self.config.compile:
             compile_blocks(model)
-        if self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside
+        if learns and self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside
             checkpoint_blocks(model, has_dropout=self.config.lora_dropout > 0)
 
     def _from_pretrained(self, path: str):
@@ -222,6 +222,8 @@ class Learner:
     def remarks(self) -> str:
         """What is to be said at the start: how it computes attention, and which mismatch its rounding explains."""
         text = f"the trainer's attention: {self.attention[1]}"
+        if self.adapters:
+            text += f"\nadapters of rank {self.config.lora_rank} on {adapted_layers(self.model)}"
         if self.max_mismatch == 2 * self.rounding:
             text += f"\nbf16 moves the model's log-probabilities by {self.rounding:.2g} on average:"
             text += f" the bound of the mismatch is {self.max_mismatch:.2g}"
@@ -230,6 +232,10 @@ class Learner:
     def _add_scores(self, model) -> None:
         """Give the model the method `token_scores`."""
         add_token_scores(model, self.head_apart, self.config.compile or self.device.type == "cuda")
+
+    def _seed_dropout(self) -> None:
+        """What adapters drop depends on the seed, the step and the rank alone, so that a resumed run drops the same."""
+        torch.manual_seed((self.seed * 1_000_003 + self.step) * self.ranks + self.rank)
 
     def _update(self) -> float:
         """An optimizer step with the gradients that there are, clipped. Returns their norm. Raises DivergenceError."""
@@ -377,13 +383,10 @@ class Learner:
         self.model.save_pretrained(folder, state_dict=weights)
         for place in (folder, folder / MERGED) if merged else (folder,):
             self.tokenizer.save_pretrained(place)
-        state = {"step": self.step, "optimizer": optimizer, "random": torch.get_rng_state()} | self.own_state
-        if self.device.type == "cuda":
-            state["random_cuda"] = torch.cuda.get_rng_state(self.device)
-        torch.save(state, folder / STATE_FILE)
+        torch.save({"step": self.step, "optimizer": optimizer} | self.own_state, folder / STATE_FILE)
 
     def load_state(self, folder: Path) -> None:
-        """Go on from a checkpoint whose model this learner was made from: adapters, optimizer, step, random states."""
+        """Go on from a checkpoint whose model this learner was made from: adapters, optimizer, step."""
         if self.adapters:
             load_adapters(self.model, folder)
         state = torch.load(folder / STATE_FILE, map_location="cpu", mmap=True, weights_only=True)
@@ -392,9 +395,6 @@ class Learner:
         load_optimizer_state(self.parameters, self.optimizer, state["optimizer"])
         if self.config.offload_optimizer:
             self.offload.to_host()
-        torch.set_rng_state(state["random"])
-        if "random_cuda" in state and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random_cuda"], self.device)
 
 
 def rate_schedule(config: LearnerConfig, steps: int | None) -> Callable[[int], float]:

@@ -17,7 +17,9 @@ from typing import IO
 import psutil
 
 MARK = "RLHF_SESSION_FOLDER"  # in the environment of every process of a session
-TRACKER = "multiprocessing.resource_tracker"  # removes from /dev/shm what others have left, once they have all ended
+RESOURCE_TRACKER = (
+    "multiprocessing.resource_tracker"  # removes from /dev/shm what others have left, once they have all ended
+)
 
 
 def outlive(folder: str = "", screen: IO | int = subprocess.DEVNULL) -> subprocess.Popen:
@@ -46,7 +48,7 @@ def unmarked() -> Iterator[None]:
 def clean_up(folder: str, files: set[str]) -> None:
     """End all processes of a session; remove its folder, these files, and what its processes have in /dev/shm."""
     files = files | shared_memory_of(processes_of(folder))
-    for spared in (TRACKER, None):
+    for spared in (RESOURCE_TRACKER, None):
         for process in processes_of(folder):
             with suppress(psutil.Error):
                 if spared is None or spared not in " ".join(process.cmdline()):

@@ -8,7 +8,7 @@ sends it merged weights (weight_sync/lora.py).
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from weight_sync.lora import LoRAWeight
 
 from .errors import RunError
 from .precision import freeze
-from .sharding import whole
+from .sharding import fuses_weights, whole
 
 NAME = "default"  # peft's, of a model's only adapter
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -41,6 +41,13 @@ class LoRAArguments:
     )
     lora_dropout: Annotated[float, Ge(0), Lt(1)] = HfArg(default=0.0, help="of what adapters see while they learn")
     save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
+
+
+def check_flags(args) -> None:
+    """Raise RunError for a flag that only adapters have, if there are to be none."""
+    flags = {field.name for field in fields(LoRAArguments)} & set(args.given)
+    if flags and not args.lora_rank:
+        raise RunError(f"--{min(flags).replace('_', '-')} is for adapters: it needs --lora-rank")
 
 
 def add_adapters(model, args: LoRAArguments, frozen: torch.dtype, new_head: str | None = None) -> None:
@@ -76,6 +83,14 @@ def adapter_parameters(model) -> list[torch.nn.Parameter]:
     """The parameters of a model's adapters, and of its new head; none if it has no adapters."""
     learned = ".lora_", ".modules_to_save."  # as peft calls them
     return [parameter for name, parameter in model.named_parameters() if any(part in name for part in learned)]
+
+
+def adapted_layers(model) -> str:
+    """The names of the layers with adapters, and what is to be said of others."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return ", ".join(sorted(adapted)) + ("; its fused experts have none" if fuses_weights(model) else "")
 
 
 def adapted_weights(model) -> list[LoRAWeight]:

@@ -15,8 +15,8 @@ SPARE = 0.1  # the share of a GPU's memory that stays free where trainer and eng
 
 
 def rank_memory(device: torch.device) -> dict[str, float | str]:
-    """GB of this rank: "own", the peak of its tensors on the GPU since the last call, and "kept", what they take now;
-    "device", that GPU's id, "used", what all processes take of it, and "gpu", its size. On CPU only "own": this
+    """GB of this rank: "own", the most that torch held for it on the GPU since the last call, and "kept", what it holds
+    now; "device", that GPU's id, "used", what all processes take of it, and "gpu", its size. On CPU only "own": this
     process's memory."""
     if device.type == "cpu":
         return {"own": psutil.Process().memory_info().rss / 1e9}
@@ -34,11 +34,11 @@ def engine_memory(device: str) -> dict[str, float]:
 
 
 def measure(session: RaySession, phase: str) -> dict[str, float]:
-    """GB at the end of a phase, of each kind of actor ("trainer" for "trainer0") what the largest one takes; and the
-    smallest GPU's. Every actor needs a method `memory`.
+    """GB at the end of a phase: for each kind of actor ("trainer" for "trainer0") the largest one's, and the smallest
+    GPU's. Every actor needs a method `memory`; that of an engine with GPUs of its own returns nothing.
 
-    On a GPU, the engine's is all that is in use beside the ranks' tensors: CUDA's and NCCL's memory as well, and if it
-    has GPUs of its own, only that. torch caches freed memory, so it is the engine's peak as well.
+    On a GPU, an engine's is all that is in use beside the ranks' tensors, CUDA's and NCCL's memory as well. torch
+    caches freed memory, so it is the engine's peak as well.
     """
     actors = session.actors
     answers = session.wait("measuring", **{name: actor.memory.remote() for name, actor in actors.items()})
@@ -46,9 +46,10 @@ def measure(session: RaySession, phase: str) -> dict[str, float]:
     beside = {answer["device"]: answer["used"] for answer in on_gpus}
     for answer in on_gpus:
         beside[answer["device"]] -= answer["kept"]
-    found = [(name.rstrip("0123456789"), answer["own"]) for name, answer in zip(actors, answers, strict=True)]
+    found = [(name.rstrip("0123456789"), answer["own"]) for name, answer in zip(actors, answers, strict=True) if answer]
+    found += [("engine", size) for size in beside.values() if all(answers)]
     metrics = {}
-    for kind, size in [*found, *(("engine", size) for size in beside.values())]:
+    for kind, size in found:
         name = f"memory/{phase}/{kind}"
         metrics[name] = max(size, metrics.get(name, 0.0))
     return metrics | ({"memory/gpu": min(answer["gpu"] for answer in on_gpus)} if on_gpus else {})
@@ -70,7 +71,7 @@ class Phases:
         self.session, self.metrics, self.since = session, {}, time.perf_counter()
 
     def end(self, phase: str) -> None:
-        """A phase ends, and the next one begins. Its metrics are `time/` it, in seconds, and those of `measure`."""
+        """A phase ends, and the next one begins. Its metrics are `time/PHASE`, in seconds, and those of `measure`."""
         self.metrics |= {f"time/{phase}": time.perf_counter() - self.since} | measure(self.session, phase)
         self.since = time.perf_counter()
 

@@ -22,6 +22,8 @@ from weight_sync.groups import refuse_disabled, refuse_expandable_segments
 from weight_sync.link import CONNECT_SECONDS
 from weight_sync.lora import LoRAWeight, materialized
 
+from .run_folder import RunFolder
+
 PACK_BYTES = 1 << 30  # the size of a pack of tensors, unless one tensor is larger
 STUCK_SECONDS = 15  # a transfer fails if nothing moves for this long, plus the time of the bytes in flight
 ENGINE_DIED = ("ActorDiedError", "EngineDeadError", "failed: cancelled")  # errors of Ray and vLLM for a dead process
@@ -121,6 +123,31 @@ class NativeSender:
             if not self.failed.done():  # keep the first error, which causes the later ones
                 self.failed.set_exception(WeightSyncError(f"the engine {reason}"))
             raise
+
+
+class NativeRunFolder(RunFolder):
+    """A run's folder that also watches the log for a worker's error, which vLLM does not pass on to the trainer."""
+
+    def __enter__(self) -> "NativeRunFolder":
+        super().__enter__()
+        self.log_read = self.log_file.stat().st_size  # skip what a resumed run logged before
+        return self
+
+    def tick(self, text: str, seconds: int) -> None:
+        super().tick(text, seconds)
+        if text == "syncing" and self._worker_error():
+            self.keep_log_tail()  # by now the traceback is whole
+            raise WeightSyncError(f"the engine failed, with a traceback in run.log: {self._worker_error()}")
+
+    def _worker_error(self) -> str | None:
+        """The error of a worker in the log's new lines, or None."""
+        with self.log_file.open("rb") as log:
+            log.seek(self.log_read)
+            new = log.read()
+        error = worker_error(new.decode(errors="replace"))
+        if error is None:
+            self.log_read += new.rfind(b"\n") + 1  # an incomplete last line is read again
+        return error
 
 
 def worker_error(log: str) -> str | None:

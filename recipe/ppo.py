@@ -198,6 +198,7 @@ class PPO(Scorer):
         """
         reduce_once = self.ranks > 1 and self._sum(whole_gradients_fit(self.parameters, self.device))[0] == self.ranks
         totals, updates = {}, 0
+        self._seed_dropout()
         for rows in self._mini_batches(len(experience.rollouts)):
             tensors = [getattr(experience, name)[rows].to(self.device) for name in ("mask", *names)]
             tokens, rollouts = tensors[0].sum(), [experience.rollouts[row] for row in rows]
@@ -282,6 +283,8 @@ class PPOLearner(PPO):
 
 class CriticLearner(PPO, Classifier):
     """The critic: a trunk like the policy's, and a head that gives the value of what comes before each token."""
+
+    may_lack_head = True  # begun with a policy
 
     def __init__(self, path: str, config: PPOConfig, *args):
         rate = config.critic_learning_rate or max(config.learning_rate, CRITIC_LEARNING_RATE)

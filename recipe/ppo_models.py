@@ -6,7 +6,6 @@ reads the last token's hidden state. A critic's head reads every one, so that a 
 
 import itertools
 import os
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from .arguments import RunArguments
-from .checkpoint import check_model, check_nodes, choose_models
-from .dataset import named_function
+from .checkpoint import check_model, check_nodes, choose_models, load_or_make
 from .errors import RunError
 from .learner import Learner, Rollout, choose_attention
 from .lora import check_adapters
@@ -49,6 +47,7 @@ class Classifier(Scorer):
     """A sequence classifier with one output."""
 
     new_head = "score"  # as transformers calls it in every causal model's classifier
+    may_lack_head = False  # a checkpoint to begin with
 
     def _from_pretrained(self, path: str):
         from transformers import AutoModelForSequenceClassification
@@ -56,7 +55,9 @@ class Classifier(Scorer):
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype=torch.float32, attn_implementation=self.config.attention, output_loading_info=True
         )
-        if f"{self.new_head}.weight" in report["missing_keys"]:
+        if missing := sorted(report["missing_keys"]):
+            if missing != [f"{self.new_head}.weight"] or not self.may_lack_head:
+                raise RunError(f"{path} lacks {missing[0]}, so it is no {type(model).__name__}")
             torch.nn.init.zeros_(model.score.weight)  # all values begin at 0
         return model
 
@@ -84,13 +85,14 @@ class RewardScorer(Classifier):
     """A reward model, or one rank of it. It reads text with its own tokenizer, so its vocabulary may be another
     than the policy's."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.tokenizer.truncation_side = "left"  # the end is what is scored
 
     def score(self, prompts: list, completions: list) -> list[float]:
         """A score of each completion, text or chat messages, after its prompt."""
         room = getattr(self.model.config, "max_position_embeddings", None)
+        room = room and min(room, self.tokenizer.model_max_length)  # RoBERTa's positions begin at 2
         texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
         rows = [
             self.tokenizer(text, add_special_tokens=isinstance(prompt, str), truncation=bool(room), max_length=room)
@@ -130,6 +132,8 @@ def choose_ppo_models(run_folder: Path, args: RunArguments, device: str) -> tupl
     reference. A reward model that is a function's to make is made in the run's folder. Raises RunError for models that
     do not fit.
     """
+    if args.kl_target and not args.kl_coef:
+        raise RunError("--kl-target multiplies --kl-coef, which is 0 and stays so: give it a start above 0")
     models = choose_models(run_folder, args, device)
     critic, reward_model = args.critic_model or models.initial, args.reward_model
     states = {"trainer": models.checkpoint} if models.checkpoint else {}
@@ -137,12 +141,9 @@ def choose_ppo_models(run_folder: Path, args: RunArguments, device: str) -> tupl
         states["critic"] = models.checkpoint / "critic"
         check_adapters(states["critic"], args)
         critic = critic if args.lora_rank else str(states["critic"])
-    if reward_model and re.fullmatch(r"[\w.]+:\w+", reward_model):
-        builder, reward_model = reward_model, str(run_folder / "reward_model")
-        if not (args.resume and os.path.isdir(reward_model)):
-            named_function("--reward-model", builder)(reward_model, args.seed)
     check_critic(critic, models.loaded)
     if reward_model:
+        reward_model = load_or_make(reward_model, run_folder / "reward_model", args, "--reward-model")
         check_reward_model(reward_model)
     if args.ray_address:
         folders = [path for path in (critic, reward_model) if path and os.path.isdir(path)]
@@ -169,7 +170,6 @@ def check_reward_model(path: str) -> None:
     """Raise RunError for a model without a head of one output, or with fewer embeddings than tokens."""
     from transformers import AutoConfig, AutoTokenizer
 
-    check_model(path)
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     kind = (config.architectures or ["?"])[0]
     if not kind.endswith("ForSequenceClassification"):

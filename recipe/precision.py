@@ -1,4 +1,4 @@
-"""The precision of weights: fp32 of those that learn, which compute in bf16 on a GPU; bf16 there of frozen ones."""
+"""The precision of weights. On a GPU, those that learn are fp32 and compute in bf16; frozen ones are bf16."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

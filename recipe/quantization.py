@@ -1,7 +1,37 @@
 """Engines whose weights torchao quantizes as they are loaded."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+from transformers.hf_argparser import HfArg
+
+
+def torchao_config(value: str) -> str:
+    """The JSON of a torchao configuration, `json.dumps(config_to_dict(config))`. `value` is the JSON or a file with it.
+
+    Raises ValueError if torchao cannot read it.
+    """
+    from torchao.core.config import AOBaseConfig, config_from_dict
+
+    try:
+        text = value if value.lstrip().startswith("{") else Path(value).read_text()
+        if not isinstance(config_from_dict(json.loads(text)), AOBaseConfig):
+            raise ValueError("that is no quantization")
+    except Exception as error:  # torchao raises many types
+        raise ValueError(str(error)) from error
+    return text
+
+
+@dataclass
+class QuantizationArguments:
+    """How torchao quantizes an engine's weights."""
+
+    quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = HfArg(
+        default=None, help="torchao's, as JSON or a file with it; int8 or FP8 (default: FP8, int8 on CPU)"
+    )
 
 
 def quantize_by_torchao(config: str | None) -> tuple[dict, str]:
@@ -21,19 +51,3 @@ def quantize_by_torchao(config: str | None) -> tuple[dict, str]:
     config = config or json.dumps(config_to_dict(best))
     options = {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": config}}
     return options, json.loads(config)["_type"] + why
-
-
-def torchao_config(value: str) -> str:
-    """The JSON of a torchao configuration, `json.dumps(config_to_dict(config))`. `value` is the JSON or a file with it.
-
-    Raises ValueError if torchao cannot read it.
-    """
-    from torchao.core.config import AOBaseConfig, config_from_dict
-
-    try:
-        text = value if value.lstrip().startswith("{") else Path(value).read_text()
-        if not isinstance(config_from_dict(json.loads(text)), AOBaseConfig):
-            raise ValueError("that is no quantization")
-    except Exception as error:  # torchao raises many types
-        raise ValueError(str(error)) from error
-    return text

@@ -16,7 +16,7 @@ from .memory import rank_memory
 from .ray_session import RaySession
 from .sharding import join_ranks
 
-AT_ONCE = 2  # models that learn at the same time, and share the cores of a CPU; scoring is three
+AT_ONCE = 2  # models that share the cores of a CPU: policy and critic learn at the same time (three models score)
 
 
 class Rank:
@@ -67,6 +67,7 @@ class Rank:
         if moves:
             learner.model.to(learner.device)
         yield
+        learner.optimizer.zero_grad(set_to_none=True)  # gradients would move with their weights
         if moves:
             learner.model.to("cpu")
         if self.shared:

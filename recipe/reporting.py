@@ -15,8 +15,8 @@ from .leftovers import unmarked
 class Tracker:
     """`--report-to none`: takes everything and does nothing. The others override what they can show."""
 
-    def start(self, folder: Path, last_step: int, config: dict) -> None:
-        """Begin a run, or go on after `last_step`. `config` are the run's arguments."""
+    def start(self, folder: Path, steps_done: int, config: dict) -> None:
+        """Begin a run, or go on after `steps_done`. `config` are the run's arguments."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Metrics of a step."""
@@ -31,10 +31,10 @@ class Tracker:
 class TensorBoard(Tracker):
     """Events in the run's folder."""
 
-    def start(self, folder: Path, last_step: int, config: dict) -> None:
+    def start(self, folder: Path, steps_done: int, config: dict) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(folder / "tensorboard", purge_step=last_step + 1)
+        self.writer = SummaryWriter(folder / "tensorboard", purge_step=steps_done + 1)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -58,9 +58,9 @@ class WandB(Tracker):
             raise RunError(reason) from error
         self.project = os.environ.get(f"{self.package.upper()}_PROJECT", "rlhf")
 
-    def start(self, folder: Path, last_step: int, config: dict) -> None:
+    def start(self, folder: Path, steps_done: int, config: dict) -> None:
         names = [path.name.rpartition("run-")[2] for path in folder.glob("wandb/*run-*")]  # run-DATE_TIME-ID
-        run_id = max(names).rpartition("-")[2] if names and last_step else None
+        run_id = max(names).rpartition("-")[2] if names and steps_done else None
         names = {"project": self.project, "name": folder.name, "dir": str(folder)}
         with unmarked():  # it uploads in a process of its own, also once those of the session have ended
             self.api.init(**names, config=config, id=run_id, resume="allow")
@@ -83,8 +83,8 @@ class Trackio(WandB):
 
     package = "trackio"
 
-    def start(self, folder: Path, last_step: int, config: dict) -> None:
-        resume = "allow" if last_step else "never"
+    def start(self, folder: Path, steps_done: int, config: dict) -> None:
+        resume = "allow" if steps_done else "never"
         self.api.init(project=self.project, name=folder.name, config=config, resume=resume)
 
     def finish(self, failed: bool) -> None:

@@ -79,7 +79,6 @@ class Rewards:
         self.names = dict(zip(self.functions, names, strict=True))
         every = [*self.functions, *others]
         self.weights = dict(zip(every, weights or [1.0] * len(every), strict=True))
-        self.call = self._call
         self.logged = defaultdict(list)  # by `log_metric`
         for row in rows:
             for name, function in zip(names, self.functions.values(), strict=True):
@@ -146,7 +145,7 @@ class Rewards:
             for rollout, total in zip(rollouts, sums, strict=True)
         ]
 
-    def _call(self, arguments: dict) -> dict[str, Iterable]:
+    def call(self, arguments: dict) -> dict[str, Iterable]:
         """What each function returns. They run together: coroutines in one event loop, other functions in threads.
 
         The first of those others runs in this thread: where that is the main one, timeouts by signals work.

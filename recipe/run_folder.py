@@ -177,16 +177,16 @@ class RunFolder:
         said = [line for line in log if not re.match(_FRAME, line) and "[dump_input.py:" not in line]  # of many kB
         self.details = "\n".join([f"--- {self.log_file} ends with ---", *said[-lines:], "---"]) if said else ""
 
-    def start_metrics(self, last_step: int) -> None:
-        """Save the arguments, drop metrics and completions of steps after `last_step`, and start the trackers."""
-        self.rows = _keep_rows(self.metrics_file, last_step)
-        _keep_rows(self.completions_file, last_step)
+    def start_metrics(self, steps_done: int) -> None:
+        """Save the arguments, drop metrics and completions of steps after `steps_done`, and start the trackers."""
+        self.rows = _keep_rows(self.metrics_file, steps_done)
+        _keep_rows(self.completions_file, steps_done)
         settled = {name: value for name, value in dataclasses.asdict(self.args).items() if name not in NOT_SAVED}
         config = settled | self.given  # --resume takes over what was given, as it was given
         replace_file(self.path / "args.json", json.dumps(config, indent=1) + "\n")
         for tracker in self.trackers:
-            tracker.start(self.path, last_step, config)
-        self.last_step, self.began, self.logged = last_step, time.perf_counter(), time.perf_counter()
+            tracker.start(self.path, steps_done, config)
+        self.steps_done, self.began, self.logged = steps_done, time.perf_counter(), time.perf_counter()
 
     def log_step(self, step: int, batch: Batch, metrics: dict[str, float]) -> None:
         """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does.
@@ -202,7 +202,7 @@ class RunFolder:
         for tracker in self.trackers:
             tracker.log_completions(step, completions)
         self.log_metrics(step, batch.metrics | metrics | {"time/step": seconds, "tokens/s": tokens / seconds})
-        if step in (self.last_step + 1, self.args.steps):
+        if step in (self.steps_done + 1, self.args.steps):
             self.show(batch)
 
     def _completions(self, step: int, batch: Batch) -> list[dict]:
@@ -227,7 +227,7 @@ class RunFolder:
             for tracker in self.trackers:
                 tracker.log(step, metrics)
         self.logged = time.perf_counter()
-        steps, done = self.args.steps, step - self.last_step
+        steps, done = self.args.steps, step - self.steps_done
         said = [f"step {step:{len(str(steps))}}/{steps}"]
         said += [text.format(metrics[name]) for name, text in ON_SCREEN.items() if name in metrics]
         if done and step < steps:
@@ -304,14 +304,14 @@ class RunFolder:
         return figure
 
 
-def _keep_rows(file: Path, last_step: int) -> list[dict]:
-    """Drop a JSON-lines file's rows of steps after `last_step`, or all if that is 0. Returns what is left."""
+def _keep_rows(file: Path, steps_done: int) -> list[dict]:
+    """Drop a JSON-lines file's rows of steps after `steps_done`, or all if that is 0. Returns what is left."""
     rows = []
     with file.open("a+b") as lines:
         lines.seek(0)
         end = 0
-        for line in lines if last_step else ():
-            if not line.endswith(b"\n") or (row := json.loads(line))["step"] > last_step:  # a kill truncates the last
+        for line in lines if steps_done else ():
+            if not line.endswith(b"\n") or (row := json.loads(line))["step"] > steps_done:  # a kill truncates the last
                 break
             rows.append(row)
             end += len(line)

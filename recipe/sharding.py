@@ -53,9 +53,7 @@ def shard(model, mesh: DeviceMesh, replicated: list[torch.nn.Parameter] = ()):
     Raises ValueError for a model that fuses tensors of its checkpoint, such as a mixture's experts: to split them
     again, every rank would have to gather all experts at once.
     """
-    from transformers.core_model_loading import WeightConverter
-
-    if any(isinstance(conversion, WeightConverter) for conversion in getattr(model, "_weight_conversions", None) or ()):
+    if fuses_weights(model):
         raise ValueError(f"{type(model).__name__} fuses its checkpoint's weights (experts): it trains on one rank only")
     dtype = torch.bfloat16 if mesh.device_type == "cuda" else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -64,6 +62,14 @@ def shard(model, mesh: DeviceMesh, replicated: list[torch.nn.Parameter] = ()):
     for parameter in replicated:
         parameter.data = parameter.data.to(mesh.device_type)
     return model
+
+
+def fuses_weights(model) -> bool:
+    """Whether the model fuses tensors of its checkpoint, such as a mixture's experts."""
+    from transformers.core_model_loading import WeightConverter
+
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def checkpoint_blocks(model, has_dropout: bool) -> None:

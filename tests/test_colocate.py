@@ -225,6 +225,9 @@ def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
     session = argparse.Namespace(actors=actors, wait=lambda _, **answers: [*answers.values()])
     measured = {"memory/train/trainer": 30.0, "memory/train/critic": 9.0, "memory/train/engine": 25.0}
     assert measure(session, "train") == measured | {"memory/gpu": 140.0}
+    actors["engine"] = argparse.Namespace(memory=argparse.Namespace(remote=dict))  # it has GPUs of its own
+    del measured["memory/train/engine"]
+    assert measure(session, "train") == measured | {"memory/gpu": 140.0}
 
 
 def test_trainers_free_their_memory_only_for_an_engine_that_sleeps():

@@ -12,7 +12,7 @@ from pair import CORE_IN_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipe.engine import EngineArguments, engine_options, sample
+from recipe.engine import EngineArguments, llm_options, sample
 from recipe.tiny_model import build_tiny_model
 
 
@@ -29,15 +29,15 @@ def args(monkeypatch):
 def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
     from vllm.config import CompilationConfig, CUDAGraphMode
 
-    options = engine_options(args, "cuda", [1], 1)
+    options = llm_options(args, "cuda", [1])
     compilation = CompilationConfig(**options["compilation_config"])
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     assert compilation.mode == 0
     assert not options["enforce_eager"]
     args.engine_args = '{"compilation_config": {"mode": 3}}'
-    assert engine_options(args, "cuda", [1], 1)["compilation_config"] == {"mode": 3}
+    assert llm_options(args, "cuda", [1])["compilation_config"] == {"mode": 3}
     args.enforce_eager = True
-    assert engine_options(args, "cuda", [1], 1)["enforce_eager"]
+    assert llm_options(args, "cuda", [1])["enforce_eager"]
 
 
 def spaced_tokenizer():
@@ -82,7 +82,7 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
 def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(tmp_path, monkeypatch, args):
     for name, value in CORE_IN_PROCESS.items():
         monkeypatch.setenv(name, value)
-    options = engine_options(args, "cpu", [0], 1, distributed_executor_backend="uni")
+    options = llm_options(args, "cpu", [0], distributed_executor_backend="uni")
     from vllm import LLM, SamplingParams
 
     llm, generate = LLM(str(build_tiny_model(tmp_path)), **options), LLM.generate

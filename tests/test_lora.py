@@ -238,7 +238,8 @@ def test_checkpoint_is_pefts_and_goes_on_bit_for_bit(model, tmp_path, batches):
         assert merged[name].equal(tensor)
         assert whole_model[name].equal(tensor)
     assert AutoTokenizer.from_pretrained(checkpoint / "merged").vocab_size == 258
-    resumed = GRPOLearner(model, settings, CPU, seed=123)
+    torch.manual_seed(123)  # as another process would
+    resumed = GRPOLearner(model, settings, CPU)
     resumed.load_state(checkpoint)
     resumed.learn(batches[1])
     assert resumed.step == 2
@@ -316,6 +317,22 @@ def test_flags(monkeypatch, capsys, flags, message):
     with pytest.raises(SystemExit):
         parse(rlhf.Arguments, rlhf.__doc__)
     assert message in capsys.readouterr().err
+
+
+def test_flags_of_adapters_without_adapters_are_an_error(model, tmp_path):
+    args = rlhf.Arguments(model=model, lora_alpha=64)
+    args.given = ["lora_alpha"]
+    with pytest.raises(RunError, match="--lora-alpha is for adapters: it needs --lora-rank"):
+        choose_models(tmp_path, args, "cpu")
+    args.lora_rank = 8
+    choose_models(tmp_path, args, "cpu")
+
+
+def test_run_says_which_layers_have_adapters(tmp_path):
+    build("Qwen3Moe", tmp_path)
+    learner = GRPOLearner(str(tmp_path), config(lora_rank=2), CPU)
+    said = "adapters of rank 2 on k_proj, o_proj, q_proj, v_proj; its fused experts have none"
+    assert said in learner.remarks().splitlines()
 
 
 def test_a_new_head_is_not_rounded(model):

@@ -28,7 +28,7 @@ from recipe.arguments import RunArguments
 from recipe.errors import MismatchError
 from recipe.grpo import GRPOConfig, GRPOLearner
 from recipe.learner import Rollout
-from recipe.native_transfer import NativeSender, transfer_init_info, weight_source, worker_error
+from recipe.native_transfer import NativeRunFolder, NativeSender, transfer_init_info, weight_source, worker_error
 from recipe.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError
 
@@ -405,7 +405,7 @@ def test_error_of_a_worker_that_vllm_does_not_wait_for_is_in_the_log(tmp_path):
     assert worker_error(LOG.replace("WorkerProc hit", "Something hit")) is None
 
     (tmp_path / "run.log").write_text(LOG)  # of a run that is resumed now
-    folder = rlhf_nccl.NativeRunFolder(RunArguments(resume=tmp_path), "rlhf_nccl")
+    folder = NativeRunFolder(RunArguments(resume=tmp_path), "rlhf_nccl")
     with pytest.raises(WeightSyncError, match=r"traceback in run\.log: OSError: of this run$"), folder as run:
         begin, middle, end = LOG.replace("ValueError: cannot load", "OSError: of this run").partition("WorkerProc hit")
         for text in (begin, middle + end):  # cut within a line

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, Script, cpu_only
 from pair import CORE_IN_PROCESS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_learning import CPU, rollouts
 from test_sharded import on_ranks, weights_of
 from test_task import chat_tokenizer
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf_ppo
 from recipe import ppo
@@ -33,7 +33,7 @@ from recipe.arguments import RunArguments
 from recipe.errors import MismatchError, RunError, TaskError
 from recipe.learner import Rollout
 from recipe.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
-from recipe.ppo_models import RewardScorer, Scorer, check_critic, check_reward_model
+from recipe.ppo_models import RewardScorer, Scorer, check_critic, check_reward_model, choose_ppo_models
 from recipe.precision import bf16_weights, freeze
 from recipe.ray_session import RaySession
 from recipe.reward_workers import RayRewards, run_reward
@@ -327,6 +327,38 @@ def test_reward_model_reads_chats_by_its_own_template_and_the_end_of_what_is_too
     assert plain.score(["x" * 300], ["AB"]) == plain.score([""], ["x" * 254 + "AB"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        ("deberta-v2", {"position_biased_input": False}),  # names no blocks that could be checkpointed
+        ("roberta", {"max_position_embeddings": 130}),  # whose positions begin at 2
+    ],
+)
+def test_reward_models_that_are_encoders_score_as_transformers_does(reward_model, tmp_path, kind, architecture):
+    tokenizer = AutoTokenizer.from_pretrained(reward_model, model_max_length=128)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    encoder = AutoConfig.for_model(kind, vocab_size=300, num_labels=1, **size, **architecture)
+    AutoModelForSequenceClassification.from_config(encoder).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    check_reward_model(str(tmp_path))
+    scorer = RewardScorer(str(tmp_path), config(), CPU, learns=False)
+    short, long = scorer.score(["a: ", "a: "], ["ABC", "x" * 200])
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    for text, score in (("a: ABC", short), ("x" * 128, long)):
+        expected = plain(**tokenizer(text, return_tensors="pt", truncation=True)).logits
+        assert score == pytest.approx(float(expected.detach()), abs=1e-5)
+
+
+def test_reward_model_without_its_head_is_refused(reward_model, tmp_path):
+    folder = shutil.copytree(reward_model, tmp_path / "headless")
+    weights = load_file(folder / "model.safetensors")
+    weights["v_head.weight"] = weights.pop("score.weight")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match=r"headless lacks score\.weight, so it is no OPTForSequenceClassification"):
+        RewardScorer(str(folder), config(), CPU, learns=False)
+    assert not CriticLearner(str(folder), config(), CPU).model.score.weight.any()  # a critic may begin without
+
+
 def test_critic_begins_with_a_reward_models_head(reward_model):
     critic = CriticLearner(reward_model, config(), CPU)
     expected = AutoModelForSequenceClassification.from_pretrained(reward_model)
@@ -351,6 +383,8 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
         check_reward_model(str(tmp_path))
     with pytest.raises(RunError, match="has another tokenizer than"):
         check_critic(str(tmp_path), model)
+    with pytest.raises(RunError, match="--kl-target multiplies --kl-coef, which is 0"):
+        choose_ppo_models(tmp_path, rlhf_ppo.Arguments(kl_target=0.1, kl_coef=0.0), "cpu")
 
 
 # --- Rewards as Ray tasks, and the placement --------------------------------------------------------------------------
