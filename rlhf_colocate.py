@@ -64,8 +64,8 @@ class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.4, help="an engine's share of its GPUs")
     sleep: Literal["auto", "kv", "weights", "none"] = HfArg(
         default="auto",
-        help="memory that engines release while trainers learn: the KV cache's (kv), the weights' as well (weights),"
-        " none, or the KV cache's unless both fit without (auto)",
+        help="memory that engines release while trainers learn: kv (the KV cache), weights (the weights as well), none,"
+        " or auto (kv, unless both fit awake)",
     )
 
 
@@ -100,7 +100,7 @@ class Engine:
         return self.llm.collective_rpc("report_device_id")
 
     def sleep(self, level: str) -> None:
-        """Drop the prefix cache, and release the memory that --sleep names, which the next sync wakes.
+        """Drop the prefix cache, and release the memory that --sleep names, until the next sync.
 
         Nothing is generated until that sync is over, so the prefix cache stays empty.
         """

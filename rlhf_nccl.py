@@ -10,9 +10,9 @@
     GPU 1..N  engine actor: vllm.LLM with N workers, each with vLLM's worker-side transfer engine
 
 1. Place: one Ray placement group, with a bundle for the trainer and one for each engine worker.
-2. Generate with dummy weights: nonsense. Connect trainer and workers, sync, and generate again. Now the greedy tokens
-   must be the trainer's own, apart from ties (a quantized engine's are only counted), and so must the
-   log-probabilities of sampled tokens.
+2. Generate with dummy weights: nonsense. Connect trainer and workers, sync, and generate again. Now the engine's greedy
+   tokens must be the trainer's, apart from ties (a quantized engine's are only counted), and the log-probabilities of
+   sampled tokens must be the trainer's as well.
 3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engine's log-probabilities of the
    tokens it sampled must be the trainer's, or the run ends with an error. This bound cannot see one missed small
    update. rlhf.py checks the weights exactly; vLLM's API has no equivalent.

@@ -12,10 +12,10 @@
     Reference    the model that the run began with, frozen; with --lora-rank, the policy without its adapters instead
     RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
 
-1. Place: one Ray placement group. `colocated`, each GPU has a bundle with a rank of each actor and a worker of the
-   engine. They take turns: the engine sleeps, the others wait in host memory, but for the policy's weights, which the
-   engine reads in place. `split`, nobody waits: trainer and critic share a GPU; so do reference and reward model,
-   on a GPU of their own if there is one left; and the engine has the others.
+1. Place: one Ray placement group. `colocated`: each GPU has a bundle with a rank of each model and a worker of the
+   engine. They take turns: the engine sleeps, and idle models wait in host memory, except for the policy's weights,
+   which the engine reads in place. `split`: nothing moves. Trainer and critic share a GPU; reference and reward model
+   share another, if one is left; the engine has the rest.
 2. Connect trainer and workers, and sync once: now the engine serves the trainer's weights.
 3. Each step: generate, reward, score (log-probabilities and values), estimate advantages, learn, sync. The scores after
    a sync prove it: the engine's log-probabilities of the tokens it sampled must be the trainer's, or the run ends with
@@ -65,7 +65,8 @@ class Arguments(PPOConfig, RewardArguments, TaskArguments, EngineArguments, RunA
     """What the command line sets."""
 
     task: str = HfArg(
-        default="tiny_reward_model", help="a module of recipe/, or your own: its DEFAULTS are those of other flags"
+        default="tiny_reward_model",
+        help="a module of recipe/, or your own: its DEFAULTS set the defaults of other flags",
     )
     placement: Literal["colocated", "split"] = HfArg(
         default="colocated", help="all actors on the same GPUs, or the engine on its own"
@@ -116,7 +117,7 @@ class Engine:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
 
     def sleep(self, level: str) -> None:
-        """Drop the prefix cache, and release the memory that --sleep names, which the next sync wakes.
+        """Drop the prefix cache, and release the memory that --sleep names, until the next sync.
 
         Nothing is generated until that sync is over, so the prefix cache stays empty.
         """

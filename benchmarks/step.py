@@ -8,12 +8,13 @@
         --mean-tokens 256 --steps 10                 # 2 GPUs
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
-Runs rlhf_colocate.py as a user does: with its defaults ("ours"), then (on a GPU) with learner and engine compiled
-("compiled"). Then TRL's GRPOTrainer ("TRL"), if trl is installed, with vLLM on the same GPU. With `--topology nccl`,
-runs rlhf.py and rlhf_async.py instead, the trainer on one GPU and a TP=1 engine on another. Model, prompts, reward and
-batch are the same. The model has random weights, and its tokenizer's end token is none that it can sample, so every
-completion has all its tokens. With `--mean-tokens M`, one in M tokens of its vocabulary ends a completion. It samples
-all of them nearly equally often, so a completion may end anywhere, after M tokens on average, or else at `--tokens`.
+Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU ("ours"), then (on a GPU) with
+learner and engine compiled ("compiled"). Then TRL's GRPOTrainer ("TRL"), if trl is installed, with vLLM on the same
+GPU. With `--topology nccl`, runs rlhf.py and rlhf_async.py instead, the trainer on one GPU and a TP=1 engine on
+another. Model, prompts, reward and batch are the same. The model has random weights, and its tokenizer's end token is
+none that it can sample, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of its
+vocabulary ends a completion. It samples all of them nearly equally often, so a completion may end anywhere, after M
+tokens on average, or else at `--tokens`.
 
 Times are medians of the steps after the first. A step lasts until the next one begins, so the clock leaves nothing
 out: "rest" is what is in none of the other parts, and "sync" has sleeping and waking in it. Tokens/s are the median of
@@ -84,7 +85,9 @@ class Arguments:
     lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="of adapters on all linear layers")
     options: str = HfArg(default="", help="more flags of our scripts")
     trl_batch: Annotated[int, Ge(1)] = HfArg(default=16, help="completions in a forward pass of TRL")
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.3, help="of the engine, whose-ever it is")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
+        default=0.3, help="the engine's share of the GPU, ours and TRL's"
+    )
     output: Path | None = HfArg(default=None, help="folder for the results (default: a new one under runs/)")
 
 

@@ -15,10 +15,10 @@ import torch
 
 from .tiny_model import build_tiny_model
 
-LARGEST, HELD_OUT = 99, 250  # of the numbers; pairs of numbers to evaluate on, of 5,050
+LARGEST, HELD_OUT = 99, 250  # the largest number; pairs of numbers to evaluate on, of 5,050
 PROMPT = -100  # what transformers calls a position without a label
 BATCH, LEARNING_RATE = 128, 1e-3  # of the supervised steps
-CARRIES, RIGHT = 0.05, 0.9  # the share of their sums with a carry, and of their right answers that ends them
+CARRIES, RIGHT = 0.05, 0.9  # the share of their sums with a carry; they stop at this share of right answers
 
 
 def problems(split: str) -> list[dict]:

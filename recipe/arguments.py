@@ -57,7 +57,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if isinstance(action, argparse._StoreFalseAction):  # a --no-flag
-            return "do not"
+            return "turn this off"
         return action.help if action.default is None else super()._get_help_string(action)
 
 
@@ -100,8 +100,8 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
 def task_defaults(cls: type, given: dict) -> dict:
     """What the task sets: `DEFAULTS` of the module recipe/`task`.py, or of one in the working folder.
 
-    A given dataset has nothing to do with the splits and the evaluation of the task's own, nor a given reward or reward
-    model with the task's rewards. Raises TaskError if there is no such module, or no such flag.
+    If a dataset is given, the task's splits and its evaluation do not apply; if a reward or a reward model is given,
+    its rewards do not. Raises TaskError if there is no such module, or no such flag.
     """
     if not (task := given.get("task", getattr(cls, "task", None))):
         return {}

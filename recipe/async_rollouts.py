@@ -111,7 +111,7 @@ class InFlight:
         self.idle_share, self.idle, self.resumed = self.idle / (self.since - self.resumed), 0.0, self.since
 
     def _count(self, groups: int, paused: bool | None = None) -> None:
-        """So many more groups are generated from now on. A time without one is idle, and so is a pause."""
+        """Add to the number of groups in flight. Time in which there is none counts as idle, and so does a pause."""
         now = time.perf_counter()
         if self.paused or not self.running:
             self.idle += now - self.since

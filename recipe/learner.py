@@ -65,7 +65,7 @@ class LearnerConfig(LoRAArguments):
     temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="of sampling; vLLM takes 0.01 at least")
     learning_rate: Annotated[float, Gt(0)] = HfArg(default=1e-6, help="AdamW's (the built-in model's: 3e-3)")
     lr_scheduler: Literal["constant", "linear", "cosine", "inverse_sqrt"] = HfArg(
-        default="constant", help="how it goes on after the warm-up; linear and cosine reach 0 at the end of the run"
+        default="constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
     )
     warmup_steps: Annotated[int, Ge(0)] = HfArg(default=0, help="steps in which the learning rate rises, from 0")
     max_grad_norm: Annotated[float, Gt(0)] = HfArg(default=1.0, help="gradients are clipped to this norm")
@@ -73,15 +73,16 @@ class LearnerConfig(LoRAArguments):
         default=32768, help="tokens in one forward pass, at most, unless one sequence has more"
     )
     gradient_checkpointing: bool = HfArg(
-        default=True, help="keep each block's inputs alone for backward: much less memory, up to a third more time"
+        default=True, help="compute blocks again in backward, from their inputs: less memory, up to a third more time"
     )
     offload_optimizer: bool = HfArg(default=False, help="keep the optimizer's state in host memory between updates")
     compile: bool = HfArg(default=False, help="compile the trainer's blocks, which takes a while in the first steps")
     attention: Literal["sdpa", "eager"] | None = HfArg(
-        default=None, help="the trainer's (default: sdpa, or eager where sdpa computes another model)"
+        default=None, help="the trainer's attention (default: sdpa, or eager if sdpa's logits differ)"
     )
     max_mismatch: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="of engine and trainer, mean |Δ logprob| (default: the script's, or twice bf16's rounding)"
+        default=None,
+        help="largest mean |Δ logprob| of engine and trainer (default: the script's, or twice bf16's rounding)",
     )
     default_max_mismatch: float | None = field(default=None, init=False)  # the script's, for this precision
     weights_proven: bool = field(default=False, init=False)  # after every sync, bit for bit, by the script

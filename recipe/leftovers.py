@@ -23,11 +23,11 @@ RESOURCE_TRACKER = (
 
 
 def outlive(folder: str = "", screen: IO | int = subprocess.DEVNULL) -> subprocess.Popen:
-    """Start a process that cleans up as soon as this one has ended, be it by SIGKILL.
+    """Start a process that cleans up as soon as this one has ended, even by SIGKILL.
 
-    It is told by its standard input, a line each, which files in /dev/shm to remove: when nobody has them mapped any
-    more. With the `folder` of a session, it ends the session's processes, and prints the reason, if it was told one. It
-    is also told each phase of the session, as "while learning".
+    It reads lines from its standard input: files in /dev/shm, which it removes once nobody has them mapped, the phase
+    that begins ("while learning"), or an error. With the `folder` of a session, it ends the session's processes, and
+    prints the error that it was told.
     """
     command = [sys.executable, os.path.abspath(__file__), folder]
     pipes = {"stdin": subprocess.PIPE, "stdout": screen, "stderr": subprocess.DEVNULL}
@@ -36,7 +36,7 @@ def outlive(folder: str = "", screen: IO | int = subprocess.DEVNULL) -> subproce
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """A process that is started within is none of the session's, and may outlive it."""
+    """Processes that are started within do not belong to the session, and may outlive it."""
     mark = os.environ.pop(MARK, None)
     try:
         yield

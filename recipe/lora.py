@@ -35,11 +35,13 @@ class LoRAArguments:
     lora_rank: Annotated[int | None, Ge(1)] = HfArg(
         default=None, help="learn adapters of this rank, with the model itself frozen (default: learn all weights)"
     )
-    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="adapters count by this over their rank")
+    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="adapters are scaled by this over their rank")
     lora_targets: list[str] = HfArg(
         default_factory=ALL.copy, help="layers that get adapters: names such as q_proj v_proj, or all but the head"
     )
-    lora_dropout: Annotated[float, Ge(0), Lt(1)] = HfArg(default=0.0, help="of what adapters see while they learn")
+    lora_dropout: Annotated[float, Ge(0), Lt(1)] = HfArg(
+        default=0.0, help="dropout of the adapters' inputs while they learn"
+    )
     save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
 
 

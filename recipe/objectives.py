@@ -34,12 +34,13 @@ class MismatchConfig:
     """What makes up for an engine whose probabilities are not the trainer's."""
 
     mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] = HfArg(
-        default="tis", help="of the trainer's probabilities over the engine's: cap the ratio, or drop what is far off"
+        default="tis",
+        help="the importance weight, trainer over engine: cap it (tis), or drop tokens or completions out of bounds",
     )
     importance_cap: Annotated[float | None, Ge(1)] = HfArg(
-        default=None, help="upper bound of that ratio (default: tis 2, icepop 5, sequence_mask 3)"
+        default=None, help="upper bound of that weight (default: tis 2, icepop 5, sequence_mask 3)"
     )
-    importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(default=0.5, help="icepop's lower bound of it")
+    importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(default=0.5, help="its lower bound (icepop)")
 
 
 @dataclass
@@ -55,10 +56,10 @@ class ObjectiveConfig(MismatchConfig):
         default="grpo", help="a token's loss and its weight (docs/objectives.md)"
     )
     clip_low: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="the ratio to the old policy is clipped below 1 less this (default: 0.2; gspo 3e-4, cispo 1)"
+        default=None, help="the ratio to the old policy is clipped at 1 - this (default: 0.2; gspo 3e-4, cispo 1)"
     )
     clip_high: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="and above 1 plus this (default: 0.28; gspo 4e-4, cispo 4)"
+        default=None, help="and at 1 + this (default: 0.28; gspo 4e-4, cispo 4)"
     )
     mask_truncated_completions: bool = HfArg(
         default=False, help="learn nothing from completions that max_tokens cut off"

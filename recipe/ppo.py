@@ -193,8 +193,8 @@ class PPO(Scorer):
             yield from (order[i::parts] for i in range(parts))
 
     def _learn(self, experience: Experience, *names: str, stop_above: float | None = None) -> dict[str, float]:
-        """All updates of a step, on these tensors of the experience, until the "approxkl" of one, but for the first, is
-        above `stop_above`: that one is not made. Returns the means of what `_losses` returns, and how many there were.
+        """All updates of a step, on these tensors of the experience. Stops before an update, never before the first,
+        whose "approxkl" is above `stop_above`. Returns the means of what `_losses` returns, and the number of updates.
         """
         reduce_once = self.ranks > 1 and self._sum(whole_gradients_fit(self.parameters, self.device))[0] == self.ranks
         totals, updates = {}, 0

@@ -20,15 +20,15 @@ AT_ONCE = 2  # models that share the cores of a CPU: policy and critic learn at 
 
 
 class Rank:
-    """What a Ray actor around one rank of a model has in common with those of other models.
+    """What the Ray actors of all models have in common: each is one rank of a model.
 
-    Where models share a device, this one is on it during a call, and else in host memory; of one whose `weights_stay`,
-    only the optimizer's state goes there.
+    Where models share a device, each is on it only during a call, and otherwise in host memory. With `weights_stay`,
+    only the optimizer's state moves.
     """
 
     learner_class: type[Learner]
     weights_stay = False
-    learns = False  # then it is frozen, and has no adapters
+    learns = False  # False: frozen, without adapters
 
     def __init__(self, rank: int):
         self.rank = rank  # loads nothing yet: others start first
@@ -109,8 +109,8 @@ class Ranks:
         return {f"{name}{i}": getattr(actor, method).remote(*args) for i, actor in enumerate(self.actors[name])}
 
     def call(self, phase: str, *args, **methods: str) -> list:
-        """What these methods of learners return on the first rank, of each model that there is. All run at the same
-        time or, if the models share devices, one after the other."""
+        """Call these methods of the learners. Returns the first rank's result, for each model that there is. They run
+        at the same time or, if the models share devices, one after the other."""
         put = [ray.put(arg) for arg in args]
         there = ((name, method) for name, method in methods.items() if name in self.actors)
         return self._in_turn(phase, (self.each(name, "run", method, *put) for name, method in there))

@@ -77,10 +77,10 @@ class RaySession:
             # have left in /dev/shm.
             os.environ.setdefault("RAY_process_group_cleanup_enabled", "0")
             os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "0")
-            # After so long, Ray asks whether a process that it has started is alive, while no thread of ours runs:
+            # How long Ray waits before it looks whether a process that it starts is alive. No thread of ours runs then.
             os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "15")  # 30 by default
             os.environ.setdefault("RAY_worker_register_timeout_seconds", "20")  # 60 by default
-            # Workers of tasks stay idle so long, not 1 s: a step later, its rewards need not import everything again.
+            # Tasks' processes stay for minutes, not 1 s: the next step's rewards need not import everything again.
             os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
             environment["TMPDIR"] = self.folder  # vLLM leaves its sockets there
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
@@ -227,7 +227,7 @@ class RaySession:
         self.left.set()
 
     def _blame(self, phase: str, answers: dict[str, ray.ObjectRef]) -> Exception:
-        """The error that explains the others: a death before a failed sync, that before anything else."""
+        """The error to report: an actor's death comes before a failed sync, a failed sync before anything else."""
         done, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=0)
         errors = [(actor, error) for actor, ref in answers.items() if ref in done and (error := _error_of(ref))]
         died = [each for each in errors if isinstance(each[1], ActorDiedError) and "creation task" not in str(each[1])]

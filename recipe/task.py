@@ -26,7 +26,7 @@ class TaskArguments:
     """Prompts and rewards."""
 
     task: str = HfArg(
-        default="uppercase", help="a module of recipe/, or your own: its DEFAULTS are those of other flags"
+        default="uppercase", help="a module of recipe/, or your own: its DEFAULTS set the defaults of other flags"
     )
     dataset: str | None = HfArg(
         default=None,
@@ -36,7 +36,7 @@ class TaskArguments:
     dataset_config: str | None = HfArg(default=None, help="of a dataset from the hub")
     dataset_split: str = HfArg(default="train", help='to learn from, also "train[:1000]"')
     map: str | None = HfArg(
-        default=None, help='module:function that makes a row one with a "prompt", or None to leave it out'
+        default=None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'
     )
     eval_dataset: str | None = HfArg(default=None, help="to evaluate on (default: --dataset, if --eval-split is given)")
     eval_split: str | None = HfArg(default=None, help="of the dataset to evaluate on (default: test; of a file: train)")
