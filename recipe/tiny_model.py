@@ -1,4 +1,4 @@
-"""The built-in model, for machines without GPU and network: a small OPT with random weights and a byte tokenizer.
+"""The built-in model: a small OPT with random weights and a byte tokenizer, for machines without a GPU or network.
 
     python recipe/tiny_model.py FOLDER [SEED]
 
