@@ -376,7 +376,11 @@ def with_head_bias(seed, tied):
 @pytest.fixture
 def head_bias_sync(monkeypatch, tied, dummy):
     monkeypatch.setattr(sys.modules[__name__], "Engine", BracketedEngine)
-    return Sync(type("HeadBias", (HeadBias,), {"tied": tied, "dummy": dummy}), syncs=4)
+    sync = Sync(type("HeadBias", (HeadBias,), {"tied": tied, "dummy": dummy}), syncs=4)
+    yield sync
+    sync.sender.close("the test is over")  # or workers that wait would end the process with a crash
+    for receiving in sync.receiving:
+        receiving.join(10)
 
 
 @pytest.mark.parametrize("tied", [False, True])
