@@ -55,7 +55,7 @@ class Engine:
     def __init__(self, model: str, args: Arguments, device: str):
         bundles = range(1, 1 + args.tensor_parallel_size)  # bundle 0 is the trainer's
         options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "disable_log_stats": True}
-        options |= {"scheduling_policy": "priority"}  # proofs and evaluations need not wait for what is in flight
+        options |= {"scheduling_policy": "priority"}  # proofs and evaluations go before what has not begun
         options = llm_options(args, device, bundles, **options)
         from vllm import AsyncEngineArgs  # only now: llm_options has set its environment variables
         from vllm.usage.usage_lib import UsageContext

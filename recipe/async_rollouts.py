@@ -67,7 +67,7 @@ class InFlight:
     ) -> list[Rollout]:
         """As `recipe.engine.sample`, with the version of each token's weights.
 
-        Unless it `waits` for its turn, it goes before whatever is in flight.
+        Unless it `waits` for its turn, it goes before all that has not begun.
         """
 
         async def group(number: int, prompt_ids: list[int]):
@@ -99,7 +99,7 @@ class InFlight:
 
     async def pause(self) -> None:
         """Stop generation where it is. What is half generated goes on with the next weights: its cache is cleared."""
-        # What pause_generation calls, which then sleeps for 20 ms.
+        # What pause_generation does for text, without its sleep of 20 ms afterwards.
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         self._count(0, paused=True)
 

@@ -236,7 +236,7 @@ class Learner:
 
     def _seed_dropout(self) -> None:
         """What adapters drop depends on the seed, the step and the rank alone, so that a resumed run drops the same."""
-        torch.manual_seed((self.seed * 1_000_003 + self.step) * self.ranks + self.rank)
+        torch.manual_seed(((self.seed * 1_000_003 + self.step) * self.ranks + self.rank) % 2**63)
 
     def _update(self) -> float:
         """An optimizer step with the gradients that there are, clipped. Returns their norm. Raises DivergenceError."""

@@ -17,9 +17,8 @@ from typing import IO
 import psutil
 
 MARK = "RLHF_SESSION_FOLDER"  # in the environment of every process of a session
-RESOURCE_TRACKER = (
-    "multiprocessing.resource_tracker"  # removes from /dev/shm what others have left, once they have all ended
-)
+# Python's, which removes from /dev/shm what others have left, once they have all ended:
+RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 def outlive(folder: str = "", screen: IO | int = subprocess.DEVNULL) -> subprocess.Popen:

@@ -48,7 +48,7 @@ class LoRAArguments:
 def check_flags(args) -> None:
     """Raise RunError for a flag that only adapters have, if there are to be none."""
     flags = {field.name for field in fields(LoRAArguments)} & set(args.given)
-    if flags and not args.lora_rank:
+    if flags and not args.lora_rank and not args.resume:
         raise RunError(f"--{min(flags).replace('_', '-')} is for adapters: it needs --lora-rank")
 
 

@@ -92,7 +92,7 @@ class RewardScorer(Classifier):
     def score(self, prompts: list, completions: list) -> list[float]:
         """A score of each completion, text or chat messages, after its prompt."""
         room = getattr(self.model.config, "max_position_embeddings", None)
-        room = room and min(room, self.tokenizer.model_max_length)  # RoBERTa's positions begin at 2
+        room = room and min(room, self.tokenizer.model_max_length)  # of 514 positions, RoBERTa has two for padding
         texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
         rows = [
             self.tokenizer(text, add_special_tokens=isinstance(prompt, str), truncation=bool(room), max_length=room)

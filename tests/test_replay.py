@@ -14,6 +14,7 @@ from test_transport import Receiving, Worker, groups, same_bits
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from recipe.engine import serves_checkpoint
 from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
@@ -303,6 +304,15 @@ def test_tensor_that_is_loaded_into_a_buffer_is_replayed():
     for engine in sync.engines:
         engine.model.norm[-1] += 1
         assert not engine.unchanged()
+
+
+def test_buffer_that_a_sync_brings_first_is_no_difference_to_what_was_loaded_from_disk():
+    weights, sync = tensors(1), Sync(WithBuffer)
+    for engine in sync.engines:
+        engine.model.load_weights(weights.items())
+    loaded = [worker.weight_digests() for worker in sync.workers]
+    sync(weights)
+    assert serves_checkpoint(loaded, [worker.weight_digests() for worker in sync.workers], slept=True)
 
 
 class Renews(Model):

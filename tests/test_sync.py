@@ -160,7 +160,8 @@ def test_one_parameter_protocol(pair):
     assert pair.mismatch() < 1e-5
 
 
-def test_trainer_that_starts_over_with_one_parameter_at_a_time_leaves_nothing_half_loaded(pair):
+@pytest.mark.parametrize("last", ["0.final_layer_norm.bias", "1.self_attn.v_proj.weight"])  # of a layer, within one
+def test_trainer_that_starts_over_with_one_parameter_at_a_time_leaves_nothing_half_loaded(pair, last):
     whole = pair.perturbed(5)
     pair.set(whole)
     pair.sync()
@@ -168,7 +169,7 @@ def test_trainer_that_starts_over_with_one_parameter_at_a_time_leaves_nothing_ha
     pair.set(pair.original)
     pair.sync()
     pair.set(whole)
-    next(name for name in pair.sync_one_parameter_at_a_time() if name == LAYERS + "0.final_layer_norm.bias")
+    next(name for name in pair.sync_one_parameter_at_a_time() if name == LAYERS + last)
     served = [pair.rpc("check_weights_changed") for _ in pair.sync_one_parameter_at_a_time()]
     assert served.pop() == [True, True]
     assert all(answers == [False, False] for answers in served)

@@ -39,6 +39,7 @@ class Engine:
     def __init__(self, dtypes=None, fail_at=None):
         self.dtypes, self.fail_at = dtypes or {}, fail_at
         self.weights, self.version, self.digest, self.loading = {}, 0, None, False
+        self.loaded_buffers, self.sent = set(), SimpleNamespace(buffers=set())
 
     def preflight(self, metadata):
         problems = [f"{name}: unknown" for name, _, _ in metadata if name.startswith("unknown")]

@@ -42,6 +42,7 @@ class Load:
     regions: set[tuple] = field(default_factory=set)
     elements: dict[str, Counter] = field(default_factory=dict)  # by layer and parameter, as vLLM's reload counts them
     reregistered: set[str] = field(default_factory=set)  # parameters that loaders register anew: it counts none of them
+    buffers: set[str] = field(default_factory=set)
 
 
 class EngineModel:
@@ -57,7 +58,7 @@ class EngineModel:
         self.sent = Load()  # of a sync, known after the preflight
         self.bracket: Load | None = None  # of the open bracket, if `load_partial` has opened it
         self.written_regions: set[tuple] = set()  # by brackets of `load_partial` since the last completed sync
-        self.loaded_buffers: set[str] = set()  # buffers that are in the checkpoint
+        self.loaded_buffers: set[str] = set()  # buffers that syncs write
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
         self.replay_steps: list[list] | None = None  # by bucket
@@ -89,12 +90,14 @@ class EngineModel:
         writes, buffers = [write for own in traced.values() for write in own], dict(self.model.named_buffers())
         load.regions |= {write.region for write in writes}
         load.reregistered |= {write.target for write in writes if write.reregistered}
-        self.loaded_buffers |= {write.target for write in writes} & buffers.keys() - load.reregistered
+        load.buffers |= {write.target for write in writes} & buffers.keys() - load.reregistered
         for write in writes:
             layer, _, name = write.target.rpartition(".")
             unseen = write.target in buffers or write.target in load.reregistered or name in SKIP_LOAD_TENSORS
             if not unseen and not isinstance(write.value, int | float):
-                load.elements.setdefault(layer, Counter())[write.target] += write.destination.numel()
+                elements = load.elements.setdefault(layer, Counter())
+                written = elements[write.target] + write.destination.numel()
+                elements[write.target] = min(written, loadable_elements(write.parameter))
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
         """Whether the workers together load less than the whole tensor: some loaders cut off what does not fit."""
@@ -218,7 +221,7 @@ class EngineModel:
             for name, value in (vars(module) | module._buffers).items()
             if isinstance(value, torch.Tensor) and value.device == self.worker.device and name != "kv_cache"
         ]
-        return digest([tensor for tensor in (*self.served_tensors(), *others) if tensor.numel()])
+        return digest([tensor for tensor in (*self.served_tensors(buffers=False), *others) if tensor.numel()])
 
     def load_partial(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load some of the tensors. Closes the bracket, which serves them, whenever it leaves no layer half written.
@@ -228,20 +231,37 @@ class EngineModel:
         traced, problems = self._trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
         if problems:
             raise WeightSyncError(problems[0])
-        if self.bracket is None:
-            if self.loading:
-                self.finish()  # a failed sync has left it open
-            self.bracket = Load()
+        self._open_bracket({write.region for writes in traced.values() for write in writes})
         self._expect(traced, self.bracket)
         self.load(weights)
-        # A layer must be whole in one bracket: vLLM leaves what did not come in it uninitialized.
-        regions = self.bracket.regions
-        unwritten = self.required_elements.keys() - self._fully_written(regions)
-        if not {layer_of(name) for name in unwritten} & {layer_of(name) for name, *_ in regions}:
+        self.loaded_buffers |= self.bracket.buffers
+        if not self._half_written_layers():
+            regions = self.bracket.regions
             self.finish(complete=True)
             self.written_regions |= regions
             if not self.required_elements.keys() - self._fully_written(self.written_regions):
                 self.mark_complete(self.version + 1, self.weights_digest())
+
+    def _open_bracket(self, regions: set[tuple]) -> None:
+        """Have `load_partial` go on in its bracket, or in a new one: after a failed sync, and where these regions were
+        written in a layer that is not whole yet. There vLLM, which counts elements, would take the layer for whole too
+        early. Some trainer died in that layer, and another one starts over.
+        """
+        if self.bracket is not None:
+            half = self._half_written_layers()
+            if not half & {layer_of(name) for name, *_ in self.bracket.regions & regions}:
+                return
+            self.written_regions |= {region for region in self.bracket.regions if layer_of(region[0]) not in half}
+        if self.loading:
+            self.finish()
+        self.bracket = Load()
+
+    def _half_written_layers(self) -> set[str]:
+        """The layers that the bracket has written, but not wholly: vLLM leaves the rest of such a layer uninitialized,
+        whatever earlier brackets wrote."""
+        regions = self.bracket.regions
+        unwritten = self.required_elements.keys() - self._fully_written(regions)
+        return {layer_of(name) for name in unwritten} & {layer_of(name) for name, *_ in regions}
 
     def unchanged(self) -> bool:
         return self.digest is not None and not self.loading and self.weights_digest() == self.digest
@@ -305,13 +325,13 @@ class EngineModel:
         return {name for name, numel in self.required_elements.items() if written.get(name, 0) >= numel}
 
     @torch.no_grad()
-    def weights_digest(self) -> int | None:
+    def weights_digest(self, buffers: bool = True) -> int | None:
         """A number that changes with any changed, moved or swapped element; None for a model without parameters."""
-        return digest(list(self.served_tensors()))
+        return digest(list(self.served_tensors(buffers)))
 
-    def served_tensors(self) -> Iterator[torch.Tensor]:
-        """Plain tensors that together hold every weight: quantized parameters come as values and scales. Buffers that
-        are in the checkpoint are among them once a sync has brought them."""
+    def served_tensors(self, buffers: bool = True) -> Iterator[torch.Tensor]:
+        """Plain tensors that together hold every weight: quantized parameters come as values and scales. With
+        `buffers`, those that a sync has written are among them."""
         for parameter in self.model.parameters():
             if parameter.numel():
                 yield from plain_tensors(parameter.detach())
@@ -321,7 +341,7 @@ class EngineModel:
                 whole = module.weight.size(-1) if module.weight.numel() else module.input_size  # of replicated layers
                 identity = torch.eye(getattr(module, "input_size_per_partition", whole), dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
-        for name in sorted(self.loaded_buffers):
+        for name in sorted(self.loaded_buffers) if buffers else ():
             yield self.model.get_buffer(name)
 
     @torch.no_grad()

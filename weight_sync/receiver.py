@@ -31,9 +31,9 @@ class WeightReceiver:
         return device_id_of(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
 
     def weight_digests(self) -> tuple[int | None, int | None]:
-        """Two digests: of the weights that this worker serves, and of all tensors that its model's layers keep."""
+        """Two digests: of the parameters that this worker serves, and of all tensors that its model's layers keep."""
         model = self._engine_model()
-        return model.weights_digest(), model.state_digest()
+        return model.weights_digest(buffers=False), model.state_digest()
 
     def _receive(self, timeout: float, connect: Callable[[], Link]) -> dict:
         # Return errors, never raise: vLLM stops reading the workers' answers at the first exception and then takes the
@@ -58,6 +58,7 @@ class WeightReceiver:
             dtypes, problems = model.preflight(message["metadata"])
             link.send(dtypes=dtypes, problems=problems, version=model.version)
             handshake = link.recv(ANSWER_SECONDS)
+            model.loaded_buffers |= model.sent.buffers
             model.replay_steps = self.weight_staging = None  # free their memory before allocating anew
             self.weight_buckets = wire_buckets(handshake["wire"], handshake["bucket_bytes"])
             self.weight_staging = self._open_staging(link, handshake)
@@ -101,7 +102,7 @@ class WeightReceiver:
         self.weight_link = self.weight_staging = None
         if hasattr(self, "weight_model"):
             self.weight_model.replay_steps = None
-            self.weight_model.written_regions = set()  # the next trainer begins anew
+            self.weight_model.bracket, self.weight_model.written_regions = None, set()  # the next trainer starts over
 
     def _engine_model(self) -> EngineModel:
         if not hasattr(self, "weight_model"):
