@@ -167,7 +167,7 @@ class RolloutsAhead:
 
         def in_thread(score: Callable[[], dict[str, float]]) -> dict[str, float]:
             scores = _Scores(self.args, f"the evaluation after step {step}")
-            threading.Thread(target=self._set, args=(scores, score), daemon=True).start()
+            threading.Thread(target=self._compute, args=(scores, score), daemon=True).start()
             self.session.wait_for_thread(scores.result, phase)
             return scores.result.result()
 
@@ -192,10 +192,10 @@ class RolloutsAhead:
         while True:
             step = self.to_score.get()
             wait([step.rollouts])
-            self._set(step, lambda step=step: sample_batch(self.task, self.args, step.number, step.complete))
+            self._compute(step, lambda step=step: sample_batch(self.task, self.args, step.number, step.complete))
 
-    def _set(self, scores: "_Scores", score: Callable[[], object]) -> None:
-        """Set the result of these scores to what this returns, or raises, in its turn."""
+    def _compute(self, scores: "_Scores", score: Callable[[], object]) -> None:
+        """Compute these scores once no others are being computed. Their result is what `score` returns, or raises."""
         with self.scoring:
             self.scored, scores.since = scores, time.monotonic()
             try:
@@ -206,7 +206,7 @@ class RolloutsAhead:
 
 
 class _Scores:
-    """Rewards that a thread computes, of completions that there are. `result` is what comes of them."""
+    """Rewards of a step or an evaluation, which a thread computes. `result` is what comes of them."""
 
     def __init__(self, args: AsyncArguments, what: str):
         self.what, self.seconds, self.result = what, args.reward_timeout, Future()

@@ -67,8 +67,8 @@ class Rank:
         if moves:
             learner.model.to(learner.device)
         yield
-        learner.optimizer.zero_grad(set_to_none=True)  # gradients would move with their weights
         if moves:
+            learner.optimizer.zero_grad(set_to_none=True)  # gradients would move with their weights
             learner.model.to("cpu")
         if self.shared:
             learner.release_memory(offload_optimizer=True)

@@ -228,35 +228,34 @@ def test_loader_that_does_more_than_copy_is_refused(model, reason):
     assert sync(weights).startswith(reason)
 
 
-def test_replay_that_leaves_out_an_element_is_found_and_repaired(monkeypatch):
+@pytest.fixture
+def forgetful(monkeypatch):
+    """Replays leave out a copy."""
     record = Engine.record
 
-    def forgetful(self, buckets, staging):
+    def record_less(self, buckets, staging):
         refused = record(self, buckets, staging)
         self.replay_steps[-1][-1].plain.pop()
         return refused
 
-    monkeypatch.setattr(Engine, "record", forgetful)
+    monkeypatch.setattr(Engine, "record", record_less)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_replay_that_leaves_out_an_element_is_found_and_repaired():
     sync = Sync(syncs=2)
     weights = tensors(1)
     assert sync(weights) == "reload: replay did not reproduce it bit for bit"
     assert sync(weights) == "reload: replay did not reproduce it bit for bit"
 
 
+@pytest.mark.usefixtures("forgetful")
 def test_worker_whose_replay_was_wrong_vouches_for_nothing_until_the_reload(monkeypatch):
-    record = Engine.record
-
-    def forgetful(self, buckets, staging):
-        refused = record(self, buckets, staging)
-        self.replay_steps[-1][-1].plain.pop()
-        return refused
-
     def dies_before_the_reload(mode):
         if mode == "fallback":
             raise MemoryError("the trainer")
         return transmit(mode)
 
-    monkeypatch.setattr(Engine, "record", forgetful)
     sync = Sync()
     transmit = sync.sender._transmit
     monkeypatch.setattr(sync.sender, "_transmit", dies_before_the_reload)

@@ -142,15 +142,20 @@ def test_other_dtypes_are_cast_to_the_engines(pair):
     assert report.nbytes == sum(4 * tensor.numel() for tensor in halves.values())
 
 
-def test_one_parameter_protocol(pair):
-    whole = pair.perturbed(5)
-    pair.set(whole)
+def trainer_with_other_weights(pair) -> list[int]:
+    """Give the trainer other weights than the engine has. Returns the digests that the engine should have with them."""
+    pair.set(pair.perturbed(5))
     pair.sync()
     expected = pair.rpc("digest")
     pair.set(pair.original)
     pair.sync()
     assert pair.rpc("digest") != expected
-    pair.set(whole)
+    pair.set(pair.perturbed(5))
+    return expected
+
+
+def test_one_parameter_protocol(pair):
+    expected = trainer_with_other_weights(pair)
     for name in pair.sync_one_parameter_at_a_time():
         if name == LAYERS + "0.fc1.bias":
             assert pair.rpc("check_weights_changed") == [False, False]  # some are new, some are not
@@ -162,13 +167,7 @@ def test_one_parameter_protocol(pair):
 
 @pytest.mark.parametrize("last", ["0.final_layer_norm.bias", "1.self_attn.v_proj.weight"])  # of a layer, within one
 def test_trainer_that_starts_over_with_one_parameter_at_a_time_leaves_nothing_half_loaded(pair, last):
-    whole = pair.perturbed(5)
-    pair.set(whole)
-    pair.sync()
-    expected = pair.rpc("digest")
-    pair.set(pair.original)
-    pair.sync()
-    pair.set(whole)
+    expected = trainer_with_other_weights(pair)
     next(name for name in pair.sync_one_parameter_at_a_time() if name == LAYERS + last)
     served = [pair.rpc("check_weights_changed") for _ in pair.sync_one_parameter_at_a_time()]
     assert served.pop() == [True, True]
