@@ -1,0 +1,407 @@
+"""The engine's arithmetic in the trainer: log-probabilities that are the engine's, bit for bit (docs/exact.md).
+
+An engine with VLLM_BATCH_INVARIANT=1 gives a token the same bits whatever stands beside it. Most of what transformers
+computes has the engine's bits as it is: linear layers (by cuBLAS without split-K), silu(gate) * up, additions,
+embeddings and LayerNorm. The rest runs on vLLM's own kernels here, each with a backward pass:
+
+    RMSNorm             vLLM adds the residual and normalizes in one kernel, which gets the sum and zeros here
+    rotary embedding    by vLLM's kernel, with the engine's table of cosines and sines in bf16
+    attention           FlashAttention 3 for a head dimension of 128, else vLLM's Triton kernel
+    log-probability     by the function with which vLLM's sampler takes the logarithm
+
+Whether it is exact is not believed but checked: by the script, after its first sync, and then with every token.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+
+FLASH_HEAD_DIM = 128  # for which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
+PAGE = 16  # tokens in a block of the Triton kernel's keys and values
+FIRST_NORMS = ("layers.0.input_layernorm", ".q_norm", ".k_norm")  # no residual is added to their input
+
+
+def match_engine() -> None:
+    """Have vLLM's kernels and cuBLAS compute as in a batch-invariant engine, the latter without split-K. Call this in
+    the trainer's process before any CUDA computation."""
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's kernels in C++ read it as well
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+def attention_backend(config) -> str:
+    """vLLM's name of the attention that is exact for a model of this configuration."""
+    return "FLASH_ATTN" if head_dim(config) == FLASH_HEAD_DIM else "TRITON_ATTN"
+
+
+def head_dim(config) -> int:
+    config = config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def missing_operation(config) -> str:
+    """The operation of a model of this configuration that is not known to be exact; "" if all are."""
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    names = ("hidden_activation", "hidden_act", "activation_function")  # the first one counts
+    activation = next((kind for name in names if (kind := getattr(text, name, None))), None)
+    if activation not in ("silu", "relu"):
+        return f"its activation {activation}"
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(text, name, None):
+            return f"its soft-capping ({name})"
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    for part in module.modules():
+        kind = type(part).__name__
+        if kind.endswith("RMSNorm") and not _is_plain_norm(type(part)):
+            return f"its {kind}"
+        if kind.endswith("Experts"):
+            return f"its {kind}"
+        rotate = getattr(sys.modules[type(part).__module__], "apply_rotary_pos_emb", None)
+        if kind.endswith("Attention") and rotate and not _is_plain_rotation(rotate):
+            return f"the rotary embedding of its {kind}"
+    return ""
+
+
+def _is_plain_norm(kind: type) -> bool:
+    """Whether this RMSNorm is weight * (x / rms), rounded before it is weighted."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    try:
+        norm = kind(16).bfloat16()
+    except TypeError:
+        return False
+    torch.nn.init.uniform_(norm.weight, 0.5, 2)
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm(x).equal(norm.weight * scaled.bfloat16())
+
+
+def _is_plain_rotation(rotate: Callable) -> bool:
+    """Whether this function rotates the halves of all dimensions of queries and keys."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (torch.randn(1, 2, 3, 8, generator=generator) for _ in range(4))
+    cos, sin = cos[:, 0], sin[:, 0]
+    try:
+        found = rotate(q, k, cos, sin)[0]
+    except (TypeError, RuntimeError, ValueError):
+        return False
+    halves = torch.cat((-q[..., 4:], q[..., :4]), -1)
+    return found.shape == q.shape and torch.allclose(found, q * cos[:, None] + halves * sin[:, None])
+
+
+def make_exact(module) -> None:
+    """Have this transformers model compute as the engine does. Sound for models without a `missing_operation`."""
+    from transformers import AttentionInterface
+
+    for name, part in module.named_modules():
+        kind, modeling = type(part).__name__, sys.modules[type(part).__module__]
+        if kind.endswith("RMSNorm"):
+            part.forward = partial(_norm, part, f".{name}".endswith(FIRST_NORMS))
+        elif hasattr(part, "gate_proj"):
+            part.forward = partial(_mlp, part)
+        elif kind.endswith("RotaryEmbedding"):
+            part.forward = partial(_positions, rotary_table(module.config, module.device))
+        elif kind.endswith("Attention") and callable(rotate := getattr(modeling, "apply_rotary_pos_emb", None)):
+            modeling.apply_rotary_pos_emb = rotate if isinstance(rotate, partial) else partial(_rotate, rotate)
+    AttentionInterface.register("exact", attention)
+    module.config._attn_implementation = "exact"
+
+
+def make_plain(module, attention: str) -> None:
+    """Undo `make_exact`: the model computes with this attention of transformers again."""
+    for part in module.modules():
+        if type(part).__name__.endswith(("RMSNorm", "RotaryEmbedding")) or hasattr(part, "gate_proj"):
+            vars(part).pop("forward", None)
+    module.config._attn_implementation = attention
+
+
+@torch.no_grad()
+def rotary_table(config, device: torch.device) -> torch.Tensor:
+    """The engine's table [positions, head dimension] of cosines and sines, in bf16: made by vLLM, as it makes it."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    config = config.get_text_config()
+    with torch.device(device), set_current_vllm_config(VllmConfig()):
+        rope = get_rope(
+            head_dim(config),
+            max_position=config.max_position_embeddings,
+            rope_parameters=config.rope_parameters,
+            dtype=torch.bfloat16,
+        )
+    return rope.cos_sin_cache.to(device, torch.bfloat16)
+
+
+def token_scores(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `logprobs._scores`, with the engine's logarithm: log-probabilities [N] of targets [N] by logits [N, V]."""
+    logprobs = TokenLogprobs.apply(logits, targets, temperature)
+    with torch.no_grad():
+        return logprobs, _compiled(_entropies)(logits, temperature) if entropy else None
+
+
+def _norm(norm, first: bool, x: torch.Tensor) -> torch.Tensor:
+    return RMSNorm.apply(x, norm.weight.to(x.dtype), norm.variance_epsilon, first)
+
+
+def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
+    return mlp.down_proj(SwiGLU.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+
+
+def _positions(table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of a rotary embedding's forward: what `_rotate` gets as cosines and sines."""
+    return position_ids, table
+
+
+def _rotate(
+    original: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args, **options
+):
+    """In place of `apply_rotary_pos_emb`, which other models of this process may call as well."""
+    if cos.is_floating_point():
+        return original(q, k, cos, sin, *args, **options)
+    return Rotary.apply(q, k, cos, sin)
+
+
+def attention(module, query, key, value, attention_mask, scaling: float, sliding_window: int | None = None, **_):
+    """An attention function of transformers: queries [B, H, S, D], causal, without padding on the left."""
+    return Attention.apply(query, key, value, scaling, sliding_window), None
+
+
+class RMSNorm(torch.autograd.Function):
+    """Of x [..., n] in bf16, with a weight [n]."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, first):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm_kernel(x, weight, eps, first)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
+        if x.is_cuda:
+            wanted = [True, ctx.needs_input_grad[1]]
+            shape = [x.shape[-1]]
+            return (
+                *torch.ops.aten._fused_rms_norm_backward(grad.contiguous(), x, shape, rstd, weight, wanted),
+                None,
+                None,
+            )
+        normed, weighted = x.float() * rstd, grad.float() * weight.float()
+        of_x = rstd * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
+        of_weight = (grad.float() * normed).flatten(0, -2).sum(0)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up: forward as transformers computes it, backward in one kernel."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _compiled(_swiglu_gradients)(grad, *ctx.saved_tensors)
+
+
+class Rotary(torch.autograd.Function):
+    """Of queries [B, H, S, D] and keys [B, K, S, D], at positions [1 or B, S], by a table [positions, D]."""
+
+    @staticmethod
+    def forward(ctx, q, k, positions, table):
+        ctx.save_for_backward(positions, table)
+        return rotary_kernel(q, k, positions, table)
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k):
+        positions, table = ctx.saved_tensors
+        cos, sin = table.chunk(2, -1)
+        return *rotary_kernel(grad_q, grad_k, positions, torch.cat((cos, -sin), -1)), None, None
+
+
+class Attention(torch.autograd.Function):
+    """Causal attention of queries [B, H, S, D] to keys and values [B, K, S, D]: [B, S, H, D]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, window):
+        q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
+        out, lse = attention_kernel(q, k, v, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.window = scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = attention_backward_kernel(grad.contiguous(), q, k, v, out, lse, ctx.scale, ctx.window)
+        return *(tensor.transpose(1, 2) for tensor in grads), None, None
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities [N] of targets [N] by logits [N, V] at a temperature."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, temperature):
+        logprobs = logprob_kernel(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, logprobs)
+        ctx.temperature = temperature
+        return logprobs
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, targets, logprobs = ctx.saved_tensors
+        chosen = logits.gather(1, targets[:, None])[:, 0].float() / ctx.temperature
+        grads = _compiled(_softmax_gradient)(logits, chosen - logprobs, grad, ctx.temperature)
+        grads.scatter_add_(1, targets[:, None], (grad / ctx.temperature)[:, None].to(grads.dtype))
+        return grads, None, None
+
+
+def _softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, temperature: float) -> torch.Tensor:
+    probabilities = (logits.float() / temperature - lse[:, None]).exp()
+    return (-probabilities * (grad / temperature)[:, None]).to(logits.dtype)
+
+
+def _swiglu_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide, sigmoid = gate.float(), gate.float().sigmoid()
+    of_gate = grad * up * sigmoid * (1 + wide * (1 - sigmoid))
+    return of_gate.to(gate.dtype), (grad * wide * sigmoid).to(up.dtype)
+
+
+def _entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    log_softmax = (logits.float() / temperature).log_softmax(-1)
+    return -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    """Compiled on a GPU: then it reads and writes the logits, the largest tensor of all, once."""
+    return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
+
+
+# vLLM's kernels. tests/test_exact.py puts torch's arithmetic in their place.
+
+
+def rms_norm_kernel(x: torch.Tensor, weight: torch.Tensor, eps: float, first: bool) -> torch.Tensor:
+    if first:
+        from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
+
+        return rms_norm_batch_invariant(x, weight, eps)
+    from vllm import _custom_ops as ops
+
+    normed = x.clone()
+    ops.fused_add_rms_norm(normed, torch.zeros_like(x), weight, eps)  # in place
+    return normed
+
+
+def rotary_kernel(
+    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from vllm import _custom_ops as ops
+
+    batch, _, length, dim = q.shape
+    positions = positions.expand(batch, length).reshape(-1)
+    rotated = [tensor.transpose(1, 2).reshape(batch * length, -1).clone() for tensor in (q, k)]
+    ops.rotary_embedding(positions, *rotated, dim, table, True)  # in place
+    return tuple(tensor.view(batch, length, -1, dim).transpose(1, 2) for tensor in rotated)
+
+
+def attention_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The output [B, S, H, D] and, where the kernel gives it, the log-sum-exp [H, B * S] of queries [B, S, H, D]."""
+    batch, length, _, dim = q.shape
+    left = (window - 1, 0) if window else (-1, -1)
+    if dim == FLASH_HEAD_DIM:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        bounds = _bounds(batch, length, q.device)
+        flat = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        options = {"softmax_scale": scale, "causal": True, "window_size": list(left), "fa_version": 3, "num_splits": 1}
+        out, lse = flash_attn_varlen_func(
+            *flat,
+            max_seqlen_q=length,
+            cu_seqlens_q=bounds,
+            max_seqlen_k=length,
+            cu_seqlens_k=bounds,
+            return_softmax_lse=True,
+            **options,
+        )
+        return out.view_as(q), lse
+    from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+    pages = -(-length // PAGE)
+    k, v = (
+        torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pages * PAGE - length)).view(-1, PAGE, *t.shape[2:]) for t in (k, v)
+    )
+    out, flat = torch.empty_like(q), q.flatten(0, 1)
+    lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
+    unified_attention(
+        q=flat,
+        k=k,
+        v=v,
+        out=out.flatten(0, 1),
+        cu_seqlens_q=_bounds(batch, length, q.device),
+        max_seqlen_q=length,
+        seqused_k=lengths,
+        max_seqlen_k=length,
+        softmax_scale=scale,
+        causal=True,
+        window_size=left,
+        block_table=table,
+        softcap=0.0,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+    )
+    return out, None
+
+
+def attention_backward_kernel(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries [B, S, H, D], keys and values [B, S, K, D], by torch's FlashAttention."""
+    batch, length = q.shape[:2]
+    bounds = _bounds(batch, length, q.device)
+    options = {"scale": scale} | ({"window_size_left": window - 1, "window_size_right": 0} if window else {})
+    shared = (bounds, bounds, length, length, 0.0, True)
+    grad, q, k, v, out = (tensor.flatten(0, 1) for tensor in (grad, q, k, v, out))
+    if lse is None:  # the Triton kernel does not give it
+        _, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *shared, False, **options)
+    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: no random state
+    grads = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse.contiguous(), *shared, nothing, nothing[:1], **options
+    )
+    return tuple(tensor.unflatten(0, (batch, length)) for tensor in grads)
+
+
+def logprob_kernel(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    if temperature != 1:
+        logits = logits.to(torch.float32, copy=True)
+        row = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)  # all have the one temperature
+        apply_temperature(logits, row, torch.tensor([temperature], device=logits.device))  # in place
+    return compute_token_logprobs(logits, targets[:, None])[:, 0]
+
+
+def _bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)

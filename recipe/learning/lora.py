@@ -1,0 +1,150 @@
+"""LoRA (Hu et al. 2021, arXiv:2106.09685): the model stays as it was loaded, and small adapters learn, by peft.
+
+A layer computes base(x) + scaling * lora_B(lora_A(x)), with scaling = alpha / rank. The base is frozen, in bf16 on a
+GPU; adapters are fp32. lora_B begins as 0, so the model begins as its base. The engine knows nothing of this: a sync
+sends it merged weights (weight_sync/lora.py).
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from annotated_types import Ge
+from transformers.hf_argparser import HfArg
+
+from weight_sync.lora import LoRAWeight
+
+from ..errors import RunError
+from .precision import freeze
+from .sharding import fuses_weights, whole
+
+NAME = "default"  # peft's, of a model's only adapter
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of the names in that file: peft wraps the model, transformers does not
+ALL = ["all-linear"]
+
+
+@dataclass
+class LoRAArguments:
+    """Which adapters learn, if not the whole model does."""
+
+    lora_rank: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="learn adapters of this rank, with the model itself frozen (default: learn all weights)"
+    )
+    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="adapters are scaled by this over their rank")
+    lora_targets: list[str] = HfArg(
+        default_factory=ALL.copy, help="layers that get adapters: names such as q_proj v_proj, or all but the head"
+    )
+    save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
+
+
+def check_flags(args) -> None:
+    """Raise RunError for a flag that only adapters have, if there are to be none."""
+    flags = {field.name for field in fields(LoRAArguments)} & set(args.given)
+    if flags and not args.lora_rank and not args.resume:
+        raise RunError(f"--{min(flags).replace('_', '-')} is for adapters: it needs --lora-rank")
+
+
+def add_adapters(model, args: LoRAArguments, frozen: torch.dtype, new_head: str | None = None) -> None:
+    """Freeze the model, in this dtype, and give layers adapters. A `new_head`, in fp32, learns as it is beside them.
+
+    Raises RunError for targets that are none of its linear layers, naming those.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_submodule(new_head) if new_head else model.get_output_embeddings()
+    layers = [n for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head]
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    targets = names if args.lora_targets == ALL else args.lora_targets
+    for target in targets or ALL:
+        if not any(f".{layer}".endswith(f".{target}") for layer in layers):
+            there = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
+            raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {there}")
+    freeze(model, frozen, but=new_head)
+    options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
+    options |= {"modules_to_save": [new_head]} if new_head else {}
+    model.add_adapter(LoraConfig(target_modules=targets, **options), NAME)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False  # autocast does that
+        if isinstance(module, ModulesToSaveWrapper):  # its copy is not FSDP's to gather
+            module.modules_to_save[NAME].weight = torch.nn.Parameter(whole(module.weight.detach()).clone())
+    for parameter in adapter_parameters(model):
+        parameter.data = parameter.data.float()
+    model.eval()  # peft adds them in training mode
+
+
+def adapter_parameters(model) -> list[torch.nn.Parameter]:
+    """The parameters of a model's adapters, and of its new head; none if it has no adapters."""
+    learned = ".lora_", ".modules_to_save."  # as peft calls them
+    return [parameter for name, parameter in model.named_parameters() if any(part in name for part in learned)]
+
+
+def adapted_layers(model) -> str:
+    """The names of the layers with adapters, and what is to be said of others."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    return ", ".join(sorted(adapted)) + ("; its fused experts have none" if fuses_weights(model) else "")
+
+
+def adapted_weights(model) -> list[LoRAWeight]:
+    """The weights of the layers with adapters."""
+    from peft.tuners.lora import LoraLayer
+
+    return [
+        LoRAWeight(
+            layer.base_layer.weight.detach(),
+            layer.lora_A[NAME].weight.detach(),
+            layer.lora_B[NAME].weight.detach(),
+            layer.scaling[NAME],
+            transposed=layer.fan_in_fan_out,
+        )
+        for layer in model.modules()
+        if isinstance(layer, LoraLayer)
+    ]
+
+
+@contextmanager
+def without_adapters(model) -> Iterator[None]:
+    """The model computes as its base does."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def load_adapters(model, folder: Path) -> None:
+    """Load adapters from a checkpoint in PEFT's format, which `check_adapters` has approved."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    weights = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    if odd := weights.keys() ^ get_peft_model_state_dict(model).keys():
+        raise RunError(f"{folder} has adapters of other --lora-targets: {min(odd)} is not in both")
+    set_peft_model_state_dict(model, weights, NAME)
+
+
+def adapted_model(checkpoint: Path) -> str | None:
+    """The model to which the adapters in this checkpoint belong; None if it has none."""
+    file = checkpoint / CONFIG_FILE
+    return json.loads(file.read_text())["base_model_name_or_path"] if file.exists() else None
+
+
+def check_adapters(checkpoint: Path, args: LoRAArguments) -> None:
+    """Raise RunError if this checkpoint has other adapters than those that are asked for, or none."""
+    file = checkpoint / CONFIG_FILE
+    there = json.loads(file.read_text()) if file.exists() else {"r": None}
+    if there["r"] != args.lora_rank:
+        has, asked = (f"adapters of rank {rank}" if rank else "a whole model" for rank in (there["r"], args.lora_rank))
+        raise RunError(f"{checkpoint} has {has}, and --resume cannot go on with {asked}: --lora-rank must be the same")
+    if args.lora_rank and there["lora_alpha"] != args.lora_alpha:
+        raise RunError(f"{checkpoint} has adapters of --lora-alpha {there['lora_alpha']}, not {args.lora_alpha}")

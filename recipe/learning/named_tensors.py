@@ -1,0 +1,92 @@
+"""A model's tensors by the names of its checkpoint: what a weight sync sends."""
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from weight_sync.lora import LoRAWeight
+from weight_sync.ranks import ShardedPart
+
+from .lora import adapted_weights
+from .sharding import local_part
+
+
+class NamedTensors:
+    """Called, it returns views of a transformers model's tensors, named and shaped as in its checkpoint, which is how
+    an engine loads them. Tied tensors come once. A weight with an adapter comes as a LoRAWeight.
+
+    The modules differ from that where transformers fuses what checkpoints keep apart, a mixture's experts: those come
+    as views of the fused tensors or, of sharded ones, as a ShardedPart.
+
+    Hundreds of names take milliseconds. Views stay right whatever is written to the tensors, so they are made once, and
+    again after a tensor of the model has moved in memory.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.places = [  # where modules keep their tensors
+            (tensors, name)
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        self.addresses: list[int] = []
+        self.views: dict[str, torch.Tensor | LoRAWeight] = {}
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, torch.Tensor | LoRAWeight]:
+        if not self.views or self.addresses != self._addresses():
+            named = self._named()
+            self.addresses = self._addresses()  # only now: state_dict() makes FSDP put its shards back
+            memory = {_memory(tensors[name]) for tensors, name in self.places}
+            views = all(_memory(tensor) in memory for tensor in named.values())
+            adapted = {_memory(weight.base): weight for weight in adapted_weights(self.model)}
+            named = {name: adapted.get(_memory(tensor), tensor) for name, tensor in named.items()}
+            if not views:
+                return named  # some conversion of this model copies
+            self.views = named
+        return self.views
+
+    def _named(self) -> dict[str, torch.Tensor | ShardedPart]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tied = self.model.all_tied_weights_keys
+        tensors = {
+            name.replace(".base_layer.", "."): tensor  # where peft keeps the layer that it has put an adapter to
+            for name, tensor in self.model.state_dict().items()
+            if name not in tied and ".lora_" not in name
+        }
+        sharded = {}  # by a stand-in's memory: splitting a sharded tensor itself would gather it
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                sharded[_memory(tensors[name])] = tensor
+        with _WithoutCopies():
+            named = revert_weight_conversion(self.model, tensors)
+        return {name: _part_of(sharded.get(_memory(tensor)), tensor, name) for name, tensor in named.items()}
+
+    def _addresses(self) -> list[int]:
+        return [local_part(tensors[name]).data_ptr() for tensors, name in self.places]
+
+
+def _part_of(sharded: DTensor | None, view: torch.Tensor, name: str) -> torch.Tensor | ShardedPart:
+    """The part of a sharded tensor that this view of its stand-in is of, or the view itself, of no stand-in."""
+    if sharded is None:
+        return view
+    if not view.is_contiguous():
+        raise ValueError(f"{name} is not in one piece in this model's fused weights: it trains on one rank only")
+    return sharded if view.shape == sharded.shape else ShardedPart(sharded, view.storage_offset(), view.shape)
+
+
+def _memory(tensor: torch.Tensor | ShardedPart) -> int:
+    """Equal for tensors that share their memory, and their stand-ins."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor | ShardedPart) else tensor
+    return tensor.untyped_storage()._cdata
+
+
+class _WithoutCopies(TorchFunctionMode):
+    """Parts of a fused tensor stay views of it: transformers would make them contiguous, in memory of their own."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))

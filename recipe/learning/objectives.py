@@ -1,0 +1,241 @@
+"""What the learning step minimizes, as functions on tensors. docs/objectives.md has them in one table.
+
+A step has B = P * G completions, G of each of P prompts in a row, of up to T tokens. Its loss is
+
+    sum over b, t of  weight[b, t] * (importance[b, t] * policy_loss[b, t] + kl_coef * kl[b, t])
+
+- `advantages` (--advantage) compares each reward with those of the same prompt's other completions.
+- `policy_losses` and `token_weights` (--loss) are the loss of each token and its weight in the sum.
+- `importance_weights` (--mismatch-correction) makes up for the engine, whose probabilities are not the trainer's.
+- `kl_estimate` (--kl-coef) is the distance from the model that the run began with.
+
+Log-probabilities and masks are [B, T], right-padded. A mask is 1 for a completion's tokens and 0 for padding.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from annotated_types import Ge, Gt, Le
+from transformers.hf_argparser import HfArg
+
+CLIP = {  # by --loss: how far below and above 1 the ratio to the old policy is clipped
+    "grpo": (0.2, 0.28),  # clip-higher (DAPO)
+    "dr_grpo": (0.2, 0.28),
+    "dapo": (0.2, 0.28),
+    "gspo": (3e-4, 4e-4),
+    "cispo": (1.0, 4.0),  # only above
+    "ppo": (0.2, 0.2),
+}
+IMPORTANCE_CAP = {"tis": 2.0, "icepop": 5.0, "sequence_mask": 3.0}  # by --mismatch-correction
+STD_EPS = 1e-4  # added to a standard deviation before dividing by it
+
+
+@dataclass
+class PolicyLossConfig:
+    """The loss of the policy."""
+
+    loss: ClassVar[str] = "ppo"
+    max_tokens: Annotated[int, Ge(1)] = HfArg(default=16, help="T: length of a completion, at most")
+    clip_low: Annotated[float | None, Gt(0)] = HfArg(
+        default=None, help="lower bound of the clipped ratio, below 1 (default: 0.2; gspo 3e-4, cispo 1)"
+    )
+    clip_high: Annotated[float | None, Gt(0)] = HfArg(
+        default=None, help="upper bound of the clipped ratio, above 1 (default: 0.28; PPO 0.2, gspo 4e-4, cispo 4)"
+    )
+    mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] | None = HfArg(
+        default=None,
+        help="the importance weight, trainer over engine: cap it (tis, the default), or drop tokens (icepop) or"
+        " completions (sequence_mask) out of bounds; cispo's clip takes its place",
+    )
+    importance_cap: Annotated[float | None, Ge(1)] = HfArg(
+        default=None, help="upper bound of the importance weight (default: tis 2, icepop 5, sequence_mask 3)"
+    )
+    importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(
+        default=0.5, help="lower bound of icepop's importance weight"
+    )
+
+
+@dataclass
+class ObjectiveConfig(PolicyLossConfig):
+    """What is to be maximized."""
+
+    group_size: Annotated[int, Ge(2)] = HfArg(default=8, help="G: completions of each prompt, which are compared")
+    advantage: Literal["grpo", "dr_grpo", "reinforce++"] = HfArg(default="grpo", help="how rewards become advantages")
+    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = HfArg(
+        default="dapo", help="a token's loss and its weight (docs/objectives.md)"
+    )
+    mask_truncated_completions: bool = HfArg(
+        default=False, help="learn nothing from completions that max_tokens cut off"
+    )
+    kl_coef: Annotated[float, Ge(0)] = HfArg(default=0.0, help="of the KL to the initial model; 0: none")
+
+    def __post_init__(self):
+        if self.loss == "cispo" and self.mismatch_correction:
+            raise ValueError("--loss cispo clips the ratio of trainer to engine itself: no --mismatch-correction")
+
+
+def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tensor:
+    """Advantages [B] of rewards [B], in groups of `group_size` completions of one prompt.
+
+    - `grpo` (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300): reward less the group's mean, over the group's standard
+      deviation.
+    - `dr_grpo` (Understanding R1-Zero-Like Training, Liu et al. 2025, arXiv:2503.20783): less the group's mean; no
+      division, which favours easy prompts.
+    - `reinforce++` (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, the baseline variant): less the group's mean, then
+      over the standard deviation of the whole batch.
+
+    A reward that is not known is a NaN. It counts for no mean and no deviation, and its advantage is 0.
+    """
+    groups = rewards.view(-1, group_size)
+    first = groups.gather(1, groups.isfinite().int().argmax(1, keepdim=True))  # known, if any is
+    groups = groups - first  # equal rewards are exactly 0 from here on, which their mean need not be
+    centered = groups - groups.nanmean(1, keepdim=True)
+    if kind == "grpo":
+        centered = centered / (known_std(centered, dim=1) + STD_EPS)
+    elif kind == "reinforce++":
+        centered = centered / (known_std(centered.view(1, -1), dim=1) + STD_EPS)
+    elif kind != "dr_grpo":
+        raise ValueError(f"unknown advantage {kind!r}")
+    return centered.flatten().nan_to_num(0.0)
+
+
+def known_std(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """The standard deviation along `dim`, which stays with length 1, of the values that are no NaNs; 0 of fewer than
+    two."""
+    count = values.isfinite().sum(dim, keepdim=True)
+    squares = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
+    return (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def token_losses(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    engine_logprobs: torch.Tensor,
+    advantage: torch.Tensor,
+    mask: torch.Tensor,
+    config: PolicyLossConfig,
+    reference_logprobs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses [B, T] of tokens with log-probabilities [B, T] under the policy that learns, the one that the step began
+    with and the engine's, and where their ratio was clipped; `advantage` is [B, 1] or [B, T]. With a reference,
+    `kl_coef` times the estimate of the KL is added.
+    """
+    low, high = clip_range(config)
+    if config.loss == "cispo":
+        losses, clipped = cispo_losses(logprobs, engine_logprobs, advantage, low, high)
+    else:
+        log_ratio = logprobs - old_logprobs
+        if config.loss == "gspo":
+            log_ratio = logprobs - logprobs.detach() + sequence_mean(log_ratio, mask).detach()
+        losses, clipped = clipped_losses(log_ratio.exp(), advantage, low, high)
+        importance, _ = importance_weights(old_logprobs, engine_logprobs, mask, config)
+        losses = importance * losses
+    if reference_logprobs is not None:
+        # k3's own gradient is that of KL(reference || policy); times the ratio, it is that of KL(policy || reference).
+        ratio = (logprobs - old_logprobs).exp()
+        losses = losses + config.kl_coef * ratio * kl_estimate(logprobs, reference_logprobs)
+    return losses, clipped
+
+
+def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
+    """The bounds that the ratio is clipped to."""
+    below, above = CLIP[config.loss]
+    low = 1 - (below if config.clip_low is None else config.clip_low)
+    return low, 1 + (above if config.clip_high is None else config.clip_high)
+
+
+def clipped_losses(
+    ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-min(r A, clip(r, low, high) A) (PPO, Schulman et al. 2017, arXiv:1707.06347), and where clipping counts."""
+    plain, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def cispo_losses(
+    logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantage: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-sg(clip(r, low, high)) A log p with r = p / p_engine, and where r was clipped. sg lets no gradient through: a
+    token far off loses weight, but never its gradient (MiniMax-M1, 2025, arXiv:2506.13585; the ratio is to what sampled
+    the token, as in The Art of Scaling Reinforcement Learning Compute for LLMs, 2025, arXiv:2510.13786).
+    """
+    ratio = (logprobs - engine_logprobs).exp().detach()
+    return -ratio.clamp(low, high) * advantage * logprobs, (ratio < low) | (ratio > high)
+
+
+def sequence_mean(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean over each completion's tokens, at each of them: [B, T]. Its exponential is the ratio of GSPO (Group
+    Sequence Policy Optimization, Zheng et al. 2025, arXiv:2507.18071), s = (p / p_old) ** (1 / length) of the whole.
+
+    The loss gives each token this value and its own gradient (GSPO-token), so that a token's weight stays its own.
+    """
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    return ((log_ratio * mask).sum(1, keepdim=True) / lengths).expand_as(mask)
+
+
+def importance_weights(
+    old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyLossConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [B, T] by the ratio w = p_old / p_engine, and where it was out of bounds: a bool [B, T].
+
+    - `tis`: min(w, cap) (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, Yao et al. 2025).
+    - `icepop`: w if floor <= w <= cap, else 0 (Every Step Evolves, Ling Team 2025, arXiv:2510.18855).
+    - `sequence_mask`: the completion's product of w if that is at most the cap, else 0 (When Speed Kills Stability, Liu
+      et al. 2025).
+    - `none`: 1.
+    """
+    log_ratio, kind = old_logprobs - engine_logprobs, config.mismatch_correction or "tis"
+    if kind == "none":
+        return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
+    if kind == "sequence_mask":
+        log_ratio = (log_ratio * mask).sum(1, keepdim=True).expand_as(mask)
+    ratio, cap = log_ratio.exp(), config.importance_cap or IMPORTANCE_CAP[kind]
+    if kind == "tis":
+        return ratio.clamp(max=cap), ratio > cap
+    floor = config.importance_floor if kind == "icepop" else 0
+    outside = (ratio < floor) | (ratio > cap)
+    return ratio.masked_fill(outside, 0), outside
+
+
+def token_importance(
+    old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyLossConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `importance_weights`; of `cispo` the clipped ratio, which takes their place, before the first update."""
+    if config.loss != "cispo":
+        return importance_weights(old_logprobs, engine_logprobs, mask, config)
+    ratio, (low, high) = (old_logprobs - engine_logprobs).exp(), clip_range(config)
+    return ratio.clamp(low, high), (ratio < low) | (ratio > high)
+
+
+def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+    """Schulman's k3 estimate of KL(policy || reference) per token, r - log r - 1 with r = p_reference / p: never
+    negative, and unbiased for tokens that the policy sampled; its gradient is not (Approximating KL Divergence, 2020,
+    joschu.net/blog/kl-approx.html).
+    """
+    log_ratio = reference_logprobs - logprobs
+    return log_ratio.exp() - log_ratio - 1
+
+
+def token_weights(mask: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
+    """Weights [B, T] of the tokens in the loss, for a mask [B, T] of those that count.
+
+    - `grpo`, `gspo`: the mean over each completion, then over all B, those without a token included.
+    - `dr_grpo`: the sum over the constant B * max_tokens, so that tokens of long completions count no less.
+    - `dapo`, `cispo`, `ppo`: the mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476).
+    """
+    if config.loss in ("grpo", "gspo"):
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    if config.loss == "dr_grpo":
+        return mask / (len(mask) * config.max_tokens)
+    return mask / mask.sum().clamp(min=1)
+
+
+def loss_weights(
+    mask: torch.Tensor, advantage: torch.Tensor, left_out: torch.Tensor, config: PolicyLossConfig
+) -> torch.Tensor:
+    """`token_weights` [B, T], but 0 where there is no gradient: where the advantage ([B, 1] or [B, T]) is 0, unless the
+    KL makes one, and in completions that are `left_out` [B]. These also leave the mean over all tokens; B stays.
+    """
+    weights = token_weights(mask * ~left_out[:, None], config)
+    return weights if getattr(config, "kl_coef", 0) else weights * (advantage != 0)

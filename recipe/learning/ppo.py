@@ -1,0 +1,219 @@
+"""PPO on tokens: a policy and a critic learn from a reward at each completion's end and a KL penalty at every token.
+
+The algorithm is that of Schulman et al. 2017 (arXiv:1707.06347) as RLHF has it since Ziegler et al. 2019
+(arXiv:1909.08593). One step takes B rollouts of up to T tokens:
+
+    rewards     token_rewards: the clipped score at the last token, less kl_coef * (log p - log p_reference) at each
+    advantages  gae: by the critic's values of the states before each token; whitened over the batch
+    policy      token_losses (objectives.py): clipped by the ratio to the policy that the step began with, times
+                importance weights, which make up for the engine
+    critic      value_losses, clipped around the values that the step began with
+    kl_coef     fixed, or adapted to a target of the KL
+
+Tensors are [B, T], right-padded; a mask is 1 for a completion's tokens and 0 for padding. All means are over tokens.
+docs/objectives.md has the names that TRL and OpenRLHF use.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Gt, Le
+from transformers.hf_argparser import HfArg
+
+from .learner import Learner, LearnerConfig, PolicyLearner, PolicyScores, Proof, learning_rate
+from .lora import without_adapters
+from .model import Model
+from .objectives import PolicyLossConfig
+from .rollout import Rollout
+from .value_models import ValueModel
+
+CRITIC_LEARNING_RATE = 1e-5  # at least, unless it is given: a new value head has all to learn
+KL_ERROR = 0.2  # of the adaptive coefficient: the relative error that counts, at most
+
+
+@dataclass
+class PPOConfig(PolicyLossConfig, LearnerConfig):
+    """What PPO is told."""
+
+    group_size: Annotated[int, Ge(1)] = HfArg(default=8, help="G: completions of each prompt")
+    num_mini_batches: Annotated[int, Ge(1)] = HfArg(default=2, help="updates in each of these passes")
+    cliprange_value: Annotated[float, Gt(0)] = HfArg(default=0.5, help="a value is kept within the old one ± this")
+    gamma: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="discount of later rewards")
+    lam: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="GAE's: 1 is no bias, 0 is least variance")
+    kl_coef: Annotated[float, Ge(0)] = HfArg(default=0.01, help="of the KL to the initial model, in the reward")
+    kl_target: Annotated[float | None, Gt(0)] = HfArg(
+        default=None, help="KL per token to which the coefficient is adapted (default: it stays)"
+    )
+    kl_horizon: Annotated[int, Ge(1)] = HfArg(default=10_000, help="completions in which the coefficient adapts")
+    reward_clip: Annotated[float, Gt(0)] = HfArg(default=10.0, help="scores are kept within ± this")
+    critic_learning_rate: Annotated[float | None, Gt(0)] = HfArg(
+        default=None, help="the critic's (default: the policy's, but 1e-5 at least)"
+    )
+
+
+@dataclass(eq=False)
+class Experience:
+    """What policy and critic learn from in a step: B rollouts and, for their tokens, tensors [B, T]."""
+
+    rollouts: list[Rollout]
+    mask: torch.Tensor
+    scores: PolicyScores
+    advantages: torch.Tensor
+    old_values: torch.Tensor
+    returns: torch.Tensor
+    kl: float  # to the reference: the mean over tokens
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean of the values [B, T] where the mask is 1."""
+    return (values * mask).sum() / mask.sum()
+
+
+def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Their variance, without Bessel's correction."""
+    return masked_mean((values - masked_mean(values, mask)).square(), mask)
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The values [B, T] less their mean, over their standard deviation, where the mask is 1 (Implementation Matters in
+    Deep Policy Gradients, Engstrom et al. 2020, arXiv:2005.12729)."""
+    return (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8) * mask
+
+
+def token_rewards(
+    scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float, reward_clip: float
+) -> torch.Tensor:
+    """Rewards [B, T]: -kl_coef * kl [B, T] at each token, and at the last one also the score [B], clipped (Ziegler et
+    al. 2019, arXiv:1909.08593)."""
+    rewards = -kl_coef * kl * mask
+    last = mask.sum(1).long() - 1
+    return rewards.scatter_add(1, last[:, None], scores.clamp(-reward_clip, reward_clip)[:, None])
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns [B, T] (Generalized Advantage Estimation, Schulman et al. 2016, arXiv:1506.02438):
+    A[t] = delta[t] + gamma * lam * A[t + 1] with delta[t] = r[t] + gamma * V[t + 1] - V[t], and A + V. Nothing follows
+    the last token.
+    """
+    rewards, values = rewards * mask, values * mask
+    advantages, later = torch.zeros_like(values), torch.zeros(len(values))
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    deltas = rewards + gamma * next_values - values
+    for t in reversed(range(values.shape[1])):
+        later = (deltas[:, t] + gamma * lam * later) * mask[:, t]
+        advantages[:, t] = later
+    return advantages, advantages + values
+
+
+def value_losses(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, cliprange: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """max((V - R)^2, (clip(V, V_old ± cliprange) - R)^2) / 2, and where the second is larger: [B, T] both (Engstrom
+    et al. 2020, arXiv:2005.12729; not in PPO's paper)."""
+    plain = (values - returns).square()
+    clipped = (values.clamp(old_values - cliprange, old_values + cliprange) - returns).square()
+    return torch.maximum(plain, clipped) / 2, clipped > plain
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """1 - Var(R - V) / Var(R) over all tokens: 1 if the critic knows the returns, 0 if it says a constant."""
+    variance = masked_var(returns, mask)
+    return float(1 - masked_var(returns - values, mask) / variance) if variance > 0 else 0.0
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOConfig) -> float:
+    """The next coefficient: times 1 + clip(kl / target - 1, ± 0.2) * completions / horizon (Ziegler et al. 2019,
+    arXiv:1909.08593, section 2.2). Without a target, the same one."""
+    if config.kl_target is None:
+        return kl_coef
+    error = max(-KL_ERROR, min(KL_ERROR, kl / config.kl_target - 1))
+    return kl_coef * (1 + error * completions / config.kl_horizon)
+
+
+def estimate(
+    rollouts: list[Rollout], scores: PolicyScores, values: torch.Tensor, config: PPOConfig
+) -> tuple[Experience, dict[str, float]]:
+    """What the step learns from, and its metrics, by the policy's scores, with the reference's log-probabilities, and
+    the critic's values, of B rollouts: [B, T] each."""
+    ones, kl_coef = [torch.ones(len(rollout.completion_ids)) for rollout in rollouts], scores.metrics["kl_coef"]
+    mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
+    kl = (scores.logprobs - scores.reference_logprobs) * mask
+    rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
+    rewards = token_rewards(rewards, kl, mask, kl_coef, config.reward_clip)
+    advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+    metrics = {
+        "kl": float(masked_mean(kl, mask)),
+        "advantages/std": float(masked_var(advantages, mask).sqrt()),
+        "returns/mean": float(masked_mean(returns, mask)),
+        "values/mean": float(masked_mean(values, mask)),
+        "ppo/explained_variance": explained_variance(values, returns, mask),
+    }
+    advantages = whiten(advantages, mask)
+    return Experience(rollouts, mask, scores, advantages, values, returns, metrics["kl"]), metrics
+
+
+class PPOLearner(PolicyLearner):
+    """The policy. Its checkpoint keeps the coefficient of the KL."""
+
+    def __init__(
+        self,
+        path: str,
+        config: PPOConfig,
+        device: torch.device,
+        seed: int = 0,
+        steps: int | None = None,
+        proof: Proof | None = None,
+    ):
+        super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
+        self.own_state = {"kl_coef": config.kl_coef}
+
+    def load_state(self, folder: Path) -> None:
+        super().load_state(folder)
+        if self.config.kl_target is None:  # nothing has adapted it: what the run is told now counts
+            self.own_state["kl_coef"] = self.config.kl_coef
+
+    def score(self, rollouts: list[Rollout], proof: list[Rollout] = ()) -> PolicyScores:
+        """As `PolicyLearner.score`. The model that adapters adapt is the reference, and scores as well."""
+        scores = super().score(rollouts, proof)
+        scores.metrics["kl_coef"] = self.own_state["kl_coef"]
+        if self.model.adapters:
+            with without_adapters(self.model.module):
+                (scores.reference_logprobs,) = self.model.score_all(rollouts)
+        return scores
+
+    def learn(self, experience: Experience) -> dict[str, float]:
+        """The policy's updates of a step. Returns their metrics."""
+        rollouts, nobody = experience.rollouts, torch.zeros(len(experience.rollouts), dtype=torch.bool)
+        scores = replace(experience.scores, reference_logprobs=None)  # the KL is in the reward, not in the loss
+        learned = self._learn_policy(rollouts, experience.advantages, nobody, scores)
+        kl_coef = self.own_state["kl_coef"]
+        self.own_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
+        return learned
+
+
+class CriticLearner(Learner):
+    """The critic: a trunk like the policy's, and a head that gives the value of what comes before each token."""
+
+    def __init__(self, path: str, config: PPOConfig, device: torch.device, seed: int = 0, steps: int | None = None):
+        rate = config.critic_learning_rate or max(learning_rate(config), CRITIC_LEARNING_RATE)
+        config = replace(config, learning_rate=rate, save_merged=False)
+        super().__init__(ValueModel(path, config, device, learns=True, seed=seed), config, seed, steps)
+
+    def values(self, rollouts: list[Rollout]) -> torch.Tensor:
+        """Values [B, T] of the states before the completions' tokens, right-padded with zeros, on the CPU."""
+        return self.model.score_all(rollouts)[0]
+
+    def learn(self, experience: Experience) -> dict[str, float]:
+        """The critic's updates of a step. Returns their metrics."""
+        tensors = {"mask": experience.mask, "old_values": experience.old_values, "returns": experience.returns}
+        learned = self._learn(experience.rollouts, tensors, lambda rows: rows["mask"] / rows["mask"].sum())
+        return {f"critic/{name}": value for name, value in learned.items()}
+
+    def _losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        (values,) = self.model.score(rollouts, width)
+        losses, clipped = value_losses(values, tensors["old_values"], tensors["returns"], self.config.cliprange_value)
+        return {"loss": losses, "clip_fraction": clipped.float()}

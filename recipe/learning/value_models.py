@@ -1,0 +1,98 @@
+"""The models beside the policy: a critic's, which gives values, and a reward model.
+
+Both are transformers' sequence classifiers with one output: a trunk and a linear `score` head. A reward model's head
+reads the last token's hidden state. A critic's head reads every one, so that a reward model can begin a critic.
+"""
+
+import itertools
+
+import torch
+
+from ..errors import RunError
+from .model import Model, choose_attention
+from .rollout import Rollout
+from .sharding import add_forward
+
+
+class ValueModel(Model):
+    """A sequence classifier with one output. Its score of a token is the value of the state before it."""
+
+    new_head = "score"  # as transformers calls it in every causal model's classifier
+    has_engine = False
+    may_lack_head = True  # begun with a policy
+
+    def score(self, rollouts: list[Rollout], width: int) -> tuple[torch.Tensor]:
+        """Values [b, width] of the states before the completions' tokens of one micro-batch, padded with zeros."""
+        return self._token_scores(rollouts, width)
+
+    def _from_pretrained(self, path: str, **loading: bool):
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        config = AutoConfig.from_pretrained(path, num_labels=1)
+        module, missing = self._load_as(AutoModelForSequenceClassification, path, config, **loading)
+        if missing:
+            if missing != [f"{self.new_head}.weight"] or not self.may_lack_head:
+                raise RunError(f"{path} lacks {missing[0]}, so it is no {type(module).__name__}")
+            torch.nn.init.zeros_(module.score.weight)  # all values begin at 0
+        return module
+
+    def _settle(self, module) -> None:
+        self.attention = choose_attention(module.base_model, self.config.attention)
+
+    def _add_scores(self, module) -> None:
+        add_forward(module, "token_scores", _token_values)
+
+
+def _token_values(module, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor]:
+    """Values [N] of the states in which tokens of ids [B, S] were chosen: of what comes before each of them.
+
+    `positions` [N] are the tokens' in `ids.flatten()`. As in logprobs.py, right-padding needs no mask.
+    """
+    states = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return (module.score(states.flatten(0, 1)[positions - 1])[:, 0].float(),)
+
+
+class RewardModel(ValueModel):
+    """A reward model, or one rank of it. It reads text with its own tokenizer, so its vocabulary may be another than
+    the policy's."""
+
+    may_lack_head = False
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.tokenizer.truncation_side = "left"  # the end is what is scored
+
+    def rewards(self, prompts: list, completions: list) -> list[float]:
+        """A score of each completion, text or chat messages, after its prompt."""
+        room = getattr(self.module.config, "max_position_embeddings", None)
+        room = room and min(room, self.tokenizer.model_max_length)  # of 514, RoBERTa has two for padding
+        texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
+        rows = [
+            self.tokenizer(text, add_special_tokens=isinstance(prompt, str), truncation=bool(room), max_length=room)
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
+        rollouts = [Rollout([], row["input_ids"] or [self.tokenizer.eos_token_id], []) for row in rows]
+        (scores,) = self.score_all(rollouts)
+        return scores[:, 0].tolist()
+
+    def score(self, rollouts: list[Rollout], width: int) -> tuple[torch.Tensor]:
+        """The score [b, width] of each of these texts (completions without a prompt), in the first column."""
+        pad = torch.nn.utils.rnn.pad_sequence
+        rows = [torch.tensor(rollout.completion_ids, device=self.device) for rollout in rollouts]
+        ends = {rollout.completion_ids[-1] for rollout in rollouts}
+        # transformers scores the last token that is not this one, be it padding or not.
+        padding = next(token for token in itertools.count() if token not in ends)
+        self.module.config.get_text_config().pad_token_id = padding
+        ids = pad(rows, batch_first=True, padding_value=padding)
+        mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
+        with self.autocast():
+            scores = self.module(input_ids=ids, attention_mask=mask).logits.float()
+        return (torch.nn.functional.pad(scores, (0, width - 1)),)
+
+    def _text(self, prompt: str | list[dict], completion: str | list[dict]) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion
+        *before, last = prompt
+        if last["role"] == "assistant":  # the completion goes on with it
+            prompt, completion = before, [last | {"content": last["content"] + completion[0]["content"]}]
+        return self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)

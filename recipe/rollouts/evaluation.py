@@ -1,0 +1,58 @@
+"""Evaluation: what the policy makes of prompts that no step learns from."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+
+from ..run.actors import ActorGroup
+from ..tasks.rewards import Batch
+from ..tasks.task import Task
+from .engine import complete
+
+
+def evaluate(
+    engines: ActorGroup, task: Task, args, step: int, score: Callable[[Batch, int], Batch] | None = None
+) -> dict[str, float]:
+    """Metrics of completions of the held-out prompts, or none if no evaluation is due after this step.
+
+    One is due every `eval_every` steps, after the last one, and before the first, which is step 0. Each prompt gets one
+    greedy completion or, with `eval_samples`, so many at the temperature of training. A completion passes if its reward
+    is at least `pass_reward`; one whose reward is not known counts for nothing. Returns `eval/reward`, the mean,
+    `eval/pass@1`, `eval/pass@k` for k = 2, 4, ... and `eval_samples`, and `time/eval` in seconds. `score(batch, step)`
+    computes the rewards (default: the task's).
+
+    Nothing of it reaches the training run: each request has a seed of its own, the same ones in every evaluation, and
+    the engines forget the prompts.
+    """
+    if not args.eval_every or (step % args.eval_every and step != args.steps):
+        return {}
+    started, samples = time.perf_counter(), args.eval_samples or 1
+    temperature = args.temperature if args.eval_samples else 0.0
+    sampling = dataclasses.replace(args, group_size=samples, temperature=temperature)
+    batch = complete(engines, task.eval_rows, sampling, step=0, evaluation=True)
+    batch = (score or task.rewards.score)(batch, step)
+    return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}
+
+
+def evaluation_metrics(batch: Batch, args) -> dict[str, float]:
+    """The metrics of an evaluation's completions, which have rewards."""
+    samples = args.eval_samples or 1
+    known = [[own.reward for own in group.rollouts if own.reward is not None] for group in batch.groups]
+    rewards = [reward for group in known for reward in group]
+    metrics = {f"eval/{name}": value for name, value in batch.metrics.items()}
+    if rewards:
+        metrics["eval/reward"] = sum(rewards) / len(rewards)
+    # Sums of floats are rounded.
+    passed = [(len(group), sum(reward > args.pass_reward - 1e-6 for reward in group)) for group in known]
+    for k in sorted({2**i for i in range(samples.bit_length())} | {samples}):
+        chances = [pass_at_k(count, right, k) for count, right in passed if count >= k]
+        if chances:
+            metrics[f"eval/pass@{k}"] = sum(chances) / len(chances)
+    return metrics
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """The probability that at least one of k completions passes, estimated without bias from n samples of which c pass:
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374)."""
+    return 1 - math.comb(samples - passed, k) / math.comb(samples, k)

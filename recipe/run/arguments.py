@@ -1,0 +1,171 @@
+"""Command-line flags made from dataclasses. A field gives a flag's name, default and help, and its type the bounds."""
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+from pydantic import TypeAdapter, ValidationError
+from transformers.hf_argparser import HfArg, HfArgumentParser
+
+from ..errors import TaskError
+from ..functions import import_module
+
+NOT_SAVED = {"resume", "output", "verbose", "ray_address", "remarks"}  # arguments that --resume does not take over
+PATHS = ("model", "critic_model", "reward_model", "dataset", "eval_dataset")  # which may be files or folders
+TASKS = Path(__file__).parents[1] / "tasks"
+
+
+@dataclasses.dataclass
+class RunArguments:
+    """Which model, how many steps, where the results go."""
+
+    model: str | None = HfArg(
+        default=None,
+        help="Hugging Face model or folder, or module:function(folder, seed) that writes one (default: the script's"
+        " choice for the hardware)",
+    )
+    steps: Annotated[int, Ge(1)] = HfArg(default=30, help="learning steps")
+    seed: Annotated[int, Ge(0)] = HfArg(default=0, help="for the order of prompts, sampling and the built-in model")
+    ray_address: str | None = HfArg(
+        default=None, help='address of a Ray cluster, or "auto" (default: start Ray here, for this run)'
+    )
+    output: Path | None = HfArg(default=None, help="run folder (default: a new one under runs/)")
+    save_every: Annotated[int, Ge(0)] = HfArg(
+        default=10, help="steps between checkpoints, with one more at the end; 0: none"
+    )
+    report_to: list[str] = HfArg(
+        default_factory=lambda: ["tensorboard"],
+        help="where metrics and completions go: tensorboard, wandb, trackio, mlflow and others that accelerate knows,"
+        " or none",
+    )
+    resume: Path | None = HfArg(default=None, help="run folder: continue from its last checkpoint")
+    timeout: Annotated[float, Gt(0)] = HfArg(default=3600.0, help="seconds that no phase of a step may exceed")
+    verbose: bool = HfArg(default=False, help="show on the screen what else goes to run.log alone")
+    # Names of the arguments that were set, now or in the run to --resume, and what is to be said of those.
+    given: list[str] = dataclasses.field(default_factory=list, init=False)
+    remarks: list[str] = dataclasses.field(default_factory=list, init=False)
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """--help with each flag in one spelling, and without "(default: None)"."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        action = copy.copy(action)
+        action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
+        return super()._format_action_invocation(action)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if isinstance(action, argparse._StoreFalseAction):  # a --no-flag
+            return "turn this off"
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+class Parser(HfArgumentParser):
+    """Flags of one dataclass. In --help, they stand under the first line of the class that brings them."""
+
+    def __init__(self, cls: type, description: str):
+        types = {field: field.type for field in dataclasses.fields(cls)}
+        super().__init__(
+            cls,
+            description=description,
+            usage="%(prog)s [--flag value ...]",
+            formatter_class=Help,
+            allow_abbrev=False,
+        )
+        for field, bounded in types.items():
+            field.type = bounded  # HfArgumentParser strips the bounds, also from the classes that this one inherits
+        groups = {}
+        for action in [action for action in self._actions if action.dest != "help"]:
+            name = action.dest
+            own = next((base for base in reversed(cls.__mro__) if name in vars(base).get("__annotations__", ())), cls)
+            title = own.__doc__.splitlines()[0].rstrip(".")
+            groups.setdefault(title, self.add_argument_group(title) if title not in groups else None)
+            self._optionals._group_actions.remove(action)
+            groups[title]._group_actions.append(action)
+
+    def given(self) -> dict:
+        """The values of the flags on the command line, and no others."""
+        for action in self._actions:
+            action.given_default, action.default = action.default, argparse.SUPPRESS
+        return vars(self.parse_args())
+
+    def format_help(self) -> str:
+        for action in self._actions:
+            action.default = getattr(action, "given_default", action.default)
+        return super().format_help()
+
+
+def parse(cls: type[RunArguments], description: str) -> RunArguments:
+    """An instance of this dataclass from the command line. With --resume, the flags given to that run are the defaults.
+
+    `description` is the script's docstring; its first line heads --help. Exits with a usage error for bad arguments.
+    """
+    adapter, parser = TypeAdapter(cls), Parser(cls, description.splitlines()[0])
+    given, remarks = parser.given(), []
+    for name in PATHS:
+        if (path := given.get(name)) and os.path.exists(path):
+            given[name] = os.path.abspath(path)  # actors, and a run resumed elsewhere, have another working folder
+    if folder := given.get("resume"):
+        if "output" in given:
+            parser.error("--resume continues in that run's folder: it takes no --output")
+        try:
+            given, remarks = resumed(cls, json.loads((folder / "args.json").read_text()), given)
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--resume {folder}: not a run folder ({error!r})")
+    try:
+        args = adapter.validate_python(task_defaults(cls, given) | given)
+    except TaskError as error:
+        parser.error(str(error))
+    except ValidationError as invalid:
+        error = invalid.errors()[0]
+        if not error["loc"]:  # of several flags together
+            parser.error(str(error["ctx"]["error"]))
+        parser.error(f"argument {flag(error['loc'][0])}: {error['msg']}, not {error['input']}")
+    args.given, args.remarks = [name for name in given if name not in NOT_SAVED], remarks
+    return args
+
+
+def resumed(cls: type, saved: dict, now: dict) -> tuple[dict, list[str]]:
+    """The flags given to a run that goes on, from its `saved` arguments, with those given `now`, and what is to be said
+    of them."""
+    known, before = {field.name for field in dataclasses.fields(cls)}, {name: saved[name] for name in saved["given"]}
+    gone = sorted(before.keys() - known)
+    if {"reward", "reward_model"} & now.keys() and "reward_weights" not in now:
+        before = {name: value for name, value in before.items() if name != "reward_weights"}  # of other rewards
+    changed = [name for name, value in now.items() if name not in NOT_SAVED and saved.get(name, value) != value]
+    remarks = []
+    if gone:
+        remarks.append(f"that run had {', '.join(map(flag, gone))}, which this script does not know: left out")
+    if changed:
+        remarks.append("not as in that run: " + ", ".join(f"{flag(n)} {now[n]} ({saved[n]})" for n in changed))
+    return {name: value for name, value in before.items() if name in known} | now, remarks
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def task_defaults(cls: type, given: dict) -> dict:
+    """What the task sets: `DEFAULTS` of the module recipe/tasks/`task`.py, or of one in the working folder.
+
+    If a dataset is given, the task's splits and its evaluation do not apply; nor does the reward of a task that nobody
+    asked for. If a reward or a reward model is given, the task's rewards do not. Raises TaskError if there is no such
+    module, or no such flag.
+    """
+    if not (task := given.get("task", getattr(cls, "task", None))):
+        return {}
+    ours = (TASKS / f"{task}.py").exists()
+    module = import_module(f"--task {task}", f"recipe.tasks.{task}" if ours else task)
+    if not isinstance(defaults := getattr(module, "DEFAULTS", None), dict):
+        raise TaskError(f"--task {task}: {module.__file__} has no DEFAULTS")
+    if unknown := defaults.keys() - {field.name for field in dataclasses.fields(cls)}:
+        raise TaskError(f"--task {task}: DEFAULTS has {' and '.join(sorted(unknown))}, for which there is no flag")
+    replaced = ("dataset", "eval_") if "dataset" in given else ()
+    others = {"reward", "reward_model"} if "task" in given else {"reward", "reward_model", "dataset"}
+    replaced += ("reward",) if others & given.keys() else ()
+    return {name: value for name, value in defaults.items() if not name.startswith(replaced)}

@@ -1,0 +1,275 @@
+"""Models and checkpoints: which model a run starts or continues from, and how a checkpoint is written."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import RunError
+from ..functions import named_function
+from ..learning.lora import adapted_model, check_adapters, check_flags
+from ..learning.saving import state_files
+from ..learning.sharding import wait_for_ranks
+from .arguments import RunArguments
+
+DEFAULT_MODEL = "facebook/opt-125m"
+BUILTIN_MODEL = "recipe.tasks.tiny_model:build_tiny_model"
+BUILTIN_BASE = "recipe.tasks.tiny_model:build_tiny_base"  # of adapters
+BUILTIN_LEARNING_RATE = 3e-3
+CHECKPOINTS_KEPT = 2
+CRITIC = "critic"  # its folder in a checkpoint
+
+
+@dataclass(frozen=True)
+class Models:
+    """What a run begins with: names of models on the hub, or folders."""
+
+    initial: str  # that the run began with when it was new
+    loaded: str  # by trainer and engine: the same or, with --resume, the last checkpoint, if that is a whole model
+    checkpoint: Path | None  # whose training state the trainer goes on from, with --resume
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """If a write to the folder fails because of the disk, raise the disk's error, such as "No space left on device".
+
+    Writers hide it: torch.save says "unexpected pos 2929408 vs 2929296".
+    """
+    try:
+        yield
+    except Exception as error:
+        try:
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(bytes(1 << 20))
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as cause:
+            raise OSError(cause.errno, cause.strerror, str(folder)) from error
+        raise
+
+
+def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], rank: int = 0) -> Path:
+    """Write a checkpoint with `save(folder)`, on all ranks, and return its folder. Old checkpoints are removed.
+
+    The folder gets its final name last, so a kill at any moment leaves a whole checkpoint.
+    """
+    final = run_folder / f"checkpoint-{step:06d}"
+    unfinished = empty_folder(run_folder / f"unfinished-{step:06d}", rank)
+    with disk_errors(run_folder):
+        save(unfinished)
+    wait_for_ranks()
+    if rank == 0:
+        with disk_errors(run_folder):
+            for path in [*unfinished.rglob("*"), unfinished]:
+                flush_to_disk(path)
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.rename(final)
+        flush_to_disk(run_folder)
+        for old in sorted(run_folder.glob("checkpoint-*"))[:-CHECKPOINTS_KEPT]:
+            shutil.rmtree(old)
+    return final
+
+
+def empty_folder(folder: Path, rank: int) -> Path:
+    """An empty folder, made by the first of the ranks that call this. Raises RunError if one of them cannot see it."""
+    if rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        with disk_errors(folder.parent):
+            folder.mkdir(parents=True)
+    wait_for_ranks()
+    if not folder.is_dir():
+        raise RunError(
+            f"{folder} is not on this node: all ranks write their parts of a checkpoint, so that --output must be on a"
+            " disk that their nodes share"
+        )
+    return folder
+
+
+def last_checkpoint(run_folder: Path, of_model: str) -> Path:
+    """The newest checkpoint. Raises RunError if there is none, if a file of it cannot be read, or if its model differs
+    from `of_model`."""
+    checkpoints = sorted(run_folder.glob("checkpoint-*"))
+    if not checkpoints:
+        raise RunError(f"{run_folder} has no checkpoint to continue from")
+    *before, last = checkpoints
+    try:
+        check_files(last)
+    except RunError as error:
+        older = f"; to go on from {before[-1].name}, remove {last}" if before else ", and there is no other checkpoint"
+        raise RunError(f"{error}{older}") from error
+    shapes = [check_model(str(path)) for path in (adapted_model(last) or last, of_model)]
+    if shapes[0] != shapes[1]:
+        raise RunError(f"{last} is a checkpoint of another model than {of_model}: {shapes[0]}, {shapes[1]}")
+    return last
+
+
+def check_files(checkpoint: Path) -> None:
+    """Raise RunError for a file of weights or training state that is cut short or no such file. Reads their heads."""
+    import torch
+    from safetensors import safe_open
+
+    for file in [*checkpoint.rglob("*.safetensors"), *state_files(checkpoint), *state_files(checkpoint / CRITIC)]:
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, framework="pt"):
+                    pass
+            else:
+                torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # torch and safetensors raise what they like
+            raise RunError(f"{file} cannot be read ({str(error).splitlines()[0]})") from error
+
+
+def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Models, RunArguments]:
+    """The models of a new run, or of the one to resume, and the arguments with this model's learning rate.
+
+    Without --model, the built-in model on CPU, with its own learning rate unless another was chosen. A model that is a
+    function's to make is made in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume
+    has no checkpoint or no steps left.
+    """
+    check_flags(args)
+    name = args.model or DEFAULT_MODEL
+    if args.model is None and ((run_folder / "model").is_dir() if args.resume else device == "cpu"):
+        name = BUILTIN_BASE if args.lora_rank else BUILTIN_MODEL
+        args = replace_flags(args, learning_rate=args.learning_rate or BUILTIN_LEARNING_RATE)
+    initial = load_or_make(name, run_folder / "model", args)
+    checkpoint = last_checkpoint(run_folder, of_model=initial) if args.resume else None
+    if checkpoint:
+        check_adapters(checkpoint, args)
+        if (done := int(checkpoint.name.rpartition("-")[2])) >= args.steps:
+            raise RunError(f"that run has done its {done} steps: ask for more with --steps")
+    if args.ray_address:
+        folders = {path for path in (initial, str(checkpoint or initial)) if os.path.isdir(path)}
+        check_nodes(sorted(folders), "GPU" if device == "cuda" else "CPU")
+    return Models(initial, initial if args.lora_rank else str(checkpoint or initial), checkpoint), args
+
+
+def replace_flags(args: RunArguments, **changes) -> RunArguments:
+    """The arguments with these values in place of theirs, which nobody gave."""
+    changed = replace(args, **changes)
+    changed.given, changed.remarks = args.given, args.remarks
+    return changed
+
+
+def choose_ppo_models(
+    run_folder: Path, args: RunArguments, device: str
+) -> tuple[dict[str, str], dict[str, Path], RunArguments]:
+    """What each actor of rlhf_ppo.py loads, by name, the folders whose training state trainer and critic go on from,
+    and the arguments as `choose_models` returns them.
+
+    The critic is that of the checkpoint, if it has one, or `--critic-model`, or the initial policy. Both may have
+    adapters: then the checkpoint has those alone, and the policy without them is the reference. A reward model that is
+    a function's to make is made in the run's folder. Raises RunError for models that do not fit.
+    """
+    if args.kl_target and not args.kl_coef:
+        raise RunError("--kl-target multiplies --kl-coef, which is 0 and stays so: give it a start above 0")
+    models, args = choose_models(run_folder, args, device)
+    critic, reward_model = args.critic_model or models.initial, args.reward_model
+    states = {"trainer": models.checkpoint} if models.checkpoint else {}
+    if models.checkpoint and (models.checkpoint / CRITIC).is_dir():
+        states["critic"] = models.checkpoint / CRITIC
+        check_adapters(states["critic"], args)
+        critic = critic if args.lora_rank else str(states["critic"])
+    check_critic(critic, models.loaded)
+    if reward_model:
+        reward_model = load_or_make(reward_model, run_folder / "reward_model", args, "--reward-model")
+        check_reward_model(reward_model)
+    if args.ray_address:
+        folders = [path for path in (critic, reward_model) if path and os.path.isdir(path)]
+        check_nodes(folders, "GPU" if device == "cuda" else "CPU")
+    reference = None if args.lora_rank else models.initial
+    paths = {"trainer": models.loaded, "critic": critic, "reference": reference, "reward_model": reward_model}
+    return {name: path for name, path in paths.items() if path}, states, args
+
+
+def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--model") -> str:
+    """The model of this name. If that is module:function, this folder, where the function has made it for a new run.
+
+    Raises RunError if it cannot be loaded.
+    """
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        builder, name = name, str(folder)
+        if not (args.resume and folder.is_dir()):
+            named_function(flag, builder)(name, args.seed)
+    check_model(name)
+    return name
+
+
+def check_nodes(folders: list[str], resource: str) -> None:
+    """Raise RunError if a node with this resource, where Ray may place trainer or engine, lacks one of the folders."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    lacking = ray.remote(lambda: [folder for folder in folders if not os.path.isdir(folder)])
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
+    answers = [
+        lacking.options(num_cpus=0, scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes
+    ]
+    for node, missing in zip(nodes, ray.get(answers, timeout=60), strict=True):
+        if missing:
+            raise RunError(
+                f"{missing[0]} is not on the node {node['NodeManagerAddress']}: on a cluster, a model's folder, and the"
+                " --output of a run to --resume, must be on every node at the same path, or on a disk that all share"
+            )
+
+
+def check_model(model: str) -> dict:
+    """The sizes that tell two models apart. Raises RunError if transformers cannot load the configuration."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).to_dict()
+    except Exception as error:  # transformers and its hub client raise different errors by version
+        folder = "no such folder, and the hub has none" if not Path(model).exists() else "not a model's folder"
+        raise RunError(f"cannot load the model {model}: {folder} ({str(error).splitlines()[0]})") from error
+    names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return {name: config.get(name) for name in names}
+
+
+def check_critic(critic: str, model: str) -> None:
+    """Raise RunError if the critic does not read the tokens of this model."""
+    from transformers import AutoTokenizer
+
+    check_model(critic)
+    vocabularies = [AutoTokenizer.from_pretrained(path).get_vocab() for path in (critic, model)]
+    if vocabularies[0] != vocabularies[1]:
+        raise RunError(
+            f"the critic {critic} has another tokenizer than {model}: it reads the policy's tokens, so --critic-model"
+            " needs the same vocabulary"
+        )
+
+
+def check_reward_model(path: str) -> None:
+    """Raise RunError for a model without a head of one output, or with fewer embeddings than tokens."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    kind = (config.architectures or ["?"])[0]
+    if not kind.endswith("ForSequenceClassification"):
+        raise RunError(f"the reward model {path} is a {kind}: a ...ForSequenceClassification with one output is wanted")
+    if config.num_labels != 1:
+        raise RunError(f"the reward model {path} has {config.num_labels} outputs: one is wanted")
+    largest, rows = max(tokenizer.get_vocab().values()), config.get_text_config().vocab_size
+    if largest >= rows:
+        raise RunError(
+            f"the reward model {path} has the tokenizer of another vocabulary: token {largest}, and {rows} embeddings"
+        )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically: a kill at any moment leaves the old or the new text."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(text)
+    flush_to_disk(unfinished)
+    unfinished.rename(path)
+
+
+def flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,260 @@
+"""The folder of a run: its arguments, metrics, picture, log and checkpoints.
+
+args.json             the arguments, and which of them were given: those are the defaults of --resume
+metrics.jsonl         one line per step; step 0 has the evaluation before the first
+completions.jsonl     one line per completion: step, prompt, text, rewards, advantage (PPO's are of tokens: none)
+tensorboard/          metrics as TensorBoard events, or wandb/ with --report-to wandb
+reward.png            reward, evaluation, mismatch and sync time over the steps
+run.log               what vLLM and libraries say, in all processes
+lock                  locked during a run
+checkpoint-000010/    model or adapters in Hugging Face format, trainer_state.pt for --resume; the last two are kept
+"""
+
+import dataclasses
+import fcntl
+import gc
+import json
+import logging
+import math
+import sys
+import time
+import traceback
+import uuid
+from contextlib import redirect_stderr, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from rlhf_utils import SyncReport, WeightSyncError
+
+from ..errors import RunError, UserError
+from ..learning.objectives import advantages
+from ..learning.rollout import Rollout, known_rewards
+from ..tasks.rewards import Batch
+from .arguments import NOT_SAVED, RunArguments
+from .checkpoint import disk_errors, replace_file
+from .trackers import Trackers
+
+SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
+ON_SCREEN = {  # of a step's metrics
+    "reward/mean": "reward {:.3f}",
+    "logprobs/mismatch": "mismatch {:.1e}",
+    "time/rollout": "rollout {:.2f} s",
+    "time/train": "train {:.2f} s",
+    "time/sync": "sync {:.4f} s",
+    "sync/GBps": "{:.2f} GB/s",
+    "tokens/s": "{:6,.0f} tokens/s",
+    "eval/reward": "eval {:.3f}",
+}
+
+
+class RunFolder:
+    """A run's folder. While it is open, what goes to sys.stderr goes to run.log.
+
+    That is what vLLM logs and libraries warn of, here and in the actors, whose output Ray passes on. What somebody
+    prints, in a reward or an actor, stays on the screen.
+    """
+
+    def __init__(self, args: RunArguments, script: str):
+        self.path = (
+            args.resume or args.output or Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+        ).resolve()
+        if not args.resume and any(self.path.glob("checkpoint-*")):
+            raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
+        self.args, self.steps_done = args, None
+        self.trackers = Trackers(args.report_to)  # before anything is left behind
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = (self.path / "lock").open("w")
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.log = (self.path / "run.log").open("a", buffering=1)
+        except BlockingIOError as error:
+            raise RunError(f"another run is using {self.path}") from error
+        except OSError as error:
+            raise RunError(f"cannot write to the run folder {self.path}: {error}") from error
+        self.metrics_file, self.completions_file = self.path / "metrics.jsonl", self.path / "completions.jsonl"
+        self.rows: list[dict] = []
+
+    def __enter__(self) -> "RunFolder":
+        self.redirected = redirect_stderr(sys.stderr if self.args.verbose else self.log)
+        self.redirected.__enter__()
+        logging.getLogger("torch").setLevel(logging.ERROR)  # its handler holds on to the screen
+        for remark in self.args.remarks:
+            self.say(remark)
+        return self
+
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        if details := getattr(error, "details", None):  # an actor's traceback
+            self.say(details)
+        elif isinstance(error, Exception) and not isinstance(error, (UserError, WeightSyncError, OSError)):
+            self.say("".join(traceback.format_exception(error)).rstrip())
+        if error and self.steps_done is not None and any(self.path.glob("checkpoint-*")):
+            self.say(f"the last checkpoint is whole; to go on: --resume {self.path}")
+        if error is None:
+            self.trackers.finish()  # otherwise they see that this process fails
+        self.redirected.__exit__(None, None, None)
+        with suppress(OSError):  # the disk is full
+            self.log.close()
+        self.lock.close()
+
+    def say(self, text: str) -> None:
+        """Print for the user."""
+        if text:
+            print(f"\x1b[K{text}" if sys.stdout.isatty() else text, flush=True)
+
+    def progress(self, phase: str, seconds: int) -> None:
+        """Show what goes on: on a terminal in a line that the next output overwrites, elsewhere every ten seconds."""
+        if sys.stdout.isatty():
+            print(f"\x1b[K{phase} ... {seconds} s", end="\r", flush=True)
+        elif seconds and seconds % 10 == 0:
+            self.say(f"{phase} ... {seconds} s")
+
+    def start_metrics(self, steps_done: int, args: RunArguments) -> None:
+        """Save the arguments, as the script has settled them, drop metrics and completions of steps after `steps_done`,
+        and start the trackers."""
+        self.rows = _keep_rows(self.metrics_file, steps_done)
+        _keep_rows(self.completions_file, steps_done)
+        file = self.path / "args.json"
+        before = json.loads(file.read_text()) if steps_done and file.exists() else {}
+        settled = {name: value for name, value in dataclasses.asdict(args).items() if name not in NOT_SAVED}
+        config = settled | {name: getattr(self.args, name) for name in self.args.given}  # taken over as it was given
+        config["run_id"] = before.get("run_id") or uuid.uuid4().hex[:8]
+        replace_file(file, json.dumps(config, indent=1, default=str) + "\n")
+        self.trackers.start(self.path, config["run_id"], steps_done, config)
+        self.args, self.steps_done = args, steps_done
+        self.began = self.logged = time.perf_counter()
+
+    def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
+        """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does.
+
+        Adds the batch's metrics and the sync's; `time/step`, the seconds since the last step's line without evaluation;
+        and `tokens/s`, the completions' tokens over that. Shows some completions of the first step and of the last one.
+        """
+        metrics = batch.metrics | metrics
+        metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
+        seconds = time.perf_counter() - self.logged - metrics.get("time/eval", 0.0)
+        tokens = sum(len(rollout.completion_ids) for rollout in batch.rollouts)
+        completions = self._completions(step, batch)
+        with disk_errors(self.path), self.completions_file.open("a") as file:
+            file.writelines(json.dumps(row, default=str) + "\n" for row in completions)
+        self.trackers.log_completions(step, completions)
+        self.log_metrics(step, metrics | {"time/step": seconds, "tokens/s": tokens / seconds})
+        if step in (self.steps_done + 1, self.args.steps):
+            self.show(batch)
+
+    def _completions(self, step: int, batch: Batch) -> list[dict]:
+        kind = getattr(self.args, "advantage", None)  # PPO's are of tokens, not of completions
+        rewards = known_rewards(batch.rollouts)
+        advantage = iter(advantages(rewards, self.args.group_size, kind).tolist() if kind else ())
+        return [
+            {"step": step, "prompt": group.row.prompt, "text": rollout.text}
+            | {"rewards": rollout.rewards}
+            | ({"advantage": next(advantage)} if kind else {})
+            | rollout.extra
+            for group in batch.groups
+            for rollout in group.rollouts
+        ]
+
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Append one step's metrics to metrics.jsonl, give them to the trackers, and print the main ones."""
+        self.rows.append({"step": step, **metrics})
+        with disk_errors(self.path):
+            with self.metrics_file.open("a") as file:
+                file.write(json.dumps(self.rows[-1]) + "\n")
+            self.trackers.log(step, metrics)
+        self.logged = time.perf_counter()
+        steps, done = self.args.steps, step - self.steps_done
+        said = [f"step {step:{len(str(steps))}}/{steps}"]
+        said += [text.format(metrics[name]) for name, text in ON_SCREEN.items() if name in metrics]
+        if done and step < steps:
+            left = (self.logged - self.began) / done * (steps - step)
+            said.append(f"{timedelta(seconds=round(left))} left")
+        self.say("  ".join(said))
+
+    def saves(self, step: int) -> bool:
+        """Whether to save a checkpoint after this step: every `save_every` steps and at the end, or never (0)."""
+        every = self.args.save_every
+        return every > 0 and (step % every == 0 or step == self.args.steps)
+
+    def show(self, batch: Batch, count: int = 3) -> None:
+        """Print the first completion of a few prompts, each in a line."""
+        for group in batch.groups[:count]:
+            first = group.rollouts[0]
+            said = "" if first.reward is None else f"{first.reward:5.2f}  "
+            self.say(f"  {said}{_line(group.row.text)} -> {_line(first.text)}")
+
+    def summary(self, rollouts: list[Rollout]) -> str:
+        """The last line of a run, for rollouts generated with the last weights. Draws reward.png if it is missing."""
+        if not self.args.save_every:
+            self.draw()  # otherwise drawn with each checkpoint
+        steps, evaluated = self._steps_and_evaluations()
+        first, last = steps[0].get("reward/mean", math.nan), float(known_rewards(rollouts).nanmean())
+        seconds = sorted(row["time/sync"] for row in steps)[len(steps) // 2]
+        said = f"OK: reward {first:.3f} -> {last:.3f} in {len(steps)} steps, {seconds:.4f} s per sync (median)"
+        if evaluated:
+            said += ", eval {:.3f} -> {:.3f}".format(*(evaluated[i]["eval/reward"] for i in (0, -1)))
+        return said
+
+    def _steps_and_evaluations(self) -> tuple[list[dict], list[dict]]:
+        """The rows of metrics with a learning step, and those with an evaluation, which step 0 has alone."""
+        return [row for row in self.rows if row["step"]], [row for row in self.rows if "eval/reward" in row]
+
+    def draw(self) -> Path:
+        """Write reward.png: reward, evaluation, mismatch and sync time over the steps."""
+        picture = self.path / "reward.png"
+        with disk_errors(self.path):
+            self._figure().savefig(picture, dpi=120)
+        gc.collect()  # figures contain reference cycles and take megabytes each
+        return picture
+
+    def _figure(self):
+        from matplotlib.figure import Figure
+
+        rows, evaluated = self._steps_and_evaluations()
+        steps = [row["step"] for row in rows]
+        mean, std, mismatch, sync = (
+            [row.get(name, math.nan) for row in rows]
+            for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/sync")
+        )
+        figure = Figure(figsize=(8, 8))
+        top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+        top.plot(steps, mean, color="tab:blue", label="mean")
+        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
+        top.fill_between(steps, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="± 1 std of the batch")
+        if evaluated:
+            held_out = [row["eval/reward"] for row in evaluated]
+            top.plot([row["step"] for row in evaluated], held_out, "o-", color="tab:orange", label="held-out prompts")
+        top.set_ylabel("reward")
+        top.legend(loc="lower right", frameon=False)
+        middle.semilogy(steps, mismatch, color="tab:red")
+        middle.set_ylabel("mean |Δ logprob|\nengine - trainer")
+        bottom.plot(steps, [1e3 * seconds for seconds in sync], color="tab:green")
+        bottom.set_ylim(bottom=0)
+        bottom.set_ylabel("weight sync (ms)")
+        bottom.set_xlabel("step")
+        bottom.xaxis.get_major_locator().set_params(integer=True)
+        for axes in (top, middle, bottom):
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+        top.set_title(self.path.name)
+        figure.tight_layout()
+        return figure
+
+
+def _line(text: str) -> str:
+    """The text as it would stand in code, cut to a line."""
+    return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
+
+
+def _keep_rows(file: Path, steps_done: int) -> list[dict]:
+    """Drop a JSON-lines file's rows of steps after `steps_done`, or all if that is 0. Returns what is left."""
+    rows = []
+    with file.open("a+b") as lines:
+        lines.seek(0)
+        end = 0
+        for line in lines if steps_done else ():
+            if not line.endswith(b"\n") or (row := json.loads(line))["step"] > steps_done:  # a kill truncates the last
+                break
+            rows.append(row)
+            end += len(line)
+        lines.truncate(end)
+    return rows

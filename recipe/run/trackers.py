@@ -1,0 +1,67 @@
+"""Where a run reports beside its own folder: accelerate's trackers, such as TensorBoard, Weights & Biases and Trackio.
+
+A tracker gets the metrics of each step and, where it has tables, the completions.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from ..errors import RunError
+
+NONE = "none"
+
+
+class Trackers:
+    """The trackers of these names. Raises RunError for a name that is none, or whose package is not there."""
+
+    def __init__(self, names: list[str]):
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+        if unknown := [name for name in names if name not in (NONE, *LOGGER_TYPE_TO_CLASS)]:
+            raise RunError(f"--report-to {unknown[0]} is none of {', '.join((NONE, *LOGGER_TYPE_TO_CLASS))}")
+        self.names = [name for name in names if name != NONE]
+        available = {str(kind.value) for kind in get_available_trackers()}
+        if missing := [name for name in self.names if name not in available]:
+            raise RunError(f"--report-to {missing[0]}: its package is not installed (pip install {missing[0]})")
+        self.running = []
+
+    def start(self, folder: Path, run_id: str, steps_done: int, config: dict) -> None:
+        """Begin to report a run, or go on after `steps_done`. `config` are the run's arguments.
+
+        The project is the one that the tracker's variable names, such as WANDB_PROJECT, or "rlhf".
+        """
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        options = {
+            "tensorboard": {"logging_dir": folder, "purge_step": steps_done + 1},
+            "wandb": {"name": folder.name, "dir": str(folder), "id": run_id, "resume": "allow"},
+            "trackio": {"name": folder.name, "resume": "allow" if steps_done else "never"},
+        }
+        for name in self.names:
+            project = name if name == "tensorboard" else os.environ.get(f"{name.upper()}_PROJECT", "rlhf")
+            tracker = LOGGER_TYPE_TO_CLASS[name](project, **options.get(name, {}))
+            tracker.start()
+            if name != "tensorboard":  # it would make a run of its own of them
+                tracker.store_init_configuration({key: as_text(value) for key, value in config.items()})
+            self.running.append(tracker)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for tracker in self.running:
+            tracker.log(metrics, step=step)
+
+    def log_completions(self, step: int, table: list[dict]) -> None:
+        """Completions of a step, one row each: the columns of completions.jsonl, by name."""
+        rows = [[as_text(value) for value in row.values()] for row in table]
+        for tracker in self.running:
+            if hasattr(tracker, "log_table"):
+                tracker.log_table("completions", columns=[*table[0]], data=rows, step=step)
+
+    def finish(self) -> None:
+        for tracker in self.running:
+            tracker.finish()
+
+
+def as_text(value) -> str | float | None:
+    """A cell of a table: a number as it is, messages and rewards as JSON."""
+    return value if value is None or isinstance(value, (str, float, int)) else json.dumps(value, default=str)

@@ -1,0 +1,114 @@
+"""Rows of a dataset: a prompt each, and other columns for the rewards."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import TaskError
+from ..functions import failed, named_function
+
+FORMATS = {".jsonl": "text", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # as `datasets` calls them
+
+
+@dataclass
+class Row:
+    """A prompt, text or chat messages, and its other columns. `origin` says where it comes from, for errors."""
+
+    prompt: str | list[dict]
+    columns: dict
+    origin: str
+    prompt_ids: list[int] = field(default_factory=list)  # what the engine gets, and the trainer learns on
+
+    @property
+    def text(self) -> str:
+        """The prompt as it is shown: of messages the last one."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+
+def load_rows(name: str, config: str | None, split: str, mapping: str | None, reserved: Iterable[str]) -> list[Row]:
+    """The rows of one split of a dataset, mapped by the function `mapping` ("module:function"), if there is one.
+
+    Columns that some rows lack are None there, as TRL's rewards expect. A row that the function maps to None is left
+    out. Raises TaskError, which names the row, for a prompt that is none, or a column with a `reserved` name.
+    """
+    function, rows = named_function("--map", mapping) if mapping else None, []
+    for number, record in enumerate(_records(name, config, split)):
+        origin = f"{name}, row {number} of {split}"
+        if name.endswith(".jsonl") and not record.strip():
+            continue
+        mapped = _parsed(record, origin) if name.endswith(".jsonl") else record
+        if function:
+            try:
+                mapped = function(mapped)
+            except Exception as error:
+                raise failed(f"{origin}: --map {mapping}", error) from error
+            if mapped is None:
+                continue
+        rows.append(_row(mapped, origin, reserved))
+    if not rows:
+        raise TaskError(f"{name} has no prompts")
+    columns = dict.fromkeys(column for row in rows for column in row.columns)  # in the order of appearance
+    for row in rows:
+        row.columns = {column: row.columns.get(column) for column in columns}
+    return rows
+
+
+def _parsed(line: str, origin: str):
+    """What a line of JSON says. The reader of `datasets` would make a time of a text such as "2026-01-31"."""
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise TaskError(f"{origin}: not JSON ({error})") from error
+
+
+def _row(record: dict, origin: str, reserved: Iterable[str]) -> Row:
+    record = _without_nones(record)
+    prompt = record.get("prompt") if isinstance(record, dict) else None
+    messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+    if not prompt or not (messages or isinstance(prompt, str)):
+        raise TaskError(f'{origin}: not an object with a "prompt" that is a text or a list of chat messages')
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise TaskError(f"{origin}: the prompt is not Unicode text ({error})") from error
+    if taken := record.keys() & set(reserved):
+        raise TaskError(f"{origin}: a reward gets {' and '.join(sorted(taken))} from the run itself")
+    return Row(prompt, {name: value for name, value in record.items() if name != "prompt"}, origin)
+
+
+def _without_nones(value):
+    """`datasets` gives every object in a column the keys of all, with None where there was none. Chat templates, and
+    schemas of tools, take that for a value."""
+    if isinstance(value, dict):
+        return {key: _without_nones(part) for key, part in value.items() if part is not None}
+    return [_without_nones(part) for part in value] if isinstance(value, list) else value
+
+
+def _records(name: str, config: str | None, split: str) -> list[dict | str]:
+    """The rows of what `datasets.load_dataset` takes, of a local file (of .jsonl, its lines), or of a function."""
+    if re.fullmatch(r"[\w.]+:\w+", name):
+        try:
+            return list(named_function("--dataset", name)(split))
+        except TaskError:
+            raise
+        except Exception as error:
+            raise failed(f"--dataset {name}", error) from error
+    import datasets  # only where it is needed: importing it takes a second
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is in the error that it raises, too
+    file_format = FORMATS.get(Path(name).suffix)
+    source = {"path": file_format, "data_files": name} if file_format else {"path": name, "name": config}
+    source |= {"encoding": "utf-8-sig"} if file_format == "text" else {}  # with or without a byte-order mark
+    with tempfile.TemporaryDirectory() as cache:  # local files need none
+        local = {"cache_dir": cache} if os.path.exists(name) else {}
+        try:
+            rows = datasets.load_dataset(**source, split=split, **local)
+            return list(rows["text"] if file_format == "text" else rows)
+        except Exception as error:  # `datasets` and its hub client raise different errors by version
+            cause = str(error.__cause__ or error).strip().partition("\n")[0]
+            raise TaskError(f"cannot load the dataset {name}: {type(error).__name__}: {cause}") from error

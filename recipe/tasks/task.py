@@ -1,0 +1,211 @@
+"""The task: what is learned from, what is held out, and the rewards. The default task is uppercase.py.
+
+A named task is a module with `DEFAULTS` for the flags: uppercase.py, addition.py and gsm8k.py are three, and
+`--task mine` takes mine.py of the working folder. docs/tasks.md shows how to write one.
+"""
+
+import functools
+import json
+import random
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Lt
+from pydantic import AfterValidator
+from transformers.hf_argparser import HfArg
+
+from ..errors import TaskError
+from ..functions import json_object
+from .dataset import Row, load_rows
+from .rewards import FROM_THE_RUN, Rewards
+
+FILES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+@dataclass
+class TaskArguments:
+    """Prompts and rewards."""
+
+    task: str = HfArg(
+        default="uppercase", help="a module of recipe/tasks/, or your own: its DEFAULTS set the defaults of other flags"
+    )
+    dataset: str | None = HfArg(
+        default=None,
+        aliases=["--prompts"],
+        help="file (.jsonl, .json, .parquet, .csv), folder or name for datasets.load_dataset, or module:function",
+    )
+    dataset_config: str | None = HfArg(default=None, help="of a dataset from the hub")
+    dataset_split: str = HfArg(default="train", help='to learn from, also "train[:1000]"')
+    map: str | None = HfArg(
+        default=None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'
+    )
+    eval_dataset: str | None = HfArg(default=None, help="to evaluate on (default: --dataset, if --eval-split is given)")
+    eval_split: str | None = HfArg(default=None, help="of the dataset to evaluate on (default: test; of a file: train)")
+    eval_share: Annotated[float, Ge(0), Lt(1)] = HfArg(
+        default=0.0, help="share of the prompts that is evaluated on instead of learned from"
+    )
+    system_prompt: str | None = HfArg(default=None, help="for chat messages that begin without one")
+    chat_template_kwargs: Annotated[str, AfterValidator(json_object)] = HfArg(
+        default="{}", help="for the chat template: '{\"enable_thinking\": false}'"
+    )
+    reward: list[str] | None = HfArg(
+        default=None,
+        help="module:function; TRL's signature: reward(prompts, completions, **columns) gives floats",
+        metadata={"action": "extend"},
+    )
+    reward_weights: list[float] | None = HfArg(
+        default=None, help="of the rewards in their sum, in the order of --reward (default: 1 each)"
+    )
+    eval_every: Annotated[int, Ge(0)] = HfArg(
+        default=0, help="steps between evaluations, with one more before the first and after the last; 0: none"
+    )
+    eval_samples: Annotated[int, Ge(0)] = HfArg(
+        default=0, help="completions of each prompt to evaluate on, for pass@k; 0: a greedy one"
+    )
+    pass_reward: float = HfArg(default=1.0, help="a completion with this reward, or more, passes an evaluation")
+    prompts_per_step: Annotated[int, Ge(1)] = HfArg(default=8, help="prompts in one learning step")
+
+
+class Task:
+    """Prompts to learn from and to evaluate on, and the rewards of their completions."""
+
+    def __init__(self, rows: list[Row], eval_rows: list[Row], rewards: Rewards, args: TaskArguments):
+        self.rows, self.eval_rows, self.rewards = rows, eval_rows, rewards
+        self.prompts_per_step, self.seed = args.prompts_per_step, args.seed
+        self.chat_template_kwargs = json.loads(args.chat_template_kwargs)
+
+    def draw(self, step: int) -> list[Row]:
+        """The rows of one step (the first is 1). Each epoch has its own order, which depends only on the seed."""
+        count, drawn = self.prompts_per_step, []
+        for position in range((step - 1) * count, step * count):
+            epoch, index = divmod(position, len(self.rows))
+            drawn.append(self.rows[_order(len(self.rows), self.seed, epoch)[index]])
+        return drawn
+
+    def draw_others(self, step: int, count: int, drawn: list[Row]) -> list[Row]:
+        """`count` rows, or as many as there are, that are not among those drawn for this step. They depend on the seed,
+        the step and the number of rows drawn."""
+        known = {id(row) for row in drawn}
+        order = random.Random(f"{self.seed} {step} {len(drawn)}")
+        candidates = order.sample(self.rows, min(len(self.rows), count + len(known)))
+        return [row for row in candidates if id(row) not in known][:count]
+
+    def tokenize(self, model: str, longest: int | None = None) -> None:
+        """Give each row its token ids. With `longest`, check the lengths as well.
+
+        Raises TaskError for the first row without a token, or with one that the model does not know, and for messages
+        that the model's chat template refuses.
+        """
+        from transformers import AutoConfig, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        embeddings = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        for row in [*self.rows, *self.eval_rows]:
+            if isinstance(row.prompt, str):
+                row.prompt_ids = tokenizer.encode(row.prompt)
+            elif tokenizer.chat_template:
+                text = self._render(tokenizer, row)
+                row.prompt_ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+            else:
+                raise TaskError(f"{row.origin}: the prompt is chat messages, and {model} has no chat template")
+            if not row.prompt_ids:
+                raise TaskError(f"{row.origin}: the model's tokenizer makes no token of the prompt {row.text!r}")
+            if max(row.prompt_ids) >= embeddings:
+                raise TaskError(
+                    f"{row.origin}: the tokenizer of {model} makes token {max(row.prompt_ids)} of the prompt, and the"
+                    f" model has embeddings for {embeddings}: they do not belong together"
+                )
+        if longest:
+            self.check_lengths(longest)
+
+    def _render(self, tokenizer, row: Row) -> str:
+        """Chat messages as text, up to where the answer begins, or where it goes on if the last one is the
+        assistant's. A column `tools` has the schemas of tools that the template is to describe."""
+        goes_on = row.prompt[-1]["role"] == "assistant"
+        try:
+            return tokenizer.apply_chat_template(
+                row.prompt,
+                tools=row.columns.get("tools"),
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                **self.chat_template_kwargs,
+            )
+        except Exception as error:  # templates raise what they like
+            raise TaskError(f"{row.origin}: the chat template raised {type(error).__name__}: {error}") from error
+
+    def check_lengths(self, longest: int, max_tokens: int = 0) -> str:
+        """A line to say if an engine's context, of `longest` tokens, ends before `max_tokens` of a completion.
+
+        Raises TaskError for the first prompt after which there is no room for a completion.
+        """
+        prompt = 0
+        for row in [*self.rows, *self.eval_rows]:
+            prompt = max(prompt, len(row.prompt_ids))
+            if prompt >= longest:
+                raise TaskError(
+                    f"{row.origin}: the prompt {row.text[:30]!r}... has {prompt} tokens, and the engine takes {longest}"
+                    " with the completion's: --max-model-len"
+                )
+        if prompt + max_tokens <= longest:
+            return ""
+        return (
+            f"\nthe engine takes {longest} tokens: after the longest prompt, of {prompt}, a completion ends at"
+            f" {longest - prompt}, and not at --max-tokens {max_tokens}"
+        )
+
+
+@functools.lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed} {epoch}").sample(range(count), count)
+
+
+def load_task(args: TaskArguments) -> Task:
+    """The task that these arguments describe. Raises TaskError, which names the row, flag or function that is wrong."""
+    models = ["reward_model"] if getattr(args, "reward_model", None) else []  # rlhf_ppo.py alone has one
+    if not args.dataset:
+        raise TaskError(f"--task {args.task} has no default for --dataset")
+    if not args.reward and not models:
+        raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
+    rows = _load(args, args.dataset, args.dataset_split)
+    eval_rows = _load_eval_rows(args, rows)
+    if args.eval_every and not eval_rows:
+        raise TaskError("--eval-every: nothing to evaluate on without --eval-dataset, --eval-split or --eval-share")
+    held_out = {_key(row) for row in eval_rows}
+    train_rows = [row for row in rows if _key(row) not in held_out]
+    if not train_rows:
+        raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
+    rewards = Rewards(args.reward or [], args.reward_weights, [train_rows[0], *eval_rows[:1]], args.steps, models)
+    print(f"{len(train_rows)} prompts of {args.dataset}; reward: {rewards}")
+    if (both := len(rows) - len(train_rows)) and not args.eval_share:
+        print(f"{both} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
+    return Task(train_rows, eval_rows, rewards, args)
+
+
+def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
+    """Rows of another dataset or split, or all those of these rows that have one of the prompts held out."""
+    if args.eval_dataset or args.eval_split:
+        if args.eval_share:
+            raise TaskError("--eval-share holds out a part of --dataset: not with --eval-dataset or --eval-split")
+        name = args.eval_dataset or args.dataset
+        return _load(args, name, args.eval_split or ("train" if name.endswith(FILES) else "test"))
+    if not args.eval_share:
+        return []
+    prompts = sorted({_key(row) for row in rows})
+    held_out = set(random.Random(f"{args.seed} eval").sample(prompts, max(1, round(args.eval_share * len(prompts)))))
+    return [row for row in rows if _key(row) in held_out]
+
+
+def _load(args: TaskArguments, name: str, split: str) -> list[Row]:
+    rows = load_rows(name, args.dataset_config if name == args.dataset else None, split, args.map, FROM_THE_RUN)
+    for row in rows if args.system_prompt else ():
+        if isinstance(row.prompt, str):
+            raise TaskError(f"{row.origin}: --system-prompt is for chat messages, and this prompt is a text")
+        if row.prompt[0]["role"] != "system":
+            row.prompt = [{"role": "system", "content": args.system_prompt}, *row.prompt]
+    return rows
+
+
+def _key(row: Row) -> str:
+    """Equal for equal prompts."""
+    return json.dumps(row.prompt, sort_keys=True)

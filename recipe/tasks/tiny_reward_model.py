@@ -1,0 +1,83 @@
+"""The default task of rlhf_ppo.py: the prompts of uppercase.py, and a small reward model that is made on the spot.
+
+The model is an OPT of one layer that reads bytes. In seconds, it is taught to count the upper-case letters A to Z of a
+completion: a score that it estimates from what it reads, as any reward model does.
+"""
+
+import random
+from pathlib import Path
+
+import torch
+from transformers import OPTConfig, OPTForSequenceClassification
+
+from .tiny_model import MAX_LENGTH, byte_tokenizer
+from .uppercase import PROMPTS
+
+POINTS = 3 / 16  # for each upper-case letter: 3 for a completion that has nothing else
+LONGEST = 16  # bytes of the completions that it is taught with
+HIDDEN_SIZE, STEPS, BATCH, LEARNING_RATE = 64, 200, 32, 5e-3
+
+
+def build_tiny_reward_model(folder: str | Path, seed: int = 0) -> Path:
+    """Write the model to `folder` and return the folder."""
+    tokenizer, rng = byte_tokenizer(), random.Random(seed)
+    random_state, threads = torch.get_rng_state(), torch.get_num_threads()
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)  # there is no work for more
+    model = OPTForSequenceClassification(
+        OPTConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=HIDDEN_SIZE,
+            word_embed_proj_dim=HIDDEN_SIZE,
+            ffn_dim=HIDDEN_SIZE,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=MAX_LENGTH,
+            pad_token_id=tokenizer.pad_token_id,
+            num_labels=1,
+            dropout=0.0,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for _ in range(STEPS):
+        prompts, completions = examples(rng, BATCH)
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        scores = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
+        loss = (scores - torch.tensor([points(completion) for completion in completions])).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    torch.set_rng_state(random_state)
+    torch.set_num_threads(threads)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"{STEPS} supervised steps have taught a small reward model to count upper-case letters")
+    return Path(folder)
+
+
+def points(completion: str) -> float:
+    """The score that a completion should get."""
+    return POINTS * sum("A" <= character <= "Z" for character in completion)
+
+
+def examples(rng: random.Random, count: int) -> tuple[list[str], list[str]]:
+    """Prompts, and completions of random bytes among any share of upper-case letters."""
+
+    def completion() -> str:
+        share = rng.random()
+        codes = [
+            rng.randrange(65, 91) if rng.random() < share else rng.randrange(256)
+            for _ in range(rng.randint(1, LONGEST))
+        ]
+        return bytes(codes).decode(errors="replace")
+
+    return [rng.choice(PROMPTS) for _ in range(count)], [completion() for _ in range(count)]
+
+
+DEFAULTS = {
+    "dataset": "recipe.tasks.uppercase:prompts",
+    "reward_model": "recipe.tasks.tiny_reward_model:build_tiny_reward_model",
+}
