@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .copies import WORD_BYTES
 from .link import CONNECT_SECONDS, WeightSyncError
 
 STAGING_BYTES = 1000 << 20  # all staging buffers of one end; with the tables of copies this stays below 1 GiB
@@ -17,6 +18,7 @@ SLOWEST_BYTES_PER_SECOND = 50e6  # a slower transfer counts as stuck
 class Piece:
     """Elements [begin, begin + count) of a flattened tensor. They lie at byte `offset` of a bucket."""
 
+    number: int  # among all pieces of the plan
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -28,13 +30,18 @@ class Piece:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    @property
+    def words_nbytes(self) -> int:
+        """`nbytes`, rounded up to whole words."""
+        return -(-self.nbytes // WORD_BYTES) * WORD_BYTES
+
 
 def plan_buckets(metadata: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], bucket_bytes: int) -> list[list[Piece]]:
     """Pack tensors, in order, into buckets of at most `bucket_bytes` bytes, a multiple of ALIGN_BYTES.
 
     `metadata` holds (name, dtype, shape) of each tensor. A tensor larger than a bucket is cut between rows.
     """
-    buckets, offset = [[]], 0
+    buckets, offset, number = [[]], 0, 0
     for name, dtype, shape in metadata:
         numel = torch.Size(shape).numel()
         row = max(1, numel // shape[0]) if shape else 1
@@ -49,7 +56,8 @@ def plan_buckets(metadata: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], b
                     offset = 0
                     continue
                 count = max(count // row * row, min(count, row))
-            buckets[-1].append(Piece(name, dtype, tuple(shape), begin, count, offset))
+            buckets[-1].append(Piece(number, name, dtype, tuple(shape), begin, count, offset))
+            number += 1
             begin += count
             offset += -(-count * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
     return buckets
@@ -72,7 +80,7 @@ def wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]
 
 
 def bucket_nbytes(bucket: list[Piece]) -> int:
-    return bucket[-1].offset + bucket[-1].nbytes
+    return bucket[-1].offset + bucket[-1].words_nbytes
 
 
 def seconds_allowed(buckets: list[list[Piece]]) -> float:

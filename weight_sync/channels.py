@@ -4,6 +4,7 @@
 channel accepts a link from each worker and opens the trainer's staging buffers.
 """
 
+import functools
 import json
 import shutil
 import socket
@@ -15,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes
+from .copies import Reading
 from .groups import device_id_of, refuse_expandable_segments, shared_buffer, synchronize
 from .link import CONNECT_SECONDS, HELLO_SECONDS, LINK_KEY, Link, WeightSyncError, listen
 
@@ -27,7 +29,26 @@ class Staging:
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         """The elements [count] of a piece, in the staging buffer of bucket `i`."""
-        return self.buffers[i % STAGING_BUFFERS][piece.offset : piece.offset + piece.nbytes].view(piece.dtype)
+        return self.words(i, piece)[: piece.nbytes].view(piece.dtype)
+
+    def words(self, i: int, piece: Piece) -> torch.Tensor:
+        """The bytes of a piece in whole words. The trainer packs zeros behind an odd end."""
+        return self.buffers[i % STAGING_BUFFERS][piece.offset : piece.offset + piece.words_nbytes]
+
+    def digests(self, mode: str) -> bool:
+        """Whether both ends digest all that such a load reads."""
+        return True
+
+    def digest(self, i: int, total: torch.Tensor) -> None:
+        """Add the digest of bucket `i`, as it lies in its buffer, to `total`, int64 [1]."""
+        self._readings[i].run(total)
+
+    @functools.cached_property
+    def _readings(self) -> list[Reading]:
+        return [
+            Reading([self.words(i, piece) for piece in bucket], bucket[0].number)
+            for i, bucket in enumerate(self.buckets)
+        ]
 
     def release(self, i: int) -> None:
         """The reader is done with bucket `i`. On a GPU, its reads are queued in the current stream."""
@@ -89,6 +110,12 @@ class TrainerMemory(Staging):
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         return self.tensors[piece.name].view(-1)[piece.begin : piece.begin + piece.count]
 
+    def digests(self, mode: str) -> bool:
+        return mode != "replay"  # of that, a sample is compared
+
+    def digest(self, i: int, total: torch.Tensor) -> None:
+        Reading(list(self.tensors.values())).run(total)  # anew, since of tensors with an odd end it reads copies
+
     def start(self, i: int) -> Callable[[], bool]:
         return lambda: True
 
@@ -103,8 +130,17 @@ class BroadcastChannel:
     def __init__(self, communicator):
         self.communicator = communicator
 
+    @property
+    def host(self) -> str:
+        """The address of this node at which the group met."""
+        return self.communicator.group.store.host
+
     def accept(self, links: list[Link]) -> None:
-        listen(self.communicator.group, links)
+        def announce(endpoint: dict) -> None:
+            self.communicator.group.store.set(LINK_KEY, json.dumps(endpoint))
+
+        hint = "is receive_weights running on every worker?"
+        listen(self.host, self.communicator.group.world_size - 1, announce, links, "engine workers", hint)
 
     def can_map(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether a worker can map these tensors' memory."""

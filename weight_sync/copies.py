@@ -1,27 +1,31 @@
-"""Copies between tensors, prepared once and run at every weight sync, and a digest of the tensors they write.
+"""Copies between tensors, prepared once and run at every weight sync, and digests of tensors.
 
 On a GPU, a table lists the copies of a bucket as runs of consecutive 32-bit words. One kernel walks the table. It
 copies hundreds of tensors, casts fp32 to bf16 on the way, and hashes each word while it is in a register, so the digest
 needs no second pass over memory. torch copies what does not consist of whole words, and everything on CPU.
 
-The digest is a multilinear hash: the sum, modulo 2**64, of every 32-bit word times a 32-bit coefficient. The
-coefficient is a hash of the word's tensor and of its position there. An accidental difference goes unseen with a
-probability of 2**-32. The digest is no protection from an attacker: the coefficients are fixed, so whoever computes
-them can construct changes that cancel out.
+A digest is a multilinear hash: the sum, modulo 2**64, of every 32-bit word times a coefficient. Tensors are hashed in
+blocks. A word's coefficient is a 32-bit hash of its position in the block, times an odd 64-bit hash of the tensor's
+number and the block's. So a CPU computes only a block of coefficients, once. Digests add up: each of several processes
+may hash some of the words. An accidental difference goes unseen with a probability of 2**-32. The digest is no
+protection from an attacker: the coefficients are fixed, so whoever computes them can construct changes that cancel out.
 """
 
 import functools
 import itertools
-import random
 
 import torch
 
-RUN_WORDS = 1 << 15  # longer runs are cut, so that every multiprocessor gets a share
+WORD_BYTES = 4
+BLOCK_WORDS = 1 << 15  # runs are cut at the blocks of a tensor, so that every multiprocessor gets a share
 TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # BLOCK: words per iteration; STAGES: blocks in flight
 SHORTEST_RUN = 512  # bytes; torch does copies of shorter runs, such as transpositions
 MASK = 0xFFFFFFFF
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
-SOURCE, DESTINATION, WORDS, MULTIPLIER, OFFSET = range(5)  # rows of a table; a run with destination 0 is only hashed
+MIX_LONG = ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB))  # of a 64-bit one, in the manner of splitmix64
+# Rows of runs: addresses and a length. A run with destination 0 is only hashed. Tables have two more rows: the
+# multiplier of the run's block, 0 to hash nothing, and the input of the 32-bit hash for the run's first word.
+SOURCE, DESTINATION, WORDS, MULTIPLIER, FIRST = range(5)
 
 
 class Copies:
@@ -37,7 +41,6 @@ class Copies:
         self.sources = [source for _, source in pairs]
         self.computed = [pair for pair in pairs if callable(pair[1])]
         self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.tables: list[_Table] = []
         runs = {False: [], True: []}
         for destination, source in (pair for pair in pairs if not callable(pair[1])):
             found = _runs(destination, source) if _has_kernel(device) else None
@@ -45,16 +48,17 @@ class Copies:
                 self.plain.append((destination, source))
             else:
                 runs[destination.dtype != source.dtype].append(found)
-        for cast, found in runs.items():
-            if found:
-                self.tables.append(_Table(_cut(torch.cat(found, 1), cast), cast, device))
+        self.runs = {cast: torch.cat(found, 1) for cast, found in runs.items() if found}  # by whether they cast
+        self.tables = [Table(found, cast, device) for cast, found in self.runs.items()]
+        self.rest: Reading | Table | None = None  # what is hashed after all copies
 
     def writes(self) -> bool:
-        """Whether `run` writes anything."""
-        return bool(self.fills or self.computed or self.plain or any(table.runs.size(1) for table in self.tables))
+        """Whether `run` does anything."""
+        copied = any(runs.size(1) for runs in self.runs.values())
+        return bool(self.fills or self.computed or self.plain or copied or self.rest)
 
-    def run(self, digest: torch.Tensor | None = None) -> None:
-        """Run in the current stream. After `digest_together`, adds the digest of the written words to int64 [1]."""
+    def run(self, total: torch.Tensor | None = None) -> None:
+        """Run in the current stream. After `digest_together`, adds the digest to `total`, int64 [1]."""
         for destination, number in self.fills:
             destination.fill_(number)
         for destination, write in self.computed:
@@ -62,38 +66,78 @@ class Copies:
         if self.plain:
             torch._foreach_copy_(*map(list, zip(*self.plain, strict=True)))
         for table in self.tables:
-            table.launch(digest)
+            table.run(total)
+        if self.rest and total is not None:
+            self.rest.run(total)
 
 
-def digest_together(copies: list[Copies], served: list[torch.Tensor]) -> bool:
-    """Make these copies compute the digest of `served` while they run.
+def digest_together(copies: list[Copies], tensors: list[torch.Tensor], first: int = 0) -> bool:
+    """Make these copies compute the digest of `tensors`, as numbers `first` and up, while they run.
 
-    Each copy hashes the words it writes. The last one also reads and hashes the words of `served` that none of them
-    writes. Returns False, and changes nothing, if some write bypasses the tables, overlaps another or lies outside
-    `served`.
+    Each copy hashes the words that its kernel writes. The last one then reads all other words. Returns False, and
+    changes nothing, if some of the tensors do not consist of whole words.
     """
-    tables = [table for each in copies for table in each.tables]
-    if not tables or any(each.plain for each in copies) or not all(map(_in_words, served)):
+    if not all(map(_in_words, tensors)):
         return False
-    written = torch.cat([table.runs.cpu() for table in tables], 1)
-    starts = torch.tensor([tensor.data_ptr() for tensor in served])
-    ends = starts + torch.tensor([tensor.nbytes for tensor in served])
+    if not _has_kernel(copies[-1].device) or not _hash_while_copying(copies, tensors, first):
+        copies[-1].rest = Reading(tensors, first)
+    return True
+
+
+def _hash_while_copying(copies: list[Copies], tensors: list[torch.Tensor], first: int) -> bool:
+    """False, and nothing is changed, if a kernel writes a word twice, or one outside `tensors`."""
+    device, starts = copies[-1].device, torch.tensor([tensor.data_ptr() for tensor in tensors])
+    ends = starts + torch.tensor([tensor.nbytes for tensor in tensors])
+    written = torch.cat([torch.zeros(3, 0).long(), *(runs for each in copies for runs in each.runs.values())], 1)
     # Find the gaps between the runs. An empty run at both ends of every tensor also bounds the gaps there.
     begins = torch.cat([starts, ends, written[DESTINATION]])
-    reached = torch.cat([starts, ends, written[DESTINATION] + 4 * written[WORDS]])
+    reached = torch.cat([starts, ends, written[DESTINATION] + WORD_BYTES * written[WORDS]])
     order = begins.argsort(stable=True)
     begins, reached = begins[order][1:], reached[order].cummax(0).values[:-1]
     between = torch.isin(reached, ends) & ~torch.isin(reached, starts)
-    rest = ((begins > reached) & ~between).nonzero()[:, 0]
-    unwritten = torch.stack([reached[rest], torch.zeros_like(rest), (begins - reached)[rest] // 4])
-    copies[-1].tables.append(_Table(_cut(unwritten), False, copies[-1].device))
-    keyed = [_keyed(table.runs.cpu(), served) for table in [*tables, copies[-1].tables[-1]]]
-    if (begins < reached).any() or any(runs is None for runs in keyed):
-        copies[-1].tables.pop()
+    gaps = ((begins > reached) & ~between).nonzero()[:, 0]
+    rest = torch.stack([reached[gaps], torch.zeros_like(gaps), (begins - reached)[gaps] // WORD_BYTES])
+    if (begins < reached).any() or (place(written[DESTINATION], WORD_BYTES * written[WORDS], tensors)[0] < 0).any():
         return False
-    for table, runs in zip([*tables, copies[-1].tables[-1]], keyed, strict=True):
-        table.runs.copy_(runs)
+
+    def table(runs: torch.Tensor, cast: bool, row: int) -> Table:
+        number, byte = place(runs[row], WORD_BYTES * runs[WORDS], tensors)
+        return Table(runs, cast, device, first + number, byte // WORD_BYTES)
+
+    for each in copies:
+        each.tables = [table(runs, cast, DESTINATION) for cast, runs in each.runs.items()]
+    copies[-1].rest = table(rest, False, SOURCE) if rest.size(1) else None
     return True
+
+
+class Reading:
+    """Tensors that are only hashed, as numbers `first` and up. They are read where they lie, unless they begin or end
+    within a word: of those, this keeps a copy."""
+
+    def __init__(self, tensors: list[torch.Tensor], first: int = 0):
+        flat = [tensor.contiguous().view(-1) for tensor in tensors]
+        # Padding copies, to an address that words can be read from.
+        flat = [t if _in_words(t) else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % 4)) for t in flat]
+        self.words, self.table = [t.view(torch.int32) for t in flat], None
+        if _has_kernel(flat[0].device):
+            self.table = _reading_table(tuple((w.data_ptr(), len(w)) for w in self.words), first, flat[0].device)
+            return
+        blocks = [torch.arange(-(-len(words) // BLOCK_WORDS)) for words in self.words]
+        numbers = [torch.full_like(block, k) for k, block in enumerate(blocks, first)]
+        self.multipliers = _multipliers(torch.cat(numbers), torch.cat(blocks))
+
+    def run(self, total: torch.Tensor) -> None:
+        """Add the digest to `total`, int64 [1]."""
+        if self.table:
+            self.table.run(total)
+            return
+        coefficients, sums = _coefficients(), []
+        for words in self.words:
+            whole = len(words) // BLOCK_WORDS * BLOCK_WORDS
+            sums += [part.view(-1, BLOCK_WORDS).long().mv(coefficients) for part in words[:whole].split(1 << 20)]
+            if len(words) > whole:
+                sums.append(words[whole:].long().dot(coefficients[: len(words) - whole]).view(1))
+        total += torch.cat(sums).dot(self.multipliers)
 
 
 @torch.no_grad()
@@ -101,22 +145,9 @@ def digest(tensors: list[torch.Tensor]) -> int | None:
     """The digest of these tensors, in this order; None if there are none. GPU and CPU give the same number."""
     if not tensors:
         return None
-    flat = [tensor.contiguous().view(-1) for tensor in tensors]
-    # Padding copies, to an address that words can be read from.
-    flat = [t if _in_words(t) else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % 4)) for t in flat]
-    if _has_kernel(flat[0].device):
-        total = torch.zeros(1, dtype=torch.int64, device=flat[0].device)
-        _reading_table(tuple((t.data_ptr(), t.nbytes) for t in flat), total.device).launch(total)
-        return int(total) % 2**64
-    total = 0
-    for k, tensor in enumerate(flat):
-        multiplier, offset = _key(k)
-        for begin, words in enumerate(tensor.view(torch.int32).split(1 << 20)):
-            x = (torch.arange(len(words)) + (begin << 20)) * multiplier + offset & MASK
-            for shift, factor in MIX:
-                x = (x ^ (x >> shift)) * factor & MASK
-            total += int(((x ^ (x >> 16)) * (words.long() & MASK)).sum())
-    return total % 2**64
+    total = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
+    Reading(tensors).run(total)
+    return int(total)
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -124,11 +155,11 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _in_words(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0
+    return tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0
 
 
 def _runs(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-    """The copy as runs [3, n] (source, destination, words). None if it needs a partial word, or runs too short."""
+    """The copy as runs [3, n]. None if it needs a partial word, or runs too short."""
     if source.dtype != destination.dtype and (source.dtype, destination.dtype) != (torch.float32, torch.bfloat16):
         return None
     dim, run = destination.dim(), 1
@@ -136,7 +167,7 @@ def _runs(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | Non
         dim -= 1
         run *= destination.size(dim)
     nbytes = run * destination.itemsize
-    if nbytes % 4 or (dim and nbytes < SHORTEST_RUN):
+    if nbytes % WORD_BYTES or (dim and nbytes < SHORTEST_RUN):
         return None
     addresses = []
     for tensor in (source, destination):
@@ -144,66 +175,78 @@ def _runs(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | Non
         for size, stride in zip(tensor.shape[:dim], tensor.stride(), strict=False):
             offsets = (offsets[:, None] + stride * torch.arange(size)).flatten()
         addresses.append(tensor.data_ptr() + tensor.itemsize * offsets)
-    if any((each % 4).any() for each in addresses):
+    if any((each % WORD_BYTES).any() for each in addresses):
         return None
-    return torch.stack([*addresses, torch.full_like(addresses[0], nbytes // 4)])
+    return torch.stack([*addresses, torch.full_like(addresses[0], nbytes // WORD_BYTES)])
 
 
-def _cut(runs: torch.Tensor, cast: bool = False) -> torch.Tensor:
-    """The table [5, n] for runs [3, m]: long runs are cut, and the rows MULTIPLIER and OFFSET are still zero."""
-    parts = -(-runs[WORDS] // RUN_WORDS)
-    table = runs.repeat_interleave(parts, 1)
-    begin = RUN_WORDS * (torch.arange(table.size(1)) - (parts.cumsum(0) - parts).repeat_interleave(parts))
-    table[SOURCE] += (8 if cast else 4) * begin
-    table[DESTINATION] += 4 * begin * (table[DESTINATION] != 0)
-    table[WORDS] = (table[WORDS] - begin).clamp(max=RUN_WORDS)
-    return torch.cat([table, torch.zeros(2, table.size(1), dtype=torch.int64)])
+def place(
+    address: torch.Tensor, nbytes: torch.Tensor, tensors: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For `nbytes` bytes at each address, the number of the tensor that has them, or -1, and the first byte there."""
+    starts, order = torch.tensor([tensor.data_ptr() for tensor in tensors]).sort()
+    ends = starts + torch.tensor([tensor.nbytes for tensor in tensors])[order]
+    found = torch.searchsorted(starts, address, right=True) - 1
+    inside = (found >= 0) & (address + nbytes <= ends[found])
+    return torch.where(inside, order[found], -1), address - starts[found]
 
 
-def _keyed(table: torch.Tensor, served: list[torch.Tensor]) -> torch.Tensor | None:
-    """The table with MULTIPLIER and OFFSET of the served tensor that each run lies in. None if a run lies in none."""
-    starts, order = torch.tensor([tensor.data_ptr() for tensor in served]).sort()
-    ends = starts + torch.tensor([tensor.nbytes for tensor in served])[order]
-    begins = torch.where(table[DESTINATION] == 0, table[SOURCE], table[DESTINATION])
-    place = torch.searchsorted(starts, begins, right=True) - 1
-    if (place < 0).any() or (begins + 4 * table[WORDS] > ends[place]).any():
-        return None
-    multiplier, offset = torch.tensor([_key(k) for k in range(len(served))])[order[place]].unbind(1)
-    return torch.stack([*table[:3], multiplier, (offset + multiplier * ((begins - starts[place]) // 4)) & MASK])
+def _multipliers(number: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Odd 64-bit numbers for these blocks of tensors."""
+    x = (number << 32 | block) * MIX_LONG[0][1]
+    for shift, factor in MIX_LONG:
+        x = (x ^ (x >> shift)) * factor
+    return x ^ (x >> 32) | 1
 
 
 @functools.cache
-def _key(k: int) -> tuple[int, int]:
-    """Multiplier (odd) and offset that turn a position in tensor `k` into the input of the 32-bit hash."""
-    bits = random.Random(k).getrandbits(62)
-    return bits >> 31 | 1, bits & MASK
+def _coefficients() -> torch.Tensor:
+    """The coefficients of a block's words, on the CPU: 32-bit numbers as int64. None is 0."""
+    x = MASK - torch.arange(BLOCK_WORDS)
+    for shift, factor in MIX:
+        x = (x ^ (x >> shift)) * factor & MASK
+    return (x ^ (x >> 16)).int().long()
 
 
 @functools.lru_cache(maxsize=4)
-def _reading_table(places: tuple[tuple[int, int], ...], device: torch.device) -> "_Table":
-    """A table that only hashes: tensors, given as (address, bytes), in this order."""
-    runs = torch.tensor([(address, 0, nbytes // 4, *_key(k)) for k, (address, nbytes) in enumerate(places)]).T
-    table = _cut(runs[:3])
-    parts = -(-runs[WORDS] // RUN_WORDS)
-    first = (table[SOURCE] - runs[SOURCE].repeat_interleave(parts)) // 4
-    table[MULTIPLIER] = runs[MULTIPLIER].repeat_interleave(parts)
-    table[OFFSET] = (runs[OFFSET].repeat_interleave(parts) + table[MULTIPLIER] * first) & MASK
-    return _Table(table, False, device)
+def _reading_table(places: tuple[tuple[int, int], ...], first: int, device: torch.device) -> "Table":
+    """A table that only hashes tensors, given as (address, words)."""
+    address, words = torch.tensor(places).T
+    return Table(torch.stack([address, 0 * address, words]), False, device, first + torch.arange(len(places)))
 
 
-class _Table:
-    """A table of runs, int64 [5, n], on the device. With `cast`, its copies read fp32 and write bf16."""
+class Table:
+    """Runs [3, n] on the device, cut at blocks. With `cast`, copies read fp32 and write bf16.
 
-    def __init__(self, runs: torch.Tensor, cast: bool, device: torch.device):
-        self.cast, self.runs = cast, runs.to(device)
-        self.aligned = not ((runs[:2] % 16).any() or (runs[WORDS] % 4).any())
+    Run by run, `number` is that of the tensor which the run is hashed with, `word` its first word there. Without
+    `number`, nothing is hashed.
+    """
 
-    def launch(self, digest: torch.Tensor | None) -> None:
-        if digest is None:
-            digest = torch.empty(1, dtype=torch.int64, device=self.runs.device)
-        n = self.runs.size(1)
+    def __init__(self, runs, cast: bool, device: torch.device, number=None, word: torch.Tensor | int = 0):
+        word = word + torch.zeros_like(runs[WORDS])
+        first, end = word // BLOCK_WORDS, word + runs[WORDS]
+        parts = -(-end // BLOCK_WORDS) - first
+        block = first.repeat_interleave(parts)
+        block += torch.arange(len(block)) - (parts.cumsum(0) - parts).repeat_interleave(parts)
+        source, destination, _, word, end = torch.stack([*runs, word, end]).repeat_interleave(parts, 1)
+        begin = (block * BLOCK_WORDS).maximum(word)
+        table = [source + (2 if cast else 1) * WORD_BYTES * (begin - word)]
+        table += [destination + WORD_BYTES * (begin - word) * (destination != 0)]
+        table += [((block + 1) * BLOCK_WORDS).minimum(end) - begin]
+        hashed = number is not None
+        table += [_multipliers(number.repeat_interleave(parts), block) if hashed else torch.zeros_like(block)]
+        table += [MASK - begin % BLOCK_WORDS]
+        rows = torch.stack(table)
+        self.cast, self.aligned = cast, not ((rows[:2] % 16).any() or (rows[WORDS] % 4).any())
+        self.rows = rows.to(device)  # int64 [5, number of parts]
+
+    def run(self, total: torch.Tensor | None) -> None:
+        """Copy, in the current stream, and add the digest to `total`, int64 [1]."""
+        if total is None:
+            total = torch.empty(1, dtype=torch.int64, device=self.rows.device)
+        n = self.rows.size(1)
         if n:
-            _kernel()[(n,)](self.runs, digest, n, self.cast, self.aligned, **TILING)
+            _kernel()[(n,)](self.rows, total, n, self.cast, self.aligned, **TILING)
 
 
 def load_kernel(device: torch.device) -> None:
@@ -229,7 +272,7 @@ def _kernel():
         if ALIGNED:  # the hint must be on the pointers, not on the integers, for loads of four words at once
             source, destination = tl.multiple_of(source, 16), tl.multiple_of(destination, 16)
             words = tl.multiple_of(words, 4)
-        multiplier, offset = tl.load(column + 3 * runs).to(tl.uint32), tl.load(column + 4 * runs).to(tl.uint32)
+        multiplier, first = tl.load(column + 3 * runs), tl.load(column + 4 * runs).to(tl.uint32)
         total = tl.zeros([BLOCK], tl.int64)
         for begin in tl.range(0, words, BLOCK, num_stages=STAGES):  # loads the next blocks while one is hashed
             i = begin + tl.arange(0, BLOCK)
@@ -244,11 +287,12 @@ def _kernel():
                 word = tl.load(source + i, inside, 0)
             if destination.to(tl.int64) != 0:
                 tl.store(destination + i, word, inside)
-            x = i.to(tl.uint32) * multiplier + offset
+            x = first - i.to(tl.uint32)
             x = (x ^ (x >> 16)) * 0x7FEB352D  # MIX
             x = (x ^ (x >> 15)) * 0x846CA68B
             x = x ^ (x >> 16)
-            total += (x.to(tl.uint64) * word.to(tl.uint64)).to(tl.int64, bitcast=True)
-        tl.atomic_add(digest, tl.sum(total))
+            # Both signed, so that one instruction multiplies them.
+            total += x.to(tl.int32, bitcast=True).to(tl.int64) * word.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.atomic_add(digest, tl.sum(total) * multiplier)
 
     return kernel

@@ -1,24 +1,23 @@
 """The model inside a vLLM worker, as a weight sync uses it: preflight, reload, replay, digest.
 
-`EngineModel.load` and `finish` reload: they run vLLM's own loaders in its reload bracket. `record` turns such a load
-into copies, and `replay` repeats the copies alone.
+`EngineModel.reload` runs vLLM's own loaders in its reload bracket. `record` turns such a load into copies, and `replay`
+repeats the copies alone.
 """
 
 import logging
-import math
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from .buckets import Piece, dtype_name, wire_of
-from .channels import Staging
-from .copies import digest, digest_together
+from .channels import Staging, TrainerMemory
+from .copies import Copies, digest, digest_together
 from .link import WeightSyncError
 from .replay import Recording, captured
+from .samples import Samples
 from .trace import (
     Write,
     WriteTrace,
@@ -28,7 +27,6 @@ from .trace import (
     registered,
     registrations_restored,
     storage_of,
-    strided_as,
     unwrapped_loaders,
 )
 
@@ -53,43 +51,34 @@ class EngineModel:
         self.model = worker.model_runner.get_model()
         pack_experts_when_loaded(self.model)
         self.loading = False  # a reload bracket is open
-        self.registered_before: dict[str, torch.Tensor] = {}  # parameters and buffers when the bracket was opened
         self.required_elements: dict[str, int] = {}  # by parameter: what a sync must write; known after a trace
         self.sent = Load()  # of a sync, known after the preflight
-        self.bracket: Load | None = None  # of the open bracket, if `load_partial` has opened it
-        self.written_regions: set[tuple] = set()  # by brackets of `load_partial` since the last completed sync
         self.loaded_buffers: set[str] = set()  # buffers that syncs write
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
         self.replay_steps: list[list] | None = None  # by bucket
         self.replay_digests = False  # the steps of a replay also compute the digest
         self.digest_total: torch.Tensor | None = None  # int64 [1], in which they sum it
-        self.compared_digests: dict[str, tuple] = {}  # by quantized weight: digests of its scales and values
+        self.samples: Samples | None = None  # of what a replay copies from the trainer's own memory
+        self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Check that these tensors, given as (name, name of the dtype, shape), load, and are all that the engine needs.
 
         Returns for each the name of the dtype to send it in (None if this worker does not load it), and the problems.
         """
-        traced, problems = self._trace(metadata)
+        traced, problems = self.trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
-        self.sent = Load()
-        self._expect(traced, self.sent)
-        for name, _, shape in metadata:
-            if self._loads_only_part(traced.get(name, []), torch.Size(shape).numel()):
-                problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
-        missing = self.required_elements.keys() - self._fully_written(self.sent.regions)
-        if missing and not problems:
-            problems = [f"nothing is sent for the engine's {name}" for name in sorted(missing)]
+        self.sent = self.expected(traced)
+        problems = problems or [f"nothing is sent for the engine's {name}" for name in self.missing(self.sent)]
         return dtypes, problems
 
-    def _expect(self, traced: dict[str, list[Write]], load: Load) -> None:
-        """Add what was traced to what this load is to write."""
+    def expected(self, traced: dict[str, list[Write]]) -> Load:
+        """What a load of the tensors that were traced is to write."""
         from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
         writes, buffers = [write for own in traced.values() for write in own], dict(self.model.named_buffers())
-        load.regions |= {write.region for write in writes}
-        load.reregistered |= {write.target for write in writes if write.reregistered}
+        load = Load({write.region for write in writes}, {}, {write.target for write in writes if write.reregistered})
         load.buffers |= {write.target for write in writes} & buffers.keys() - load.reregistered
         for write in writes:
             layer, _, name = write.target.rpartition(".")
@@ -98,6 +87,7 @@ class EngineModel:
                 elements = load.elements.setdefault(layer, Counter())
                 written = elements[write.target] + write.destination.numel()
                 elements[write.target] = min(written, loadable_elements(write.parameter))
+        return load
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
         """Whether the workers together load less than the whole tensor: some loaders cut off what does not fit."""
@@ -111,31 +101,28 @@ class EngineModel:
         """A loader that copies gets the parameter's dtype. A loader that computes gets the model's."""
         return dtype_name(self.worker.model_config.dtype if write.value is None else write.destination.dtype)
 
-    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load tensors in a reload bracket. The bracket keeps them, uncopied, until their layer is complete."""
-        with self._context():
-            if not self.loading:
-                from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    def missing(self, load: Load) -> list[str]:
+        """Names of the parameters that this load does not wholly write."""
+        written = {}
+        for name, _, size, _ in load.regions:
+            written[name] = written.get(name, 0) + size.numel()
+        return sorted(name for name, numel in self.required_elements.items() if written.get(name, 0) < numel)
 
-                self.digest = None
-                self.loading = True
-                initialize_layerwise_reload(self.model)
-                self.registered_before = registered(self.model)
-            self.model.load_weights(weights)
+    def reload(self, batches: Iterable[list[tuple[str, torch.Tensor]]], sent: Load) -> None:
+        """Load tensors in one reload bracket, which keeps them, uncopied, until their layer is complete.
 
-    def finish(self, complete: bool = False) -> None:
-        """Close the reload bracket: the engine serves what was loaded.
-
-        With `complete`, raises WeightSyncError if vLLM's loader has loaded less than was sent.
+        Raises WeightSyncError if vLLM's loader has loaded less than was sent.
         """
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        missed = self._missed_of(self.bracket or self.sent) if complete else []
+        self.digest = None
+        self.loaded_buffers |= sent.buffers
         with self._context():
-            self._serve_reregistered()
-            finalize_layerwise_reload(self.model, self.worker.model_config)
+            with self._bracket():
+                before = registered(self.model)
+                for weights in batches:
+                    self.model.load_weights(weights)
+                missed = self._missed_of(sent, before)
+                self._serve_reregistered()
             repack_tied_layers(self.model)
-        self.loading, self.bracket = False, None
         if missed:
             more = f" and {len(missed) - 1} more" if missed[1:] else ""
             raise WeightSyncError(
@@ -143,7 +130,25 @@ class EngineModel:
                 " something out, or writes past the parameters' weight loaders, where vLLM's reload cannot see it"
             )
 
-    def _missed_of(self, load: Load) -> list[str]:
+    @contextmanager
+    def _bracket(self) -> Iterator[None]:
+        """vLLM's reload bracket. A load that fails leaves it open, and the next one closes it."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._close_bracket()
+        self.loading = True
+        initialize_layerwise_reload(self.model)
+        yield
+        self._close_bracket()
+
+    def _close_bracket(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self.loading:
+            finalize_layerwise_reload(self.model, self.worker.model_config)
+        self.loading = False
+
+    def _missed_of(self, load: Load, before: dict[str, torch.Tensor]) -> list[str]:
         """Parameters of which less was loaded (or their layer, if each got some), or that were not registered anew."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -155,7 +160,7 @@ class EngineModel:
                 loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
                 incomplete += sorted(elements.keys() - loaded) or [layer]
         now = registered(self.model)
-        kept = {name for name in load.reregistered if now.get(name) is self.registered_before.get(name)}
+        kept = {name for name in load.reregistered if now.get(name) is before.get(name)}
         return incomplete + sorted(kept)
 
     def _serve_reregistered(self) -> None:
@@ -175,20 +180,21 @@ class EngineModel:
 
     def mark_complete(self, version: int, digest: int | None) -> None:
         """Note that every parameter was written: this version of the weights is in place."""
-        self.written_regions.clear()
         self.digest, self.version = digest, version
 
     def record(self, buckets: list[list[Piece]], staging: Staging) -> str | None:
         """Record a load of these buckets as steps for `replay`. Returns the reason if that is impossible."""
-        self.replay_steps, self.replay_digests = None, False
-        traced, _ = self._trace(wire_of(buckets))
+        self.replay_steps, self.replay_digests, self.samples = None, False, None
+        traced, _ = self.trace(wire_of(buckets))
         try:
             recording = Recording(self.model, self._context, traced, buckets, staging)
             steps = [recording.steps(i) for i in range(len(buckets))]
             if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
                 return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
-            if not recording.layers:
-                self.replay_digests = digest_together([copies for (copies,) in steps], list(self.served_tensors()))
+            copies, served = [s for each in steps for s in each if isinstance(s, Copies)], list(self.served_tensors())
+            self.replay_digests = not recording.layers and digest_together(copies, served)
+            if isinstance(staging, TrainerMemory):
+                self.samples = Samples(copies, list(staging.tensors.values()), served)
             self.digest_total = torch.zeros(1, dtype=torch.int64, device=recording.device)
             self.replay_steps = captured(steps, self.digest_total) if recording.device.type == "cuda" else steps
         except NotImplementedError as reason:
@@ -206,7 +212,7 @@ class EngineModel:
                 step.run(self.digest_total)
         if not self.replay_digests:
             return self.weights_digest()
-        total = int(self.digest_total) % 2**64
+        total = int(self.digest_total)
         self.digest_total.zero_()  # now, so that the next replay need not
         return total
 
@@ -223,50 +229,10 @@ class EngineModel:
         ]
         return digest([tensor for tensor in (*self.served_tensors(buffers=False), *others) if tensor.numel()])
 
-    def load_partial(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load some of the tensors. Closes the bracket, which serves them, whenever it leaves no layer half written.
-
-        Raises WeightSyncError for a tensor that the engine cannot load, or that its loader leaves out.
-        """
-        traced, problems = self._trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
-        if problems:
-            raise WeightSyncError(problems[0])
-        self._open_bracket({write.region for writes in traced.values() for write in writes})
-        self._expect(traced, self.bracket)
-        self.load(weights)
-        self.loaded_buffers |= self.bracket.buffers
-        if not self._half_written_layers():
-            regions = self.bracket.regions
-            self.finish(complete=True)
-            self.written_regions |= regions
-            if not self.required_elements.keys() - self._fully_written(self.written_regions):
-                self.mark_complete(self.version + 1, self.weights_digest())
-
-    def _open_bracket(self, regions: set[tuple]) -> None:
-        """Have `load_partial` go on in its bracket, or in a new one: after a failed sync, and where these regions were
-        written in a layer that is not whole yet. There vLLM, which counts elements, would take the layer for whole too
-        early. Some trainer died in that layer, and another one starts over.
-        """
-        if self.bracket is not None:
-            half = self._half_written_layers()
-            if not half & {layer_of(name) for name, *_ in self.bracket.regions & regions}:
-                return
-            self.written_regions |= {region for region in self.bracket.regions if layer_of(region[0]) not in half}
-        if self.loading:
-            self.finish()
-        self.bracket = Load()
-
-    def _half_written_layers(self) -> set[str]:
-        """The layers that the bracket has written, but not wholly: vLLM leaves the rest of such a layer uninitialized,
-        whatever earlier brackets wrote."""
-        regions = self.bracket.regions
-        unwritten = self.required_elements.keys() - self._fully_written(regions)
-        return {layer_of(name) for name in unwritten} & {layer_of(name) for name, *_ in regions}
-
     def unchanged(self) -> bool:
-        return self.digest is not None and not self.loading and self.weights_digest() == self.digest
+        return self.digest is not None and self.weights_digest() == self.digest
 
-    def _trace(self, metadata: list) -> tuple[dict[str, list[Write]], list[str]]:
+    def trace(self, metadata: list) -> tuple[dict[str, list[Write]], list[str]]:
         """Run the loaders without effect. Returns their writes by tensor, and the problems."""
         traced, problems = {}, [FOLDED] if folds_weights(self.worker) else []
         with self._loadable_parameters() as parameters, registrations_restored(self.model):
@@ -279,6 +245,9 @@ class EngineModel:
                 except Exception as error:  # loaders raise anything for a name or shape that does not fit
                     reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
                     problems.append(f"{name} {list(shape)}: the engine cannot load it ({reason})")
+                    continue
+                if self._loads_only_part(traced[name], torch.Size(shape).numel()):
+                    problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
         return traced, problems
 
     def _reregistering_writes(self, others: list[tuple[torch.Tensor, object]]) -> list[Write]:
@@ -292,21 +261,15 @@ class EngineModel:
     @contextmanager
     def _loadable_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
         """Parameters and buffers as loaders see them: inside a reload bracket, into which nothing is loaded."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
         with self._context():
-            if not self.loading:
-                optional = self._optional_parameters()
-                initialize_layerwise_reload(self.model)
+            self._close_bracket()  # in an open one, tied parameters are two
+            optional = self._optional_parameters()
+            with self._bracket():
                 parameters = self.model.named_parameters()
                 self.required_elements = {name: loadable_elements(p) for name, p in parameters if name not in optional}
-            parameters = registered(self.model)
-            try:
+                parameters = registered(self.model)
                 with unwrapped_loaders(parameters.values()):
                     yield parameters
-            finally:
-                if not self.loading:
-                    finalize_layerwise_reload(self.model, self.worker.model_config)
 
     def _optional_parameters(self) -> set[str]:
         """Parameters that a sync need not write: further names of tied ones, and the scales of attention layers."""
@@ -316,13 +279,6 @@ class EngineModel:
         firsts = {name for name, _ in self.model.named_parameters()}
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         return {name for name in names if name not in firsts or layer_of(name) in scaled}
-
-    def _fully_written(self, regions: set[tuple]) -> set[str]:
-        """Names of the parameters whose required elements are all in these regions."""
-        written = {}
-        for name, _, size, _ in regions:
-            written[name] = written.get(name, 0) + size.numel()
-        return {name for name, numel in self.required_elements.items() if written.get(name, 0) >= numel}
 
     @torch.no_grad()
     def weights_digest(self, buffers: bool = True) -> int | None:
@@ -343,37 +299,6 @@ class EngineModel:
                 yield module.cpu_linear(identity, module.weight, None)
         for name in sorted(self.loaded_buffers) if buffers else ():
             yield self.model.get_buffer(name)
-
-    @torch.no_grad()
-    def compare(self, wire: list, receive: Callable) -> dict[str, tuple[float, bool]]:
-        """Compare each quantized weight with the tensors of `wire`, which `receive(dtype, shape)` brings one by one.
-
-        Returns by weight its largest error, in units of the rounding error of its format there (infinite for a NaN),
-        and whether both its scales and its values changed since the last comparison. Raises WeightSyncError for weights
-        that are neither int8 nor FP8.
-        """
-        quantized = {name: p for name, p in self.model.named_parameters() if hasattr(p, "__tensor_flatten__")}
-        if unknown := {type(p).__name__ for p in quantized.values()} - {"Int8Tensor", "Float8Tensor"}:
-            raise WeightSyncError(f"weights kept as {', '.join(unknown)} cannot be compared; int8 and FP8 can")
-        traced, _ = self._trace(wire)
-        last_part = {write.target: name for name, writes in traced.items() for write in writes}
-        sent, found = {}, dict.fromkeys(quantized, (math.inf, False))
-        for name, dtype, shape in wire:
-            tensor = receive(dtype, shape)
-            for write in traced[name]:
-                if write.target in quantized:
-                    if write.target not in sent:
-                        sent[write.target] = torch.full(quantized[write.target].shape, math.nan, device=tensor.device)
-                    strided_as(sent[write.target], write.destination).copy_(strided_as(tensor, write.value))
-            for target in [target for target in sent if last_part[target] == name]:
-                weight = quantized[target]
-                errors = weight.dequantize(torch.float32).sub_(sent.pop(target)).abs_().div_(_rounding_errors(weight))
-                # A single scale for the whole weight is left out: it may stay the same although the values change.
-                digests = [digest([tensor]) for tensor in (weight.scale, weight.qdata) if tensor.numel() > 1]
-                before = self.compared_digests.get(target, digests)
-                found[target] = float(errors.max().nan_to_num(math.inf)), all(map(operator.ne, digests, before))
-                self.compared_digests[target] = digests
-        return found
 
     @contextmanager
     def _context(self):
@@ -426,15 +351,3 @@ def pack_experts_when_loaded(model: torch.nn.Module) -> None:
                 experts.process_weights_after_loading(layer)
 
             method.process_weights_after_loading = process_and_pack
-
-
-def _rounding_errors(weight: torch.Tensor) -> torch.Tensor:
-    """The largest rounding error at each element: half a step of the format. Broadcasts to the weight's shape."""
-    scale = weight.scale  # one for each block of elements: a row, a part of a row, a square
-    for dim, blocks in enumerate(scale.shape):
-        if blocks > 1:
-            scale = scale.repeat_interleave(weight.size(dim) // blocks, dim)
-    if not weight.qdata.is_floating_point():
-        return scale / 2
-    format = torch.finfo(weight.qdata.dtype)
-    return weight.qdata.float().abs_().clamp_(min=format.smallest_normal).mul_(scale * format.eps / 2)

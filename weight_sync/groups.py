@@ -5,14 +5,12 @@ import os
 import pickle
 import socket
 import threading
-import time
 import weakref
 from datetime import timedelta
 
 import torch
 
-from .buckets import SLOWEST_BYTES_PER_SECOND
-from .link import CONNECT_SECONDS, Link, WeightSyncError, address_family, host_and_port, wait_until
+from .link import CONNECT_SECONDS, WeightSyncError, address_family, host_and_port
 
 
 class GlooCommunicator:
@@ -80,18 +78,6 @@ def refuse_disabled(communicator) -> None:
             "vLLM built a disabled NCCL communicator, which would broadcast nothing: NCCL is absent or too old for this"
             " vLLM, VLLM_DISABLE_PYNCCL is set, or the group has one rank (world_size must count trainer and workers)"
         )
-
-
-def broadcast(communicator, tensor: torch.Tensor, links: list[Link]) -> None:
-    """Broadcast one tensor from the trainer and wait for it. Raises WeightSyncError if a peer fails meanwhile."""
-    if tensor.is_cuda:
-        stream = torch.cuda.current_stream(tensor.device)
-        communicator.broadcast(tensor, src=0, stream=stream)
-        done = stream.record_event().query
-    else:
-        work = communicator.start_broadcast(tensor, src=0)
-        done = lambda: work.is_completed() and work.wait()  # noqa: E731 - wait() raises gloo's error
-    wait_until(done, links, time.monotonic() + CONNECT_SECONDS + tensor.nbytes / SLOWEST_BYTES_PER_SECOND)
 
 
 def synchronize(device: torch.device) -> None:

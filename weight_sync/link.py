@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 CONNECT_SECONDS = 60.0  # limit for the peer to start its half of a rendezvous
@@ -146,52 +146,58 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listen(group, links: list[Link]) -> None:
-    """The trainer's side: append a link to every other rank of the group, in the order in which they connect.
+def listen(host: str, count: int, announce: Callable[[dict], None], links: list[Link], who: str, hint: str) -> None:
+    """Append a link to each of `count` peers, in the order in which they connect to what `announce` tells them.
 
-    Raises WeightSyncError if they have not all connected within CONNECT_SECONDS.
+    Raises WeightSyncError if they have not all connected within CONNECT_SECONDS. It calls them `who` and adds a hint.
     """
-    token, workers, deadline = os.urandom(16).hex(), group.world_size - 1, time.monotonic() + CONNECT_SECONDS
-    host = group.store.host
-    with socket.create_server((host, 0), family=address_family(host), backlog=workers) as server:
-        group.store.set(LINK_KEY, json.dumps({"port": server.getsockname()[1], "token": token}))
-        while len(links) < workers:
+    token, deadline = os.urandom(16).hex(), time.monotonic() + CONNECT_SECONDS
+    with socket.create_server((host, 0), family=address_family(host), backlog=count) as server:
+        announce({"host": host, "port": server.getsockname()[1], "token": token})
+        while len(links) < count:
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 link = Link(server.accept()[0])
             except TimeoutError as error:
                 raise WeightSyncError(
-                    f"{workers - len(links)} of {workers} engine workers did not connect within"
-                    f" {CONNECT_SECONDS:.0f} s: is receive_weights running on every worker?"
+                    f"{count - len(links)} of {count} {who} did not connect within {CONNECT_SECONDS:.0f} s: {hint}"
                 ) from error
             try:
                 link.recv_hello(token, HELLO_SECONDS)
             except WeightSyncError:
-                link.close()  # not a worker of this group: keep listening
+                link.close()  # a stranger: keep listening
             else:
                 link.send_hello("the trainer", token)
                 links.append(link)
 
 
-def connect_group(group, rank: int, timeout: float) -> Link:
-    """The worker's side of `listen`. The trainer must start to listen within `timeout` seconds."""
+def connect(endpoint: dict, role: str) -> Link:
+    """The other side of `listen`: connect, as `role`, to what was announced. Raises WeightSyncError if that failed."""
+    if "error" in endpoint:
+        raise WeightSyncError(f"the trainer failed: {endpoint['error']}")
+    try:
+        link = Link(socket.create_connection((endpoint["host"], endpoint["port"]), timeout=CONNECT_SECONDS))
+    except OSError as error:
+        raise WeightSyncError(f"the trainer is gone: {error}") from error
+    link.send_hello(role, endpoint["token"])
+    link.recv_hello(endpoint["token"])
+    return link
+
+
+def connect_group(group, role: str, timeout: float) -> Link:
+    """Connect a worker to the trainer, which must start to listen within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     try:
         while not group.store.check([LINK_KEY]):
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"no trainer called send_weights within {timeout:.3g} s")
             time.sleep(0.01)
-        endpoint = json.loads(group.store.get(LINK_KEY))
-        if "error" in endpoint:
-            raise WeightSyncError(f"the trainer failed: {endpoint['error']}")
-        link = Link(socket.create_connection((group.store.host, endpoint["port"]), timeout=CONNECT_SECONDS))
+        endpoint = json.loads(group.store.get(LINK_KEY)) | {"host": group.store.host}  # as this node calls the trainer
     except WeightSyncError:
         raise
-    except (OSError, RuntimeError) as error:  # TCPStore raises RuntimeErrors of its own
+    except RuntimeError as error:  # TCPStore's own
         raise WeightSyncError(f"the trainer is gone: {error}") from error
-    link.send_hello(f"engine worker {rank - 1}", endpoint["token"])
-    link.recv_hello(endpoint["token"])
-    return link
+    return connect(endpoint, role)
 
 
 def connect_path(path: str, rank: int, timeout: float) -> Link:
@@ -212,6 +218,27 @@ def connect_path(path: str, rank: int, timeout: float) -> Link:
     link.send_hello(f"engine worker {rank}", os.path.dirname(path))
     link.recv_hello(os.path.dirname(path), timeout)
     return link
+
+
+def recv_all(links: list[Link], timeout: float, others: Sequence[Link] = (), expected_soon: bool = False) -> list[dict]:
+    """The next message of each link, within `timeout` seconds.
+
+    Raises WeightSyncError as `recv` does, whichever of the links, or of `others`, fails first. With `expected_soon`,
+    busy-polls at first.
+    """
+    started = time.monotonic()
+    while silent := [link for link in links if not link.pending]:
+        waited = time.monotonic() - started
+        busy = expected_soon and waited < BUSY_POLL_SECONDS
+        ready = wait([link.connection for link in (*silent, *others)], 0 if busy else max(0.0, timeout - waited))
+        for link in silent:
+            if link.connection in ready:
+                link.pending.append(link.recv(0))
+        for link in others:
+            link.watch()
+        if waited > timeout and not ready:
+            raise WeightSyncError(f"{silent[0].peer} did not answer within {timeout:.3g} s")
+    return [link.pending.pop(0) for link in links]
 
 
 def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> None:

@@ -1,10 +1,12 @@
 """Weights with LoRA adapters, which travel merged: nobody ever holds a merged copy of the model."""
 
 import functools
+import random
 from dataclasses import dataclass
 
 import torch
 
+SAMPLED_ROWS = 4  # of a merged weight, which are computed again
 TILING = {"ROWS": 64, "COLUMNS": 64, "RANKS": 32, "num_warps": 4}  # of the kernel
 
 
@@ -58,6 +60,35 @@ class LoRAWeight:
             **TILING,
             enable_fp_fusion=False,  # torch rounds a product before it adds
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """Some rows of a weight, `base`, the first of which is row `first_row`, as a source of `Copies`."""
+
+    weight: LoRAWeight
+    base: torch.Tensor
+    first_row: int
+
+    def __call__(self, out: torch.Tensor) -> None:
+        self.weight.merge_into(out, self.base, self.first_row)
+
+    def wrong(self, merged: torch.Tensor, seed: int) -> torch.Tensor:
+        """How many elements in a few rows of `merged`, other rows for other seeds, are not the merged weight's: int [].
+
+        They are computed again in fp64. What fp32 sums in any order may give, rounded to `merged`'s dtype, is right.
+        """
+        begin = random.Random(seed).randrange(max(1, len(self.base) - SAMPLED_ROWS + 1))
+        base, merged = self.base[begin:][:SAMPLED_ROWS].double(), merged[begin:][:SAMPLED_ROWS]
+        left, right = self.weight.lora_B.double(), self.weight.lora_A.double()
+        if self.weight.transposed:
+            left, right = right.T, left.T
+        left, scaling = left[self.first_row + begin :][: len(base)], self.weight.scaling
+        exact = base + scaling * (left @ right)
+        terms = base.abs() + abs(scaling) * (left.abs() @ right.abs())
+        error = terms * (len(right) + 4) * torch.finfo(torch.float32).eps
+        low, high, found = (each.to(merged.dtype).double() for each in (exact - error, exact + error, merged))
+        return ((found < low) | (found > high) | (found.isnan() != exact.isnan())).sum()
 
 
 def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:

@@ -1,15 +1,16 @@
 """The worker's end of a weight sync."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from .buckets import STAGING_BUFFERS, Piece, seconds_allowed, staging_buffer_bytes, wire_buckets
+from .buckets import STAGING_BUFFERS, Piece, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
 from .channels import Staging
+from .comparison import compared
 from .engine_model import EngineModel
 from .groups import device_id_of
-from .link import ANSWER_SECONDS, Link, reason_of, wait_until
+from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
 
 
 class WeightReceiver:
@@ -17,6 +18,7 @@ class WeightReceiver:
 
     weight_link: Link | None = None
     weight_staging: Staging | None = None
+    weight_sample: tuple | None = None  # the last sync's, to be compared: its digest, and that of all weights
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -24,6 +26,10 @@ class WeightReceiver:
         False before the first sync, after a partial one (some parameters sent, others not), and for a model without
         parameters.
         """
+        try:
+            self._compare_sample()
+        except WeightSyncError as error:
+            self._close_link(reason_of(error))
         return self._engine_model().unchanged()
 
     def report_device_id(self) -> str:
@@ -34,6 +40,15 @@ class WeightReceiver:
         """Two digests: of the parameters that this worker serves, and of all tensors that its model's layers keep."""
         model = self._engine_model()
         return model.weights_digest(buffers=False), model.state_digest()
+
+    def compare_weights(self) -> None:
+        """Take part in one `WeightSender.compare_weights`. The trainer raises any error from here."""
+        try:
+            if self._message(ANSWER_SECONDS).get("mode") != "compare":
+                raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
+            self.weight_link.send(found=self._read("compare", self._compare))
+        except Exception as error:
+            self._close_link(reason_of(error))
 
     def _receive(self, timeout: float, connect: Callable[[], Link]) -> dict:
         # Return errors, never raise: vLLM stops reading the workers' answers at the first exception and then takes the
@@ -46,20 +61,17 @@ class WeightReceiver:
 
     def _take_part(self, timeout: float, connect: Callable[[], Link]) -> int:
         model = self._engine_model()
-        if model.loading:
-            model.finish()  # close a bracket that a failed sync, or an update one parameter at a time, left open
+        self._compare_sample()
+        blocks, sample = model.samples.draw(model.version) if model.samples else ((), None)
         if self.weight_link is None:
             self.weight_link = connect()
         link = self.weight_link
-        message = link.recv(timeout)
-        if "prepare" in message:
-            message = link.recv(timeout, expected_soon=True)
+        message = self._message(timeout)
         if "metadata" in message:
             dtypes, problems = model.preflight(message["metadata"])
             link.send(dtypes=dtypes, problems=problems, version=model.version)
             handshake = link.recv(ANSWER_SECONDS)
-            model.loaded_buffers |= model.sent.buffers
-            model.replay_steps = self.weight_staging = None  # free their memory before allocating anew
+            model.replay_steps = model.samples = self.weight_staging = None  # free their memory before allocating anew
             self.weight_buckets = wire_buckets(handshake["wire"], handshake["bucket_bytes"])
             self.weight_staging = self._open_staging(link, handshake)
             message = link.recv(ANSWER_SECONDS)
@@ -69,6 +81,11 @@ class WeightReceiver:
         model.mark_complete(message["version"], loaded)
         if mode != "record":
             link.send(done=True)
+            if not self.weight_staging.digests(mode):  # compare a sample, but only now: the trainer has its answer
+                total, digest, model.digest = torch.zeros(1, dtype=torch.int64, device=self.device), model.digest, None
+                sample.run(total)
+                self.weight_sample = total, digest
+                link.send(blocks=blocks)
             return model.version
         refused = model.record(self.weight_buckets, self.weight_staging)
         reloaded = None if refused else model.state_digest()
@@ -83,26 +100,62 @@ class WeightReceiver:
             link.send(same=same)
         return model.version
 
+    def _message(self, timeout: float) -> dict:
+        """The trainer's next message, other than that one will follow."""
+        if self.weight_link is None:
+            raise WeightSyncError("no weight sync session: receive_weights was not called, or failed")
+        message = self.weight_link.recv(timeout)
+        return self.weight_link.recv(timeout, expected_soon=True) if "prepare" in message else message
+
     def _load(self, mode: str) -> int | None:
         """Load all buckets as they arrive, by reload or replay. Returns the digest of the weights."""
-        arrivals = _arrivals(self.weight_buckets, self.weight_staging, self.weight_link)
-        if mode in ("replay", "verify"):
-            return self._engine_model().replay(arrivals)
-        _reload(self._engine_model(), self.weight_buckets, self.weight_staging, arrivals)
-        return self._engine_model().weights_digest()
+        return self._read(mode, self._engine_model().replay if mode in ("replay", "verify") else self._reload)
+
+    def _reload(self, arrivals: Iterator[int]) -> int | None:
+        model = self._engine_model()
+        model.reload(_batches(self.weight_buckets, self.weight_staging, arrivals), model.sent)
+        return model.weights_digest()
+
+    def _compare(self, arrivals: Iterator[int]) -> dict:
+        batches = _batches(self.weight_buckets, self.weight_staging, arrivals)
+        tensors = (pair for batch in batches for pair in batch)
+        return compared(self._engine_model(), wire_of(self.weight_buckets), tensors)
+
+    def _read(self, mode: str, read: Callable[[Iterator[int]], object]) -> object:
+        """What `read` returns once it has read all buckets, which it gets as they arrive.
+
+        Raises WeightSyncError if something else arrived than the trainer sent.
+        """
+        digests = self.weight_staging.digests(mode)
+        arrived = torch.zeros(1, dtype=torch.int64, device=self.device) if digests else None
+        result = read(_arrivals(self.weight_buckets, self.weight_staging, self.weight_link, arrived))
+        if digests and self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(arrived):
+            raise WeightSyncError("the weights that arrived are not those that the trainer sent: their digests differ")
+        return result
+
+    def _compare_sample(self) -> None:
+        """Compare the last sync's sample with the trainer's, if that is still to be done.
+
+        Until then nothing vouches for what is served. Raises WeightSyncError if they differ.
+        """
+        if self.weight_sample is None:
+            return
+        (total, digest), self.weight_sample = self.weight_sample, None
+        if self.weight_link.recv(ANSWER_SECONDS)["sample"] != int(total):
+            raise WeightSyncError("a sample of what the last sync left in the engine was not what the trainer had")
+        self._engine_model().digest = digest
 
     def _load_other_weights(self) -> None:
-        buckets = self.weight_buckets
-        _reload(self._engine_model(), buckets, _OtherWeights(self.device), range(len(buckets)))
+        model, buckets = self._engine_model(), self.weight_buckets
+        model.reload(_batches(buckets, _OtherWeights(self.device), range(len(buckets))), model.sent)
 
     def _close_link(self, error: str | None = None) -> None:
         """Leave the session. With `error`, a waiting trainer raises it."""
         if self.weight_link is not None:
             self.weight_link.close(error)
-        self.weight_link = self.weight_staging = None
+        self.weight_link = self.weight_staging = self.weight_sample = None
         if hasattr(self, "weight_model"):
-            self.weight_model.replay_steps = None
-            self.weight_model.bracket, self.weight_model.written_regions = None, set()  # the next trainer starts over
+            self.weight_model.replay_steps = self.weight_model.samples = None
 
     def _engine_model(self) -> EngineModel:
         if not hasattr(self, "weight_model"):
@@ -110,11 +163,11 @@ class WeightReceiver:
         return self.weight_model
 
 
-def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link) -> Iterator[int]:
+def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, digest: torch.Tensor | None) -> Iterator[int]:
     """The receive loop: yields each bucket's number once the bucket has arrived, while the next ones are in flight.
 
-    The caller must have read the bucket, or on a GPU have queued its reads in the current stream, before it asks for
-    the next number.
+    Adds the digest of what arrived to `digest`, int64 [1]. The caller must have read the bucket, or on a GPU have
+    queued its reads in the current stream, before it asks for the next number.
     """
     deadline = time.monotonic() + seconds_allowed(buckets)
     arriving: list[Callable[[], bool]] = []
@@ -122,6 +175,8 @@ def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link) -> Itera
         while len(arriving) < min(i + STAGING_BUFFERS, len(buckets)):
             arriving.append(staging.start(len(arriving)))
         wait_until(arriving[i], [link], deadline)
+        if digest is not None:
+            staging.digest(i, digest)
         yield i
         staging.release(i)
 
@@ -137,10 +192,12 @@ class _OtherWeights(Staging):
         return torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
 
 
-def _reload(model: EngineModel, buckets: list[list[Piece]], staging: Staging, arrivals: Iterator[int]) -> None:
-    """Hand the tensors to vLLM's loader, about a bucket at a time.
+def _batches(
+    buckets: list[list[Piece]], staging: Staging, arrivals: Iterable[int]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Whole tensors for vLLM's loader, about a bucket at a time.
 
-    They are copied out of the staging buffers first, since the reload bracket keeps them until their layer is complete.
+    They are copied out of the staging buffers, since the reload bracket keeps them until their layer is complete.
     """
     incomplete, weights, waiting_bytes = {}, [], 0
     for i in arrivals:
@@ -154,6 +211,5 @@ def _reload(model: EngineModel, buckets: list[list[Piece]], staging: Staging, ar
             if piece.begin + piece.count == whole.numel():
                 weights.append((piece.name, incomplete.pop(piece.name)))
             if weights and (piece is buckets[i][-1] or waiting_bytes > staging_buffer_bytes()):
-                model.load(weights)
+                yield weights
                 weights, waiting_bytes = [], 0
-    model.finish(complete=True)

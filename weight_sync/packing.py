@@ -1,0 +1,92 @@
+"""Fill the buckets with this rank's share of the tensors, and digest what was packed."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes, piece_of
+from .channels import Staging
+from .copies import Copies, digest_together
+from .link import Link, WeightSyncError
+from .lora import LoRAWeight, Merge
+from .ranks import Ranks, ShardedPart
+
+
+class Packing:
+    """The copies that fill each bucket. The staging buffers and the tensors must outlive it.
+
+    `adapted` holds the weights that have adapters, by name; `tensors` has their bases.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        adapted: dict[str, LoRAWeight],
+        buckets: list[list[Piece]],
+        staging: Staging,
+        ranks: Ranks,
+    ):
+        self.buckets, self.staging, self.ranks, self.adapted = buckets, staging, ranks, adapted
+        self.copies: list[Copies] = []  # by bucket
+        device = next(iter(tensors.values())).device
+        for i, bucket in enumerate(buckets):
+            pairs = [self._copy(tensors[p.name], p, staging.view(i, p)) for p in bucket]
+            words = [staging.words(i, piece) for piece in bucket]
+            ends = [(whole[p.nbytes :], 0) for p, whole in zip(bucket, words, strict=True) if p.nbytes < len(whole)]
+            self.copies.append(Copies(device, [pair for pair in pairs if pair], ends))
+            digest_together(self.copies[-1:], words, bucket[0].number)
+        # Those that merge: bucket, destination and source.
+        self.merges: list[tuple[int, torch.Tensor, Merge]] = [
+            (i, *pair) for i, copies in enumerate(self.copies) for pair in copies.computed
+        ]
+        # int64 [2]: the digest of what was packed since `digest`, and how many elements of merges were wrong.
+        self.total = torch.zeros(2, dtype=torch.int64, device=device)
+
+    def pack(self, i: int, version: int, links: list[Link], deadline: float) -> None:
+        """Fill bucket `i`. With shards, each rank packs its own bytes over zeros, and the ranks sum them.
+
+        A sum moves more bytes than a gather, but it works in place, without a second buffer or copy, and the ranks'
+        shares of a bucket may differ in size.
+        """
+        bucket = self.staging.buffers[i % STAGING_BUFFERS][: bucket_nbytes(self.buckets[i])]
+        if self.ranks.size > 1:
+            bucket.zero_()
+        self.copies[i].run(self.total[:1])
+        if self.merges and self.merges[version % len(self.merges)][0] == i:  # a sample: another one in each sync
+            _, merged, merge = self.merges[version % len(self.merges)]
+            self.total[1] += merge.wrong(merged, version)
+        self.ranks.sum(bucket, links, deadline)
+
+    def digest(self, links: list[Link], deadline: float) -> int:
+        """The digest of what all ranks have packed since the last call. A rank that only helps gets no meaningful one.
+
+        Raises WeightSyncError if a sample of what was merged is wrong.
+        """
+        self.ranks.sum(self.total, links, deadline)
+        digest, wrong = self.total.tolist()
+        self.total.zero_()  # now, so that the next sync need not
+        if wrong and not self.ranks.helps:
+            raise WeightSyncError(f"{wrong} sampled elements of a merged weight are not base + scaling * B @ A")
+        return digest
+
+    def _copy(self, tensor: torch.Tensor, piece: Piece, view: torch.Tensor) -> tuple | None:
+        """The copy (destination, source) that packs this rank's elements of a piece, or None if it has none.
+
+        `view` is the piece's place in the bucket. Of a tensor that is not sharded, the first rank packs everything.
+        """
+        begin, row = piece.begin, torch.Size(tensor.shape[1:]).numel()
+        if isinstance(tensor, DTensor):
+            tensor = ShardedPart(tensor, 0, tensor.shape)
+        if isinstance(tensor, ShardedPart):
+            first, local = tensor.local(self.ranks.rank, self.ranks.size)
+            begin, end = max(piece.begin, first), min(piece.begin + piece.count, first + len(local))
+            if begin >= end:
+                return None
+            view, part = view[begin - piece.begin : end - piece.begin], local[begin - first : end - first]
+        elif self.ranks.rank:
+            return None
+        else:
+            part = piece_of(tensor, piece)
+        if piece.name in self.adapted:
+            part = part.reshape(-1, row)
+            return view.view(part.shape), Merge(self.adapted[piece.name], part, begin // row)
+        return view.view(part.shape), part

@@ -1,0 +1,64 @@
+"""Samples of a sync in which a worker reads the trainer's own memory. To digest all of it twice would take longer than
+the sync. So both ends hash a few blocks, other ones in each sync, once the worker has answered: the trainer where they
+come from, the worker where they are served.
+"""
+
+import torch
+
+from .copies import BLOCK_WORDS, WORD_BYTES, Copies, Table, place
+
+SAMPLED_BLOCKS = 64
+
+
+class Samples:
+    """Blocks that some copies read from tensors `read` and write to tensors `served`.
+
+    What torch copies is not among them, nor what goes elsewhere first, as weights that are quantized do.
+    """
+
+    def __init__(self, copies: list[Copies], read: list[torch.Tensor], served: list[torch.Tensor]):
+        sizes = {False: WORD_BYTES, True: 2 * WORD_BYTES}  # bytes that are read for a word, by whether a run casts
+        runs = [
+            torch.cat([runs, torch.full_like(runs[:1], sizes[cast])])
+            for each in copies
+            for cast, runs in each.runs.items()
+        ]
+        source, destination, words, size = torch.cat([torch.zeros(4, 0, dtype=torch.int64), *runs], 1)
+        tensor, byte = place(source, size * words, read)
+        target, _ = place(destination, WORD_BYTES * words, served)
+        kept = ((tensor >= 0) & (target >= 0)).nonzero()[:, 0]
+        kept = kept[tensor[kept].argsort(stable=True)]
+        self.runs = torch.stack([tensor, byte, destination, words, size])[:, kept]
+        _, self.counts = tensor[kept].unique_consecutive(return_counts=True)  # of each tensor's runs
+        self.device = served[0].device
+
+    def draw(self, seed: int) -> tuple[list[list[int]], Table]:
+        """Blocks as lists of tensors' numbers, bytes to begin at and words, and a table that hashes what is served.
+
+        With consecutive seeds, every tensor's turn comes.
+        """
+        n = SAMPLED_BLOCKS if len(self.counts) else 0
+        run, block = torch.rand(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        which = (seed * n + torch.arange(n)) % max(1, len(self.counts))
+        run = (self.counts.cumsum(0) - self.counts)[which] + (run * self.counts[which]).long()
+        tensor, byte, destination, words, size = self.runs[:, run]
+        begin = (block * (words / BLOCK_WORDS).ceil()).long() * BLOCK_WORDS
+        words = (words - begin).clamp(max=BLOCK_WORDS)
+        blocks = torch.stack([tensor, byte + size * begin, words])
+        return blocks.tolist(), _table(destination + WORD_BYTES * begin, words, False, torch.arange(n), self.device)
+
+
+def sample_digest(blocks: list[list[int]], tensors: list[torch.Tensor], dtypes: list[torch.dtype]) -> int:
+    """The digest of these blocks of the trainer's tensors, in the dtypes in which they are served."""
+    tensor, byte, words = torch.tensor(blocks)
+    address = torch.tensor([each.data_ptr() for each in tensors])[tensor] + byte
+    casts = torch.tensor([each.dtype != dtype for each, dtype in zip(tensors, dtypes, strict=True)])[tensor]
+    total = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
+    for cast in (False, True):
+        own = (casts == cast).nonzero()[:, 0]
+        _table(address[own], words[own], cast, own, total.device).run(total)
+    return int(total)
+
+
+def _table(address: torch.Tensor, words: torch.Tensor, cast: bool, number: torch.Tensor, device: torch.device) -> Table:
+    return Table(torch.stack([address, torch.zeros_like(address), words]), cast, device, number)
