@@ -6,15 +6,15 @@
     python rlhf_colocate.py                          # no GPU: a small built-in model, 2 ranks, 2 engines, shared memory
     python rlhf_colocate.py --ray-address auto       # on a running Ray cluster
 
-    every GPU  trainer actor: a rank of the learner (recipe/grpo.py), sharded by FSDP2, and its WeightSender
+    every GPU  trainer actor: a rank of the learner (recipe/learning/grpo.py), sharded by FSDP2, and its WeightSender
                a worker of an engine actor: vllm.LLM with rlhf_utils.ColocateWorkerExtension
 
 1. Place: one Ray placement group, with a bundle for each GPU. The engines start first, since vLLM measures the free
    memory, and release the memory of their KV cache. Then the trainer ranks load.
 2. Connect each rank with the worker on its GPU, and sync once: the engines wake up and serve the trainer's weights.
-3. Each step: generate, then put the engines to sleep; reward; learn, then free the trainer's memory; sync, which wakes
-   the engines. Where both fit into memory awake, nobody sleeps from the third step on. The rollouts after a sync prove
-   it: the engine's log-probabilities of the tokens it sampled must be the trainer's, or the run ends with an error.
+3. Each step: generate, reward, put the engines to sleep, learn, free the trainer's memory, and sync, which wakes the
+   engines. Where both fit into memory awake, nobody sleeps from the third step on. The rollouts after a sync prove it:
+   the engine's log-probabilities of the tokens it sampled must be the trainer's, or the run ends with an error.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
@@ -30,31 +30,32 @@ from typing import Annotated, Literal
 import ray
 import torch
 from annotated_types import Ge, Gt, Le
-from ray.util.placement_group import placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
-from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.engine import EngineArguments, generate, llm_options, release_memory, sample, serves_checkpoint
 from recipe.errors import RunError
-from recipe.evaluation import evaluate
-from recipe.grpo import GRPOConfig, GRPOLearner
-from recipe.learner import Rollout
-from recipe.memory import engine_memory, measure, memory_table, rank_memory, sleep_level
-from recipe.ray_session import RaySession, die_with_children, run_main
-from recipe.run_folder import RunFolder
-from recipe.sharding import join_ranks
-from recipe.task import TaskArguments, load_task
-from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSyncError
+from recipe.learning.exact import match_engine
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.learning.learner import Proof
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
+from recipe.rollouts.evaluation import evaluate
+from recipe.rollouts.exact_engine import ExactArguments, can_be_exact, check_exactness, exact_options
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, by_node, measure, memory_table, reserve, seat
+from recipe.run.arguments import RunArguments, parse
+from recipe.run.checkpoint import Models, choose_models, replace_flags
+from recipe.run.folder import RunFolder
+from recipe.run.session import RaySession, run_main
+from recipe.tasks.task import TaskArguments, load_task
+from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for an engine worker: both fit on one
+SPARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
+class Arguments(GRPOConfig, TaskArguments, ExactArguments, EngineArguments, RunArguments):
     """What the command line sets."""
 
     engines: Annotated[int | None, Ge(1)] = HfArg(default=None, help="default: as many as fit (CPU: 2 workers)")
@@ -69,281 +70,231 @@ class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
     )
 
 
-class Engine:
-    """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take `bundles` of its placement group."""
+class Engine(EngineActor):
+    """A Ray actor around vllm.LLM."""
 
-    def __init__(self, model: str, args: Arguments, device: str, bundles: list[int]):
-        self.device = device
-        workers = args.engines * args.tensor_parallel_size
-        extension = "rlhf_utils.ColocateWorkerExtension"
-        options = {"worker_extension_cls": extension, "enable_sleep_mode": args.sleep != "none"}
+    def start(self, model: str, args: Arguments, device: str, exact: bool, bundles: list[int]) -> int:
+        options = {"worker_extension_cls": "rlhf_utils.ColocateWorkerExtension"}
+        options |= {"enable_sleep_mode": args.sleep != "none"}
+        options |= exact_options(model, "ExactColocateWorkerExtension") if exact else {}
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        options = llm_options(args, device, bundles, workers, **options)
-        from vllm import LLM  # only now: llm_options has set its environment variables
+        longest = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        self.remember_weights()
+        self.sleep(args.sleep)  # the trainers load next
+        return longest
 
-        self.llm = LLM(model, **options)
-        die_with_children()
-
-    def start(self, level: str) -> int:
-        """Returns once the engine has started and sleeps: the tokens that a prompt and its completion may have."""
-        self.loaded = self.llm.collective_rpc("weight_digests")  # of the weights from disk
-        self.lost_weights = level == "weights"  # until the first sync
-        self.sleep(level)  # the trainers load next
-        return self.llm.model_config.max_model_len
-
-    def sample(
-        self, prompts: list[list[int]], args: Arguments, seed: int, first: int, evaluation: bool
-    ) -> list[Rollout]:
-        return sample(self.llm, prompts, args, seed, first, evaluation)
-
-    def device_ids(self) -> list[str]:
-        return self.llm.collective_rpc("report_device_id")
-
-    def sleep(self, level: str) -> None:
-        """Drop the prefix cache, and release the memory that --sleep names, until the next sync.
-
-        Nothing is generated until that sync is over, so the prefix cache stays empty.
-        """
-        release_memory(self.llm, level)
-        self.asleep = level
-
-    def receive_weights(self, handles: dict[str, str]) -> tuple[bool, float]:
+    def receive_weights(self, timeout: float, handles: dict[str, str]) -> tuple[bool, float]:
         """Take part in a sync with the trainer ranks behind these handles, and wake up.
 
         Returns whether every worker serves exactly what was sent, and the seconds that waking took.
         """
         started = time.perf_counter()
-        if self.asleep == "weights":
-            self.llm.wake_up(tags=["weights"])
+        self.wake("weights")
         waking = time.perf_counter() - started
-        for result in self.llm.collective_rpc("receive_weights", args=(handles,)):
-            if "error" in result:
-                raise WeightSyncError(result["error"])
+        served = self.take_weights(handles, timeout)
         started = time.perf_counter()
-        if self.asleep != "none" and not self.llm.wake_up(tags=["kv_cache"]):
-            raise RunError("vLLM did not wake up")
-        waking += time.perf_counter() - started
-        self.asleep = "none"
-        return all(self.llm.collective_rpc("check_weights_changed")), waking
-
-    def serves_checkpoint(self) -> bool:
-        """Whether the first sync sent, bit for bit, the weights that this engine had loaded from disk."""
-        return serves_checkpoint(self.loaded, self.llm.collective_rpc("weight_digests"), slept=self.lost_weights)
-
-    def memory(self) -> dict[str, float]:
-        return engine_memory(self.device)
-
-    def shutdown(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+        self.wake("kv_cache")
+        return served, waking + time.perf_counter() - started
 
 
-class Trainer:
+class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner. It sends to the worker on the same device."""
 
-    def __init__(self, rank: int):
-        self.rank = rank  # loads nothing yet: the engines start first
-
-    def address(self) -> tuple[str, int]:
-        from vllm.utils.network_utils import get_open_port
-
-        return ray.util.get_node_ip_address(), get_open_port()
-
-    def load(self, address: tuple, models: Models, args: Arguments, device: str) -> dict[str, str]:
-        """Join the other ranks (the first one is at `address`) and load. Returns the handle for the worker."""
-        ranks = args.engines * args.tensor_parallel_size
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # Ray sets one thread
-        here = torch.device(device, 0)  # Ray makes one GPU visible
-        join_ranks(*address, self.rank, ranks, here)
-        self.learner = GRPOLearner(models.loaded, args, here, args.seed, args.steps, initial=models.initial)
-        if models.checkpoint:
-            self.learner.load_state(models.checkpoint)
+    def load(
+        self, address: tuple[str, int], models: Models, args: Arguments, device: str, exact: bool
+    ) -> tuple[int, str]:
+        if exact:
+            match_engine()
+        own = self.join(address, args.engines * args.tensor_parallel_size, device)
+        proof = Proof(MAX_MISMATCH[device], weights_proven=True)
+        self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
+        loaded = self.resume(models.checkpoint)
         self.learner.release_memory()  # loading held whole tensors
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every step
-        worker = 0 if device == "cuda" else self.rank % args.tensor_parallel_size  # all ranks share the CPU
-        channel = SharedMemoryChannel(torch.device(device, worker))
+        return loaded
+
+    def connect(self, tensor_parallel_size: int) -> dict[str, str]:
+        """Make the channel to the worker on this device. Returns the handle for it."""
+        device = self.learner.model.device.type  # all ranks share the CPU
+        channel = SharedMemoryChannel(torch.device(device, 0 if device == "cuda" else self.rank % tensor_parallel_size))
         self.sender = WeightSender(channel)
         return channel.handles
 
     def send_weights(self) -> SyncReport:
-        return self.sender.send_weights(self.learner.named_tensors().items())
+        return self.sender.send_weights(self.learner.model.named_tensors().items())
 
-    def learn(self, rollouts: list[Rollout], make_room: bool) -> dict[str, float]:
+    def learn(self, rollouts: list[Rollout], frees: bool) -> dict[str, float]:
         metrics = self.learner.learn(rollouts)
-        if make_room:
+        if frees:
             self.learner.release_memory()  # for the engine
         return metrics
 
-    def mismatch(self, rollouts: list[Rollout]) -> float:
-        return self.learner.mismatch(rollouts)
 
-    def start(self) -> tuple[int, str]:
-        """Returns once the model is loaded: the steps it has done, and what is to be said of it."""
-        return self.learner.step, self.learner.remarks()
-
-    def save(self, run_folder: Path) -> None:
-        if self.rank == 0:
-            write_checkpoint(run_folder, self.learner.step, self.learner.save)
-        else:
-            self.learner.save(None)
-
-    def memory(self) -> dict[str, float]:
-        return rank_memory(self.learner.device)
-
-
-def place(args: Arguments) -> tuple[str, list[dict], list[tuple[list[int], dict]]]:
+def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     """Choose and reserve the topology.
 
-    Returns the device, the Ray options of every trainer rank, and for every engine the bundles of its workers, which it
-    shares with as many ranks, and its Ray options.
+    Returns the device, the arguments with what was chosen, the seats of all trainer ranks, and those of the engines,
+    whose workers are beside as many ranks.
     """
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     if gpus:
         refuse_expandable_segments()
-    else:
-        args.sleep = "none"  # on CPU, vLLM has no sleep mode
-    tp = args.tensor_parallel_size = args.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
-    args.engines = args.engines or max(1, (gpus or 2) // tp)
-    wanted, there = args.engines * tp, gpus or int(resources["CPU"])
-    if wanted > there:
+    tp = args.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
+    engines = args.engines or max(1, (gpus or 2) // tp)
+    wanted, available = engines * tp, gpus or int(resources["CPU"])
+    if wanted > available:
         raise RunError(
             f"rlhf_colocate.py wants {wanted} {'GPUs' if gpus else 'CPU cores'} for the TP={tp} workers of"
-            f" {args.engines} engines, and there are {there}: lower --engines or --tensor-parallel-size"
+            f" {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
         )
-    bundles = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted
-    group = placement_group(bundles, strategy="PACK" if gpus else "STRICT_PACK")
-    if not group.wait(timeout_seconds=60):
-        raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    order = sorted(range(wanted), key=nodes.get)  # node by node: an engine spans as few nodes as possible
+    sleep = args.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
+    args = replace_flags(args, tensor_parallel_size=tp, engines=engines, sleep=sleep)
+    group = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
+    order = by_node(group)  # an engine spans as few nodes as possible
     workers = [order[begin : begin + tp] for begin in range(0, wanted, tp)]
-
-    def at(bundle: int, **resources) -> dict:
-        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
-        return {"scheduling_strategy": strategy, **resources}
-
-    trainers = [at(bundle, **({"num_gpus": GPU_SHARE, "num_cpus": 0} if gpus else {"num_cpus": 1})) for bundle in order]
-    return "cuda" if gpus else "cpu", trainers, [(bundles, at(bundles[0], num_cpus=0)) for bundles in workers]
+    share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
+    trainers = [seat(group, bundle, **share) for bundle in order]
+    return "cuda" if gpus else "cpu", args, trainers, [seat(group, own[0], own) for own in workers]
 
 
 def main(args: Arguments) -> None:
     task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
+    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
         # 1. Place
-        device, trainer_options, engine_options = place(args)
-        models = choose_models(run.path, args, device)
+        device, args, trainer_seats, engine_seats = place(args)
+        models, args = choose_models(run.path, args, device)
         task.tokenize(models.loaded, args.max_model_len)
-        if device == "cpu":
-            run.say("no GPU: trainer ranks and engines on CPU, where vLLM has no sleep mode: engines stay awake")
+        run.say("no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake" if device == "cpu" else "")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
-        args.default_max_mismatch, args.weights_proven = MAX_MISMATCH[device], True
-        trainers = [ray.remote(Trainer).options(**o).remote(rank) for rank, o in enumerate(trainer_options)]
-        engines = [
-            ray.remote(Engine).options(**options).remote(models.loaded, args, device, bundles)
-            for bundles, options in engine_options
-        ]
-        by_name = {f"engine{i}": engine for i, engine in enumerate(engines)}
-        session.actors |= {f"trainer{rank}": trainer for rank, trainer in enumerate(trainers)} | by_name
-        room, *_ = session.wait("starting", **each("engine", engines, "start", args.sleep))
-        task.check_lengths(room)
-        (address,) = session.wait("loading", trainer0=trainers[0].address.remote())
-        loading = each("trainer", trainers, "load", address, models, args, device)
-        handles = session.wait("loading", **loading)
-        ((steps_done, remarks),) = session.wait("loading", trainer0=trainers[0].start.remote())
-        run.say(remarks)
+        trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        exact = can_be_exact(run, args, models.loaded, trainers.rank_0("starting", "capability"))
+        engines, longest = start(session, engine_seats, models, args, device, exact)
+        address = trainers.rank_0("loading", "address")
+        steps_done, remarks = trainers.first("loading", "load", address, models, args, device, exact)
+        run.say(remarks + task.check_lengths(longest, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
-        handles = connect(session, run, engines, handles)
-        report, _ = sync(session, trainers, engines, handles)
-        same = all(session.wait("comparing", **each("engine", engines, "serves_checkpoint")))
-        loaded = measure(session, "loading")
-        run.say(
-            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
-            f" what the engines had loaded from disk; from now on by {report.loader}"
-        )
-        run.start_metrics(steps_done)
+        handles = connect(run, trainers, engines, args)
+        if exact and (difference := check_exactness(engines, trainers, task, args, longest)):
+            run.say(f"not exact: {difference}; the engines start again, without that")
+            trainers.call("connecting", "make_exact", "off")
+            engines.end()
+            engines, _ = start(session, engine_seats, models, args, device, exact=False)
+            handles = connect(run, trainers, engines, args)
+        level, loaded = args.sleep, measure(session, "load")
+        run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
-        level = args.sleep
-        if args.eval_every and not steps_done:
-            run.log_metrics(0, evaluate(session, by_name, task, args, 0))
+        if not steps_done and args.eval_every:
+            run.log_metrics(0, evaluate(engines, task, args, 0))
         for step in range(steps_done + 1, args.steps + 1):
-            started = time.perf_counter()
-            batch = generate(session, by_name, task, args, step)
-            metrics = loaded | {"time/rollout": time.perf_counter() - started} | measure(session, "generating")
-            metrics |= learn(session, trainers, engines, batch.rollouts, level) | measure(session, "learning")
-            metrics |= sync(session, trainers, engines, handles)[1] | measure(session, "syncing")
-            run.log_step(step, batch, metrics | evaluate(session, by_name, task, args, step))
+            clock = StepClock(session)
+            batch = complete(engines, task.draw(step), args, step)
+            batch = task.rewards.score(batch, step - 1)
+            if args.dynamic_sampling:
+                batch = resample(engines, task, batch, args, step)
+            clock.end("rollout")
+            learned = learn(trainers, engines, batch.rollouts, level, clock)
+            report, clock.metrics["time/wake"] = sync(trainers, engines, handles, args)
+            clock.end("sync")
+            metrics = loaded | learned | clock.metrics
+            run.log_step(step, batch, report, metrics | evaluate(engines, task, args, step))
             if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
-            if args.sleep == "auto" and level != "kv" and step > steps_done + 1:  # Adam made its moments in the first
-                level = sleep_level(run, level, metrics)
+            if step > steps_done + 1:  # Adam made its moments in the first
+                level = sleep_level(run, args, level, metrics)
             if run.saves(step):
-                session.wait("saving", **each("trainer", trainers, "save", run.path))
+                trainers.call("saving", "save", run.path)
                 run.draw()
 
         # 4. Generate again, and prove the last sync
-        batch = generate(session, by_name, task, args, args.steps + 1)
-        session.wait("sleeping", **each("engine", engines, "sleep", level))
-        mismatch, *_ = session.wait("proving", **each("trainer", trainers, "mismatch", ray.put(batch.rollouts)))
+        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1)
+        batch = task.rewards.score(batch, args.steps)
+        engines.call("sleeping", "sleep", level)
+        mismatch = trainers.first("proving", "mismatch", batch.rollouts)
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         run.show(batch)
         summary = run.summary(batch.rollouts)
     print(summary)
 
 
-def each(name: str, actors: list, method: str, *args) -> dict[str, ray.ObjectRef]:
-    """Call a method of each actor. Returns the calls by actor name, as `RaySession.wait` takes them."""
-    return {f"{name}{i}": getattr(actor, method).remote(*args) for i, actor in enumerate(actors)}
+def start(
+    session: RaySession, seats: list[Seat], models: Models, args: Arguments, device: str, exact: bool
+) -> tuple[ActorGroup, int]:
+    """Start the engines. Returns them, and the tokens that a prompt and its completion may have."""
+    engines = ActorGroup(session, "engine", Engine, seats)
+    bundles = [(seat.bundles,) for seat in seats]
+    longest, *_ = engines.call("starting", "start", models.loaded, args, device, exact, each=bundles)
+    return engines, longest
 
 
-def connect(session: RaySession, run: RunFolder, engines: list, handles: list[dict]) -> list[dict[str, str]]:
-    """Check that each trainer rank shares its device with a worker, and print the layout.
+def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arguments) -> list[tuple[dict[str, str]]]:
+    """Check that each trainer rank shares its device with a worker, print the layout, and sync once.
 
     Returns for each engine the handles of its ranks.
     """
+    handles = trainers.call("connecting", "connect", args.tensor_parallel_size)
     beside, lines = [], [f"{'device':40}  trainer  engine  worker"]
-    for i, ids in enumerate(session.wait("connecting", **each("engine", engines, "device_ids"))):
+    for i, ids in enumerate(engines.call("connecting", "device_ids")):
         ranks = range(i * len(ids), (i + 1) * len(ids))
-        beside.append({device: path for rank in ranks for device, path in handles[rank].items()})
-        if beside[i].keys() != set(ids):
-            raise RunError(f"engine {i} runs on {sorted(ids)}, and its trainer ranks on {sorted(beside[i])}")
+        own = {device: path for rank in ranks for device, path in handles[rank].items()}
+        if own.keys() != set(ids):
+            raise RunError(f"engine {i} runs on {sorted(ids)}, and its trainer ranks on {sorted(own)}")
         for rank in ranks:
             (device,) = handles[rank]
             lines.append(f"{device:40}  {rank:7}  {i:6}  {ids.index(device):6}")
+        beside.append((own,))
     run.say("\n".join(lines))
+    report, _ = sync(trainers, engines, beside, args)
+    same = all(engines.call("comparing", "serves_checkpoint"))
+    run.say(
+        f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
+        f" what the engines had loaded from disk; from now on by {report.loader}"
+    )
     return beside
 
 
-def learn(session: RaySession, trainers: list, engines: list, rollouts: list[Rollout], level: str) -> dict[str, float]:
+def learn(
+    trainers: ActorGroup, engines: ActorGroup, rollouts: list[Rollout], level: str, clock: StepClock
+) -> dict[str, float]:
     """Put the engines to sleep, at this level, and do one learning step on all ranks. Returns its metrics."""
-    started = time.perf_counter()
-    sleeping = each("engine", engines, "sleep", level)
+    sleeping = engines.begin("sleep", level)
     if level != "none":
-        session.wait("sleeping", **sleeping)  # the trainers need the memory
-    asleep = time.perf_counter()
-    learning = each("trainer", trainers, "learn", ray.put(rollouts), level != "none")
-    metrics, *_ = session.wait("learning", **learning, **sleeping)
-    return metrics | {"time/sleep": asleep - started, "time/train": time.perf_counter() - asleep}
+        trainers.session.wait("sleeping", sleeping)  # the trainers need the memory
+    clock.end("sleep")
+    learning = trainers.begin("learn", rollouts, level != "none")
+    metrics, *_ = trainers.session.wait("learning", learning | sleeping)
+    clock.end("train")
+    return metrics
 
 
 def sync(
-    session: RaySession, trainers: list, engines: list, handles: list[dict]
-) -> tuple[SyncReport, dict[str, float]]:
+    trainers: ActorGroup, engines: ActorGroup, handles: list[tuple[dict[str, str]]], args: Arguments
+) -> tuple[SyncReport, float]:
     """Send the trainers' weights, each rank to the worker on its device, and wake the engines.
 
-    Returns rank 0's report of the transfer, and metrics: `time/sync` until the engines may generate, `time/wake`, the
-    slowest engine's share for waking, and `sync/transfer` and `sync/GBps` of the transfer alone.
+    Returns rank 0's report, and the seconds that the slowest engine took to wake up.
     """
-    started = time.perf_counter()
-    sending = each("trainer", trainers, "send_weights")
-    receiving = {f"engine{i}": engine.receive_weights.remote(handles[i]) for i, engine in enumerate(engines)}
-    report, *results = session.wait("syncing", **sending, **receiving)
+    receiving = engines.begin("receive_weights", args.timeout, each=handles)
+    report, *results = trainers.session.wait("syncing", trainers.begin("send_weights") | receiving)
     served, waking = zip(*results[len(trainers) - 1 :], strict=True)
     if not all(served):
         raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
-    metrics = {"time/sync": time.perf_counter() - started, "time/wake": max(waking)}
-    return report, metrics | {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
+    return report, max(waking)
+
+
+def sleep_level(run: RunFolder, args: Arguments, level: str, metrics: dict[str, float]) -> str:
+    """How engines are to sleep from now on. With --sleep auto: "none" if, by the metrics of memory, both fit with a
+    tenth of each GPU to spare, else "kv", for good. Completions, and what learning from them takes, may grow."""
+    if args.sleep != "auto" or level == "kv":
+        return level
+    trainer, engine, gpu = (metrics[f"memory/{name}"] for name in ("train/trainer", "rollout/engine", "gpu"))
+    settled = "none" if trainer + engine <= (1 - SPARE) * gpu else "kv"
+    if settled != level:
+        reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of {gpu:.1f}"
+        run.say(f"--sleep {settled} from now on: {reason}")
+    return settled
 
 
 if __name__ == "__main__":

@@ -1,46 +1,44 @@
 """RLHF with a quantized engine: rlhf.py's topology; torchao quantizes the engine's weights, not the trainer's.
 
     python rlhf_online_quant.py                             # 3 GPUs: facebook/opt-125m, trainer + TP=2 engine in FP8
-    python rlhf_online_quant.py --tensor-parallel-size 4    # 5 GPUs
+    python rlhf_online_quant.py --trainers 4 --engines 2    # 8 GPUs: 4 trainer ranks (FSDP2), two TP=2 engines
     python rlhf_online_quant.py                             # no GPU: a small built-in model, int8, gloo
     python rlhf_online_quant.py --ray-address auto          # on a running Ray cluster
 
-    GPU 0     trainer actor: fp32 master weights, GRPO (recipe/grpo.py), WeightSender (rlhf_utils.py)
-    GPU 1..N  engine actor: vllm.LLM with N workers, each with rlhf_utils.WorkerExtension; FP8 weights and activations
+    GPU 0..      trainer actors: fp32 master weights, GRPO (recipe/learning/grpo.py), WeightSender (rlhf_utils.py)
+    other GPUs   engine actors: vllm.LLM with TP workers each, which have rlhf_utils.WorkerExtension; FP8 weights and
+                 activations
 
-1. Place: one Ray placement group, with a bundle for the trainer and one for each engine worker.
-2. Connect trainer and workers, and sync once: now the engine serves the trainer's weights, quantized.
-3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engine's log-probabilities of the
-   tokens it sampled must be close to the trainer's, or the run ends with an error. Quantization always leaves a
-   distance, `mismatch`; truncated importance weights (recipe/objectives.py) correct for it. `mismatch` barely reacts to
-   stale scales, so the engine also compares its quantized weights with what was sent: after the first sync, after the
-   first and the last step, and with every checkpoint.
+1. Place: one Ray placement group, with a bundle for each trainer rank and one for each engine worker.
+2. Connect rank 0 with all workers, and sync once: now the engines serve the trainer's weights, quantized.
+3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engines' log-probabilities of the
+   tokens they sampled must be close to the trainer's, or the run ends with an error. Quantization always leaves a
+   distance, `mismatch`; truncated importance weights (recipe/learning/objectives.py) correct for it. `mismatch` barely
+   reacts to stale scales, so the engines also compare their quantized weights with what was sent: after the first sync,
+   after the first and the last step, and with every checkpoint.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
 """
 
-import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-import torch
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import Models, choose_models, write_checkpoint
-from recipe.engine import EngineArguments, generate, llm_options, reset_prefix_cache, sample
 from recipe.errors import RunError
-from recipe.evaluation import evaluate
-from recipe.grpo import GRPOConfig, GRPOLearner
-from recipe.learner import Rollout
-from recipe.quantization import QuantizationArguments, quantize_by_torchao
-from recipe.ray_session import RaySession, die_with_children, run_main
-from recipe.run_folder import RunFolder
-from recipe.task import TaskArguments, load_task
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.learning.learner import Proof
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
+from recipe.rollouts.evaluation import evaluate
+from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
+from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, reserve, seat
+from recipe.run.arguments import RunArguments, parse
+from recipe.run.checkpoint import Models, choose_models
+from recipe.run.folder import RunFolder
+from recipe.run.session import RaySession, run_main
+from recipe.tasks.task import TaskArguments, load_task
 from rlhf_utils import Comparison, SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
 
 # Mean |Δ logprob| that int8 and FP8 explain: in FP8, random weights of Qwen2.5's shapes had up to 0.095. This bound
@@ -49,203 +47,169 @@ MAX_MISMATCH = {"cpu": 0.1, "cuda": 0.1}
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, QuantizationArguments, EngineArguments, RunArguments):
+class Arguments(GRPOConfig, TaskArguments, QuantizationArguments, LayoutArguments, EngineArguments, RunArguments):
     """What the command line sets."""
 
 
-class Engine:
-    """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take bundles of its placement group."""
+class Engine(EngineActor):
+    """A Ray actor around vllm.LLM."""
 
-    def __init__(self, model: str, args: Arguments, device: str):
-        bundles = range(1, 1 + args.tensor_parallel_size)  # bundle 0 is the trainer's
-        options = {"dtype": "bfloat16", "worker_extension_cls": "rlhf_utils.WorkerExtension"}
-        options = llm_options(args, device, bundles, **options)
-        # Only now, as the import of vLLM: llm_options has set the environment variables.
-        quantized, self.quantization = quantize_by_torchao(args.quantization_config)
-        from vllm import LLM
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
+        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "dtype": "bfloat16"}
+        options = llm_options(args, device, bundles, args.engines * len(bundles), **options)
+        quantized, self.quantization = quantize_by_torchao(args.quantization_config)  # now that vLLM can be imported
+        return self.load(model, quantized | options)
 
-        self.llm = LLM(model, **quantized | options)
-        die_with_children()
+    def quantized_by(self) -> str:
+        return self.quantization
 
-    def start(self) -> tuple[int, str]:
-        """Returns once the engine has started: the tokens that a prompt and its completion may have, and the name of
-        the quantization."""
-        return self.llm.model_config.max_model_len, self.quantization
+    def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
+        self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
 
-    def sample(
-        self, prompts: list[list[int]], args: Arguments, seed: int, first: int, evaluation: bool
-    ) -> list[Rollout]:
-        return sample(self.llm, prompts, args, seed, first, evaluation)
-
-    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
-
-    def receive_weights(self) -> bool:
+    def receive_weights(self, timeout: float) -> bool:
         """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
-        reset_prefix_cache(self.llm)  # before the sync: nothing is generated in between
-        for result in self.llm.collective_rpc("receive_weights"):
-            if "error" in result:
-                raise WeightSyncError(result["error"])
-        return all(self.llm.collective_rpc("check_weights_changed"))
+        self.reset_prefix_cache()  # before the sync: nothing is generated in between
+        return self.take_weights(timeout)
 
     def compare_weights(self) -> None:
         self.llm.collective_rpc("compare_weights")
 
-    def shutdown(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
 
+class Trainer(LearnerActor):
+    """A Ray actor around a rank of the learner. Rank 0 is also rank 0 of the group in which the weights travel."""
 
-class Trainer:
-    """A Ray actor around the learner. It is rank 0 of the group in which the weights travel."""
-
-    def __init__(self, models: Models, args: Arguments, device: str):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # Ray sets one thread
-        here = torch.device(device, 0)  # Ray makes one GPU visible
-        self.learner = GRPOLearner(models.loaded, args, here, args.seed, args.steps, initial=models.initial)
-        if models.checkpoint:
-            self.learner.load_state(models.checkpoint)
-
-    def address(self) -> tuple[str, int]:
-        from vllm.utils.network_utils import get_open_port
-
-        return ray.util.get_node_ip_address(), get_open_port()
+    def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
+        own = self.join(address, args.trainers, device)
+        proof = Proof(MAX_MISMATCH[device])
+        self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
+        return self.resume(models.checkpoint)
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        group = stateless_init_process_group(address, port, 0, world_size, self.learner.device)
+        device, group = self.learner.model.device, None  # the other ranks only help to gather
+        if self.rank == 0:
+            group = stateless_init_process_group(address, port, 0, world_size, device)
         self.sender = WeightSender(group)
 
     def send_weights(self) -> SyncReport:
-        return self.sender.send_weights(self.learner.named_tensors().items())
+        return self.sender.send_weights(self.learner.model.named_tensors().items())
 
     def compare_weights(self) -> Comparison:
-        return self.sender.compare_weights(self.learner.named_tensors().items())
+        return self.sender.compare_weights(self.learner.model.named_tensors().items())
 
     def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
         return self.learner.learn(rollouts)
 
-    def mismatch(self, rollouts: list[Rollout]) -> float:
-        return self.learner.mismatch(rollouts)
 
-    def start(self) -> tuple[int, str]:
-        """Returns once the model is loaded: the steps it has done, and what is to be said of it."""
-        return self.learner.step, self.learner.remarks()
-
-    def save(self, run_folder: Path) -> None:
-        write_checkpoint(run_folder, self.learner.step, self.learner.save)
-
-
-def place(args: Arguments) -> tuple[str, dict, dict]:
-    """Reserve the topology. Returns the device, and the Ray options that place the trainer and the engine."""
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    wanted = 1 + args.tensor_parallel_size
+def place(args: Arguments) -> tuple[str, int, list[Seat], list[Seat]]:
+    """Reserve the topology. Returns the device, the GPUs that stay unused, and the seats of trainers and engines."""
+    gpus, trainers, tp = int(ray.cluster_resources().get("GPU", 0)), args.trainers, args.tensor_parallel_size
+    wanted = trainers + args.engines * tp
     if 0 < gpus < wanted:
         raise RunError(
-            f"this topology wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for the engine, and"
-            f" there are {gpus}: lower --tensor-parallel-size, or use rlhf_colocate.py, which shares GPUs"
+            f"this topology wants {wanted} GPUs, {trainers} for the trainer and {tp} for each engine, and there are"
+            f" {gpus}: lower --tensor-parallel-size, or use rlhf_colocate.py, which shares GPUs"
         )
-    bundles = [{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2
-    group = placement_group(bundles, strategy="PACK" if gpus else "SPREAD")
-    if not group.wait(timeout_seconds=60):
-        raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
-
-    def at(bundle: int, **resources) -> dict:
-        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
-        return {"scheduling_strategy": strategy, **resources}
-
-    trainer = at(0, num_gpus=1, num_cpus=0) if gpus else at(0, num_cpus=1)
-    return "cuda" if gpus else "cpu", trainer, at(1, num_cpus=0)
+    workers = [[trainers + i * tp + worker for worker in range(tp)] for i in range(args.engines)]
+    if gpus:
+        group = reserve([{"GPU": 1}] * wanted, "PACK")
+        engines = [seat(group, own[0], own) for own in workers]
+        return "cuda", gpus - wanted, [seat(group, rank, num_gpus=1) for rank in range(trainers)], engines
+    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
+    engines = [seat(group, trainers + i, own) for i, own in enumerate(workers)]
+    return "cpu", 0, [seat(group, rank, num_cpus=1 / trainers) for rank in range(trainers)], engines
 
 
 def main(args: Arguments) -> None:
     task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
+    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
         # 1. Place
-        device, trainer_options, engine_options = place(args)
-        models = choose_models(run.path, args, device)
+        device, unused, trainer_seats, engine_seats = place(args)
+        models, args = choose_models(run.path, args, device)
         task.tokenize(models.loaded, args.max_model_len)
-        tp = args.tensor_parallel_size
         if device == "cpu":
-            run.say(f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them")
+            run.say(
+                f"no GPU: the trainer and a TP={args.tensor_parallel_size} engine run on CPU, with gloo between them"
+            )
+        if unused:
+            run.say(f"{unused} GPUs stay unused: --trainers and --engines take more")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
-        args.default_max_mismatch = MAX_MISMATCH[device]
-        trainer = ray.remote(Trainer).options(**trainer_options).remote(models, args, device)
-        engine = ray.remote(Engine).options(**engine_options).remote(models.loaded, args, device)
-        session.actors |= {"trainer": trainer, "engine": engine}
-        (steps_done, remarks), (room, quantization) = session.wait(
-            "starting", trainer=trainer.start.remote(), engine=engine.start.remote()
-        )
-        task.check_lengths(room)
-        run.say(remarks)
-        run.say(f"engine weights by torchao's {quantization}")
+        trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        engines = ActorGroup(session, "engine", Engine, engine_seats)
+        address = trainers.rank_0("starting", "address")
+        loading = trainers.begin("load", address, models, args, device)
+        loading |= engines.begin("start", models.loaded, args, device, each=[(seat.bundles,) for seat in engine_seats])
+        (steps_done, remarks), *_, longest = session.wait("starting", loading)
+        run.say(remarks + task.check_lengths(longest, args.max_tokens))
+        run.say(f"engine weights by torchao's {engines.first('starting', 'quantized_by')}")
 
         # 2. Connect, and serve what the trainer holds
-        connect(session, trainer, engine, tp)
-        report = sync(session, trainer, engine.receive_weights.remote())
+        connect(trainers, engines, args.tensor_parallel_size)
+        report = sync(trainers, engines.begin("receive_weights", args.timeout))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
-        compare(run, session, trainer, engine, learned=False)
-        run.start_metrics(steps_done)
+        compare(run, trainers, engines, learned=False)
+        run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
-        if args.eval_every and not steps_done:
-            run.log_metrics(0, evaluate(session, {"engine": engine}, task, args, 0))
+        if not steps_done and args.eval_every:
+            run.log_metrics(0, evaluate(engines, task, args, 0))
         for step in range(steps_done + 1, args.steps + 1):
-            started = time.perf_counter()
-            batch = generate(session, {"engine": engine}, task, args, step)
-            generated = time.perf_counter()
-            listening = engine.receive_weights.remote()  # so that the engine is ready when the weights are
-            (metrics,) = session.wait("learning", trainer=trainer.learn.remote(batch.rollouts))
-            learned = time.perf_counter()
-            report = sync(session, trainer, listening)
-            metrics |= {
-                "time/rollout": generated - started,
-                "time/train": learned - generated,
-                "time/sync": time.perf_counter() - learned,
-                "sync/transfer": report.seconds,
-                "sync/GBps": report.gigabytes_per_second,
-            }
-            run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
+            clock = StepClock()
+            batch = complete(engines, task.draw(step), args, step)
+            batch = task.rewards.score(batch, step - 1)
+            if args.dynamic_sampling:
+                batch = resample(engines, task, batch, args, step)
+            clock.end("rollout")
+            listening = engines.begin("receive_weights", args.timeout)  # so that they are ready when the weights are
+            metrics = trainers.first("learning", "learn", batch.rollouts)
+            clock.end("train")
+            report = sync(trainers, listening)
+            clock.end("sync")
+            run.log_step(step, batch, report, metrics | clock.metrics | evaluate(engines, task, args, step))
             if run.saves(step) or step in (steps_done + 1, args.steps):
                 # Adam's first update is as large as the learning rate. Later ones may be too small to change a scale.
                 moved = metrics["grad_norm"] > 0 and metrics["learning_rate"] > 0  # a warm-up's first rate is 0
-                compare(run, session, trainer, engine, learned=step == 1 and moved)
+                compare(run, trainers, engines, learned=step == 1 and moved)
             if run.saves(step):
-                session.wait("saving", trainer=trainer.save.remote(run.path))
+                trainers.call("saving", "save", run.path)
                 run.draw()
 
         # 4. Generate again, and prove the last sync
-        batch = generate(session, {"engine": engine}, task, args, args.steps + 1)
-        (mismatch,) = session.wait("proving", trainer=trainer.mismatch.remote(batch.rollouts))
+        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1)
+        batch = task.rewards.score(batch, args.steps)
+        mismatch = trainers.first("proving", "mismatch", batch.rollouts)
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         run.show(batch)
         summary = run.summary(batch.rollouts)
     print(summary)
 
 
-def connect(session: RaySession, trainer, engine, tensor_parallel_size: int) -> None:
-    """Join the trainer (rank 0) and the engine's workers in one broadcast group."""
-    (address,) = session.wait("connecting", trainer=trainer.address.remote())
-    actors = {"trainer": trainer, "engine": engine}
-    world_size = 1 + tensor_parallel_size
-    calls = {name: actor.init_weight_update_group.remote(*address, world_size) for name, actor in actors.items()}
-    session.wait("connecting", **calls)
+def connect(trainers: ActorGroup, engines: ActorGroup, tensor_parallel_size: int) -> None:
+    """Join rank 0 of the trainer (rank 0) and the workers of all engines in one broadcast group."""
+    address = trainers.rank_0("connecting", "address")
+    world_size = 1 + len(engines) * tensor_parallel_size
+    offsets = [(1 + i * tensor_parallel_size,) for i in range(len(engines))]
+    joining = trainers.begin("init_weight_update_group", *address, world_size)
+    joining |= engines.begin("init_weight_update_group", *address, world_size, each=offsets)
+    trainers.session.wait("connecting", joining)
 
 
-def sync(session: RaySession, trainer, listening: ray.ObjectRef) -> SyncReport:
-    """Send the trainer's weights to the engine, which already runs `receive_weights` (`listening`)."""
-    report, served = session.wait("syncing", trainer=trainer.send_weights.remote(), engine=listening)
-    if not served:
-        raise RunError(f"after sync {report.version}, the engine does not serve what was sent")
+def sync(trainers: ActorGroup, listening: dict[str, ray.ObjectRef]) -> SyncReport:
+    """Send the trainer's weights to the engines, which already run `receive_weights` (`listening`)."""
+    sending = trainers.begin("send_weights")
+    report, *results = trainers.session.wait("syncing", sending | listening)
+    if not all(results[len(trainers) - 1 :]):
+        raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
     return report
 
 
-def compare(run: RunFolder, session: RaySession, trainer, engine, learned: bool) -> None:
-    """Send the weights again. The engine compares its quantized weights with them.
+def compare(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, learned: bool) -> None:
+    """Send the weights again. The engines compare their quantized weights with them.
 
     Raises WeightSyncError if one is off by more than rounding, or if the trainer has `learned` since the last
     comparison and no weight has changed.
     """
-    actors = {"trainer": trainer, "engine": engine}
-    found, _ = session.wait("comparing", **{name: actor.compare_weights.remote() for name, actor in actors.items()})
+    comparing = trainers.begin("compare_weights") | engines.begin("compare_weights")
+    found, *_ = trainers.session.wait("comparing", comparing)
     run.say(
         f"{found.weights} quantized weights are what was sent, but for rounding; scales and values of {found.changed}"
         " have changed since the last comparison"

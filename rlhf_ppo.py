@@ -7,8 +7,8 @@
     python rlhf_ppo.py                               # no GPU: small built-in models, all five on CPU
 
     Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
-    Trainer      the policy (PPO's actor): fp32 master weights, PPO (recipe/ppo.py), WeightSender (rlhf_utils.py)
-    Critic       the policy's trunk with a value head (recipe/ppo_models.py), and an optimizer of its own
+    Trainer      the policy (PPO's actor): fp32 master weights, PPO (recipe/learning/ppo.py), WeightSender
+    Critic       the policy's trunk with a value head, and an optimizer of its own
     Reference    the model that the run began with, frozen; with --lora-rank, the policy without its adapters instead
     RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
 
@@ -25,6 +25,7 @@
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
 """
 
+import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,31 +34,30 @@ from typing import Annotated, Literal
 import ray
 import torch
 from annotated_types import Ge, Gt, Le
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers.hf_argparser import HfArg
 
-from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import disk_errors, write_checkpoint
-from recipe.engine import EngineArguments, complete, llm_options, release_memory, sample, serves_checkpoint
 from recipe.errors import RunError
-from recipe.evaluation import evaluate
-from recipe.learner import Rollout
-from recipe.memory import Phases, engine_memory, memory_table
-from recipe.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
-from recipe.ppo_models import RewardScorer, Scorer, choose_ppo_models
-from recipe.ranks import Rank, Ranks
-from recipe.ray_session import RaySession, die_with_children, run_main
-from recipe.reward_workers import RayRewards, RewardArguments
-from recipe.rewards import Batch
-from recipe.run_folder import RunFolder
-from recipe.task import Task, TaskArguments, load_task
-from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
+from recipe.learning.learner import PolicyScores, Proof
+from recipe.learning.model import Model
+from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
+from recipe.learning.rollout import Rollout, rollout_metrics
+from recipe.learning.value_models import RewardModel
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options
+from recipe.rollouts.evaluation import evaluate
+from recipe.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, memory_table, reserve, seat
+from recipe.run.arguments import RunArguments, parse
+from recipe.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, empty_folder, replace_flags, write_checkpoint
+from recipe.run.folder import RunFolder
+from recipe.run.session import RaySession, run_main
+from recipe.tasks.task import TaskArguments, load_task
+from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
-NO_GPU = "no GPU: all actors run on CPU, where vLLM has no sleep mode\n"
 GPU_SHARE = 0.2  # the share of a GPU that Ray counts for each of five actors on it
+AT_ONCE = 2  # models that share the cores of a CPU: policy and critic learn at the same time (three models score)
+UNFINISHED = "unfinished-critic"  # the critic's folder in the run's, until the trainer's checkpoint takes it in
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Arguments(PPOConfig, RewardArguments, TaskArguments, EngineArguments, RunA
 
     task: str = HfArg(
         default="tiny_reward_model",
-        help="a module of recipe/, or your own: its DEFAULTS set the defaults of other flags",
+        help="a module of recipe/tasks/, or your own: its DEFAULTS set the defaults of other flags",
     )
     placement: Literal["colocated", "split"] = HfArg(
         default="colocated", help="all actors on the same GPUs, or the engine on its own"
@@ -75,150 +75,134 @@ class Arguments(PPOConfig, RewardArguments, TaskArguments, EngineArguments, RunA
         default=1, help="GPUs of the engine; colocated, also of the others, which are sharded over them"
     )
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.4, help="the engine's share of its GPUs")
-    sleep: Literal["kv", "weights"] = HfArg(
-        default="kv", help="memory that an engine on shared GPUs releases: the KV cache's, or the weights' as well"
+    sleep: Literal["kv", "weights", "none"] = HfArg(
+        default="kv",
+        help="memory that an engine on shared GPUs releases: the KV cache's, the weights' as well, or none",
     )
     critic_model: str | None = HfArg(
         default=None, help="to begin the critic with: a policy or reward model (default: the policy)"
     )
 
 
-class Engine:
-    """A Ray actor around vllm.LLM. The actor reserves no GPU: vLLM's workers take `bundles` of its placement group."""
+class Engine(EngineActor):
+    """A Ray actor around vllm.LLM."""
 
-    def __init__(self, model: str, args: Arguments, device: str, bundles: list[int]):
-        self.device, self.apart = device, device == "cuda" and args.placement == "split"
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
+        self.apart = device == "cuda" and args.placement == "split"
         options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "enable_sleep_mode": args.sleep != "none"}
         if args.placement == "colocated":
             options["worker_extension_cls"] = "rlhf_utils.ColocateWorkerExtension"
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        options = llm_options(args, device, bundles, **options)
-        from vllm import LLM  # only now: llm_options has set its environment variables
-
-        self.llm = LLM(model, **options)
-        die_with_children()
-
-    def start(self, level: str) -> int:
-        """Returns once the engine has started and sleeps: the tokens that a prompt and its completion may have."""
-        self.loaded = self.llm.collective_rpc("weight_digests")  # of the weights from disk
-        self.lost_weights = level == "weights"  # until the first sync
-        self.sleep(level)  # the others load next
-        return self.llm.model_config.max_model_len
-
-    def sample(
-        self, prompts: list[list[int]], args: Arguments, seed: int, first: int, evaluation: bool
-    ) -> list[Rollout]:
-        return sample(self.llm, prompts, args, seed, first, evaluation)
-
-    def device_ids(self) -> list[str]:
-        return self.llm.collective_rpc("report_device_id")
+        longest = self.load(model, llm_options(args, device, bundles, **options))
+        self.remember_weights()
+        self.sleep(args.sleep)  # the others load next
+        return longest
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
 
-    def sleep(self, level: str) -> None:
-        """Drop the prefix cache, and release the memory that --sleep names, until the next sync.
-
-        Nothing is generated until that sync is over, so the prefix cache stays empty.
-        """
-        release_memory(self.llm, level)
-        self.asleep = level
-
-    def receive_weights(self, *handles: dict[str, str]) -> bool:
+    def receive_weights(self, *args) -> bool:
         """Take part in a sync, colocated with the ranks behind these handles, and wake up.
 
         Returns whether every worker serves exactly what was sent.
         """
-        if self.asleep == "weights":
-            self.llm.wake_up(tags=["weights"])
-        for result in self.llm.collective_rpc("receive_weights", args=handles):
-            if "error" in result:
-                raise WeightSyncError(result["error"])
-        if self.asleep != "none" and not self.llm.wake_up(tags=["kv_cache"]):
-            raise RunError("vLLM did not wake up")
-        self.asleep = "none"
-        return all(self.llm.collective_rpc("check_weights_changed"))
-
-    def serves_checkpoint(self) -> bool:
-        """Whether the first sync sent, bit for bit, the weights that this engine had loaded from disk."""
-        return serves_checkpoint(self.loaded, self.llm.collective_rpc("weight_digests"), slept=self.lost_weights)
+        self.wake("weights")
+        served = self.take_weights(*args)
+        self.wake("kv_cache")
+        return served
 
     def memory(self) -> dict[str, float]:
-        return {} if self.apart else engine_memory(self.device)  # apart: none of what the others have
+        return {} if self.apart else super().memory()  # apart: none of what the others have
 
-    def shutdown(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
+
+class Rank(LearnerActor):
+    """A Ray actor around one rank of a model. The models take turns where they share devices."""
+
+    def load(
+        self,
+        address: tuple[str, int],
+        ranks: int,
+        path: str,
+        state: Path | None,
+        args: Arguments,
+        device: str,
+        shared: bool,
+    ) -> tuple[int, str]:
+        self.shared = shared
+        self.make(path, args, self.join(address, ranks, device, AT_ONCE))
+        loaded = self.resume(state) if self.learner else (0, "")
+        with self.turn():
+            pass  # the next model needs the memory that loading took
+        gc.freeze()  # what is here now stays: `release_memory` need not look through it at every call
+        return loaded
 
 
 class Reference(Rank):
-    """A rank of the model that the run began with: `logprobs`."""
+    """A rank of the model that the run began with: `score_all`."""
 
-    learner_class = Scorer
+    def make(self, path: str, args: Arguments, device: torch.device) -> None:
+        self.model = Model(path, args, device)
 
 
-class RewardModel(Rank):
-    """A rank of the reward model: `score`."""
+class Reward(Rank):
+    """A rank of the reward model: `rewards`."""
 
-    learner_class = RewardScorer
+    def make(self, path: str, args: Arguments, device: torch.device) -> None:
+        self.model = RewardModel(path, args, device)
 
 
 class Critic(Rank):
     """A rank of the critic: `values`, `learn`."""
 
-    learner_class = CriticLearner
-    learns = True
+    def make(self, path: str, args: Arguments, device: torch.device) -> None:
+        self.learner = CriticLearner(path, args, device, args.seed, args.steps)
 
     def save(self, run_folder: Path) -> None:
         """To a folder from which the trainer, on the same node, takes it into its checkpoint."""
-        folder = run_folder / "unfinished-critic"
         with disk_errors(run_folder):
-            folder.mkdir(exist_ok=True)
-            self.run("save", folder if self.rank == 0 else None)
+            self.run("save", empty_folder(run_folder / UNFINISHED, self.rank))
 
 
 class Trainer(Rank):
-    """A rank of the policy: `score`, `learn`, `mismatch`. It sends to the worker on its device, or to a group."""
+    """A rank of the policy: `score`, `learn`. It sends to the worker on its device, or to a group."""
 
-    learner_class = PPOLearner
     weights_stay = True  # on the GPU, where the engine reads them
-    learns = True
 
-    def channel(self, ranks: int) -> dict[str, str]:
+    def make(self, path: str, args: Arguments, device: torch.device) -> None:
+        proof = Proof(MAX_MISMATCH[device.type], weights_proven=True)
+        self.learner = PPOLearner(path, args, device, args.seed, args.steps, proof)
+
+    def channel(self, workers: int) -> dict[str, str]:
         """Colocated: make the channel to the worker. Returns the handle for it."""
-        worker = 0 if self.learner.device.type == "cuda" else self.rank % ranks  # all ranks share the CPU
-        channel = SharedMemoryChannel(torch.device(self.learner.device.type, worker))
+        device = self.model.device.type  # all ranks share the CPU
+        channel = SharedMemoryChannel(torch.device(device, 0 if device == "cuda" else self.rank % workers))
         self.sender = WeightSender(channel)
         return channel.handles
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        group = stateless_init_process_group(address, port, 0, world_size, self.learner.device)
+        group = stateless_init_process_group(address, port, 0, world_size, self.model.device)
         self.sender = WeightSender(group)
 
     def send_weights(self) -> SyncReport:
-        return self.sender.send_weights(self.learner.named_tensors().items())
-
-    def start(self) -> tuple[int, str]:
-        """Returns once the model is loaded: the steps it has done, and what is to be said of it."""
-        return self.learner.step, self.learner.remarks()
+        return self.sender.send_weights(self.model.named_tensors().items())
 
     def save(self, run_folder: Path) -> None:
-        if self.rank == 0:
-            critic = run_folder / "unfinished-critic"
-            write_checkpoint(
-                run_folder, self.learner.step, lambda to: (self.learner.save(to), critic.rename(to / "critic"))
-            )
-        else:
-            self.learner.save(None)
+        def save(folder: Path) -> None:
+            self.learner.save(folder)
+            if self.rank == 0:
+                (run_folder / UNFINISHED).rename(folder / CRITIC)
+
+        write_checkpoint(run_folder, self.learner.step, save, self.rank)
 
 
-MODELS = {"trainer": Trainer, "critic": Critic, "reference": Reference, "reward_model": RewardModel}
+RANKS = {"trainer": Trainer, "critic": Critic, "reference": Reference, REWARD_MODEL: Reward}
 
 
-def place(args: Arguments) -> tuple[str, bool, dict[str, list[tuple[int, dict]]]]:
+def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]:
     """Choose and reserve the topology.
 
-    Returns the device, whether models take turns on it, and the bundle and Ray options of each rank of each model; of
-    the engine, of each worker.
+    Returns the device, whether models take turns on it, the arguments with what was chosen, and the seats of the engine
+    and of each model's ranks.
     """
     gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.tensor_parallel_size
     colocated = args.placement == "colocated"
@@ -232,146 +216,153 @@ def place(args: Arguments) -> tuple[str, bool, dict[str, list[tuple[int, dict]]]
     if gpus and colocated:
         refuse_expandable_segments()
     else:
-        args.sleep = "none"  # on CPU, vLLM has no sleep mode; split, nobody needs the memory
+        args = replace_flags(args, sleep="none")  # on CPU, vLLM has no sleep mode; split, nobody needs the memory
     frozen = 1 if gpus > wanted else 0  # split: the bundle of reference and reward model
-    where = {"trainer": [0], "critic": [0], "reference": [frozen], "reward_model": [frozen]}
-    where["engine"] = list(range(frozen + 1, frozen + 1 + tp))
+    bundles = {"trainer": [0], "critic": [0], "reference": [frozen], REWARD_MODEL: [frozen]}
+    bundles["engine"] = list(range(frozen + 1, frozen + 1 + tp))
     if colocated:
-        where = {name: list(range(tp)) for name in where}
-    bundles = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 0.5}] * (1 + where["engine"][-1])
-    group = placement_group(bundles, strategy="PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
-    if not group.wait(timeout_seconds=60):
-        raise RunError(f"Ray could not reserve {bundles} within 60 s: another run may hold them")
-
-    def at(name: str, bundle: int) -> tuple[int, dict]:
-        strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
-        share = {"num_gpus": GPU_SHARE} if gpus and name != "engine" else {}
-        return bundle, {"scheduling_strategy": strategy, "num_cpus": 0, **share}
-
-    places = {name: [at(name, bundle) for bundle in own] for name, own in where.items()}
-    return "cuda" if gpus else "cpu", bool(gpus) and colocated, places
+        bundles = {name: list(range(tp)) for name in bundles}
+    every = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 0.5}] * (1 + bundles["engine"][-1])
+    group = reserve(every, "PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
+    share = {"num_gpus": GPU_SHARE} if gpus else {}
+    seats = {name: [seat(group, bundle, **share) for bundle in own] for name, own in bundles.items()}
+    seats["engine"] = [seat(group, bundles["engine"][0], bundles["engine"])]
+    return "cuda" if gpus else "cpu", bool(gpus) and colocated, args, seats
 
 
 def main(args: Arguments) -> None:
     task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(run, args.ray_address) as session:
+    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
         # 1. Place
-        device, shared, places = place(args)
-        paths, states = choose_ppo_models(run.path, args, device)
+        device, shared, args, seats = place(args)
+        paths, states, args = choose_ppo_models(run.path, args, device)
         task.tokenize(paths["trainer"], args.max_model_len)
-        run.say(f"{NO_GPU if device == 'cpu' else ''}model {paths['trainer']}\nrun folder {run.path}")
-        args.default_max_mismatch, args.weights_proven = MAX_MISMATCH[device], True
-        (_, options), bundles = places["engine"][0], [bundle for bundle, _ in places["engine"]]
-        engine = ray.remote(Engine).options(**options).remote(paths["trainer"], args, device, bundles)
-        session.actors["engine"] = engine
-        ranks = Ranks(session, {name: MODELS[name] for name in paths}, places, shared)
-        task.rewards.call = RayRewards(task.rewards, session, ranks, args)
-        room, (steps_done, remarks) = start(session, engine, ranks, paths, args, device, states)
-        task.check_lengths(room)
-        run.say(remarks)
+        run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
+        run.say(f"model {paths['trainer']}\nrun folder {run.path}")
+        engine = ActorGroup(session, "engine", Engine, seats["engine"])
+        longest = engine.first("starting", "start", paths["trainer"], args, device, seats["engine"][0].bundles)
+        models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
+        (steps_done, remarks), *_ = load(session, models, paths, states, args, device, shared)
+        reward = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args).score
+        run.say(remarks + task.check_lengths(longest, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
-        handles = connect(session, run, engine, ranks, places, args)
-        report = sync(session, ranks, engine, handles)
-        (same,) = session.wait("comparing", engine=engine.serves_checkpoint.remote())
+        handles = connect(run, engine, models, args)
+        report = sync(models["trainer"], engine, handles)
+        same = "" if engine.first("comparing", "serves_checkpoint") else "not "
         run.say(
-            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
-            f" what the engine had loaded from disk; from now on by {report.loader}"
+            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {same}bit for bit what the engine had"
+            f" loaded from disk; from now on by {report.loader}"
         )
-        run.start_metrics(steps_done)
+        run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, score, estimate, learn, sync
-        if args.eval_every and not steps_done:
-            run.log_metrics(0, evaluate(session, {"engine": engine}, task, args, 0))
+        if not steps_done and args.eval_every:
+            run.log_metrics(0, evaluate(engine, task, args, 0, reward))
         for step in range(steps_done + 1, args.steps + 1):
-            phases = Phases(session)
-            batch = complete(session, {"engine": engine}, task.draw(step), args, step)
-            phases.end("rollout")
-            batch = reward(session, engine, task, batch, args, step)
-            phases.end("reward")
-            (metrics, *logprobs), values, *reference = ranks.call(
-                "scoring", batch.rollouts, trainer="score", critic="values", reference="logprobs"
-            )
-            phases.end("score")
-            experience, estimates = estimate(batch.rollouts, *logprobs, *reference, values, metrics["kl_coef"], args)
-            critic, policy = ranks.call("learning", experience, critic="learn", trainer="learn")
-            phases.end("train")
-            report = sync(session, ranks, engine, handles)
-            phases.end("sync")
-            metrics |= estimates | critic | policy | phases.metrics
-            metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
-            run.log_step(step, batch, metrics | evaluate(session, {"engine": engine}, task, args, step))
+            clock = StepClock(session)
+            batch = complete(engine, task.draw(step), args, step)
+            clock.end("rollout")
+            engine.call("sleeping", "sleep", args.sleep)
+            batch = reward(batch, step - 1)
+            clock.end("reward")
+            scores, values = score(session, models, batch.known_rollouts(), shared)
+            clock.end("score")
+            experience, estimates = estimate(batch.known_rollouts(), scores, values, args)
+            learning = [(models["critic"], "learn", experience), (models["trainer"], "learn", experience)]
+            critic, policy = in_turn(session, "learning", learning, shared)
+            clock.end("train")
+            report = sync(models["trainer"], engine, handles)
+            clock.end("sync")
+            metrics = rollout_metrics(batch.rollouts, args.group_size) | estimates | critic | policy | clock.metrics
+            run.log_step(step, batch, report, metrics | evaluate(engine, task, args, step, reward))
             if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
             if run.saves(step):
-                session.wait("saving", **ranks.each("critic", "save", run.path))
-                session.wait("saving", **ranks.each("trainer", "save", run.path))
+                models["critic"].call("saving", "save", run.path)
+                models["trainer"].call("saving", "save", run.path)
                 run.draw()
 
         # 4. Generate again, and prove the last sync
-        completed = complete(session, {"engine": engine}, task.draw(args.steps + 1), args, args.steps + 1)
-        batch = reward(session, engine, task, completed, args, args.steps + 1)
-        (mismatch,) = ranks.call("proving", batch.rollouts, trainer="mismatch")
+        batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
+        engine.call("sleeping", "sleep", args.sleep)
+        batch = reward(batch, args.steps)
+        (mismatch,) = in_turn(session, "proving", [(models["trainer"], "mismatch", batch.rollouts)], shared)
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         run.show(batch)
         summary = run.summary(batch.rollouts)
     print(summary)
 
 
-def start(
+def load(
     session: RaySession,
-    engine,
-    ranks: Ranks,
+    models: dict[str, ActorGroup],
     paths: dict[str, str],
+    states: dict[str, Path],
     args: Arguments,
     device: str,
-    states: dict[str, Path],
-) -> tuple[int, tuple[int, str]]:
-    """Load all models: where GPUs are shared, the engine's first, since vLLM measures the free memory. Returns what
-    `start` of engine and trainer return."""
-    starting = engine.start.remote(args.sleep)
-    if ranks.shared:
-        session.wait("starting", engine=starting)
-    ranks.load(paths, args, device, states)
-    room, loaded, *_ = session.wait("starting", engine=starting, **ranks.each("trainer", "start"))
-    return room, loaded
+    shared: bool,
+) -> list[tuple[int, str]]:
+    """Load all models from their paths, and the training states of some: in turn, if they share devices. Returns what
+    the first rank of each says."""
+    begun = []
+    for name, group in models.items():
+        address = group.rank_0("loading", "address")
+        calls = group.begin("load", address, len(group), paths[name], states.get(name), args, device, shared)
+        begun.append(calls)
+        if shared:
+            session.wait("loading", calls)
+    return [session.wait("loading", calls)[0] for calls in begun]
 
 
-def connect(
-    session: RaySession, run: RunFolder, engine, ranks: Ranks, places: dict[str, list], args: Arguments
-) -> list[dict[str, str]]:
+def in_turn(session: RaySession, phase: str, calls: list[tuple], shared: bool) -> list:
+    """The first rank's result of each of these calls: (actors, method of the learner or model, arguments). If the
+    models share devices, one after the other."""
+    if shared:
+        return [group.first(phase, "run", *call) for group, *call in calls]
+    begun = [group.begin("run", *call) for group, *call in calls]
+    every = {name: ref for refs in begun for name, ref in refs.items()}
+    results = dict(zip(every, session.wait(phase, every), strict=True))
+    return [results[next(iter(refs))] for refs in begun]
+
+
+def score(
+    session: RaySession, models: dict[str, ActorGroup], rollouts: list[Rollout], shared: bool
+) -> tuple[PolicyScores, torch.Tensor]:
+    """The policy's scores of these rollouts, with the reference's log-probabilities, and the critic's values."""
+    calls = [(models["trainer"], "score", rollouts), (models["critic"], "values", rollouts)]
+    if "reference" in models:
+        calls.append((models["reference"], "score_all", rollouts))
+    scores, values, *reference = in_turn(session, "scoring", calls, shared)
+    for (logprobs,) in reference:  # none where the policy has adapters: it has scored without them as well
+        scores.reference_logprobs = logprobs
+    return scores, values
+
+
+def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], args: Arguments) -> tuple:
     """Print the layout, and connect the trainer with the engine's workers: each rank with the one on its device or, if
     they share none, rank 0 with all of them in one broadcast group. Returns the arguments of `receive_weights`."""
-    devices = {name: session.wait("connecting", **ranks.each(name, "device_id")) for name in ranks.actors}
-    (devices["engine"],) = session.wait("connecting", engine=engine.device_ids.remote())
-    lines = [f"{'device':40}  {'actor':14}  bundle"]
-    for name, ids in devices.items():
-        lines += [f"{own:40}  {name:12} {i}  {places[name][i][0]:6}" for i, own in enumerate(ids)]
+    devices = {name: group.call("connecting", "device_id") for name, group in models.items()}
+    devices["engine"] = engine.first("connecting", "device_ids")
+    lines = [f"{'device':40}  actor"]
+    lines += [f"{device:40}  {name} {i}" for name, ids in devices.items() for i, device in enumerate(ids)]
     run.say("\n".join(lines))
+    trainer, workers = models["trainer"], len(devices["engine"])
     if args.placement == "split":
-        (address,) = session.wait("connecting", **ranks.each("trainer", "address"))
-        world = (*address, 1 + len(devices["engine"]))
-        joining = ranks.each("trainer", "init_weight_update_group", *world)
-        session.wait("connecting", **joining, engine=engine.init_weight_update_group.remote(*world))
-        return []
-    channels = session.wait("connecting", **ranks.each("trainer", "channel", len(devices["engine"])))
-    handles = {device: path for channel in channels for device, path in channel.items()}
+        group = (*trainer.rank_0("connecting", "address"), 1 + workers)
+        joining = trainer.begin("init_weight_update_group", *group) | engine.begin("init_weight_update_group", *group)
+        engine.session.wait("connecting", joining)
+        return (args.timeout,)
+    handles = {device: path for own in trainer.call("connecting", "channel", workers) for device, path in own.items()}
     if handles.keys() != set(devices["engine"]):
         raise RunError(f"the engine runs on {sorted(devices['engine'])}, and the trainer ranks on {sorted(handles)}")
-    return [handles]
+    return handles, args.timeout
 
 
-def reward(session: RaySession, engine, task: Task, batch: Batch, args: Arguments, step: int) -> Batch:
-    """Put the engine to sleep, and return the batch with its rewards and their metrics."""
-    session.wait("sleeping", engine=engine.sleep.remote(args.sleep))
-    groups = task.rewards.score(batch.groups, step, args.steps)
-    return Batch(groups, task.rewards.metrics(groups))
-
-
-def sync(session: RaySession, ranks: Ranks, engine, handles: list[dict[str, str]]) -> SyncReport:
+def sync(trainer: ActorGroup, engine: ActorGroup, arguments: tuple) -> SyncReport:
     """Send the trainer's weights to the engine, which wakes up."""
-    sending, receiving = ranks.each("trainer", "send_weights"), engine.receive_weights.remote(*handles)
-    report, *_, served = session.wait("syncing", **sending, engine=receiving)
+    sending = trainer.begin("send_weights")
+    report, *_, served = engine.session.wait("syncing", sending | engine.begin("receive_weights", *arguments))
     if not served:
         raise RunError(f"after sync {report.version}, the engine does not serve what was sent")
     return report
