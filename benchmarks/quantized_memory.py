@@ -16,18 +16,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from shapes import BenchmarkArguments
 
-from recipe.arguments import parse
-from recipe.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
-from recipe.engine import EngineArguments, llm_options
 from recipe.errors import RunError
-from recipe.quantization import QuantizationArguments, quantize_by_torchao
-from recipe.ray_session import RaySession, die_with_children, run_main
-from recipe.run_folder import RunFolder
-from recipe.uppercase import PROMPTS
+from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options
+from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
+from recipe.run.actors import ActorGroup, Seat, reserve, seat
+from recipe.run.arguments import parse
+from recipe.run.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
+from recipe.run.folder import RunFolder
+from recipe.run.session import RaySession, run_main
+from recipe.tasks.uppercase import PROMPTS
 
 BATCH = {"cpu": (8, 8, 16), "cuda": (64, 8, 256)}  # prompts, completions of each, their tokens: enough to fill a GPU
 ROUNDS = {"cpu": 1, "cuda": 3}
@@ -38,30 +37,25 @@ class Arguments(QuantizationArguments, EngineArguments, BenchmarkArguments):
     """What to measure."""
 
 
-class Engine:
+class Engine(EngineActor):
     """A Ray actor around a vllm.LLM, in bf16 or quantized."""
 
-    def __init__(self, model: str, args: Arguments, device: str, quantized: bool):
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int], quantized: bool) -> tuple[str, str]:
+        """Start the engine. Returns how it runs, and the name of the quantization."""
         options = {"worker_extension_cls": "peers.PeerExtension", "dtype": "bfloat16"}
-        options = llm_options(args, device, range(args.tensor_parallel_size), **options)
+        options = llm_options(args, device, bundles, **options)
         # Only now, as the import of vLLM: llm_options has set the environment variables.
-        more, self.quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
-        from vllm import LLM
-
-        self.llm = LLM(model, **more | options)
-        die_with_children()
-
-    def start(self) -> tuple[str, str]:
-        """Returns once the engine has started: how it runs, and the name of the quantization."""
+        more, quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
+        self.load(model, more | options)
         compilation = self.llm.llm_engine.vllm_config.compilation_config
         compiled = "compiled, " if compilation.mode else ""
-        return f"{compiled}CUDA graphs {compilation.cudagraph_mode.name}", self.quantization
+        return f"{compiled}CUDA graphs {compilation.cudagraph_mode.name}", quantization
 
     def measure(self, prompts: list[str], completions: int, tokens: int, rounds: int) -> tuple[int, int, int, float]:
         """Bytes of a worker's weights, KV-cache blocks, tokens in a block, and tokens per second of rollouts."""
         from vllm import SamplingParams
 
-        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # as in `recipe.engine.sample`
+        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # as in `recipe.rollouts.engine`
         params = SamplingParams(n=completions, max_tokens=tokens, ignore_eos=True, seed=0, **options)
         self.llm.generate(prompts, params, use_tqdm=False)  # warms up
         count, started = 0, time.perf_counter()
@@ -72,22 +66,15 @@ class Engine:
         cache = self.llm.llm_engine.vllm_config.cache_config
         return max(self.llm.collective_rpc("weight_bytes")), cache.num_gpu_blocks, cache.block_size, speed
 
-    def shutdown(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
 
-
-def place(tensor_parallel_size: int) -> tuple[str, dict]:
-    """Reserve the engine's GPUs. Returns the device, and the Ray options that place the engine."""
-    gpus, options = int(ray.cluster_resources().get("GPU", 0)), {"num_cpus": 0}
+def place(tensor_parallel_size: int) -> tuple[str, Seat]:
+    """Reserve the engine's GPUs. Returns the device, and the engine's seat."""
+    gpus, bundles = int(ray.cluster_resources().get("GPU", 0)), list(range(tensor_parallel_size))
     if 0 < gpus < tensor_parallel_size:
         raise RunError(f"--tensor-parallel-size {tensor_parallel_size} takes as many GPUs, and there are {gpus}")
     if gpus:
-        group = placement_group([{"GPU": 1}] * tensor_parallel_size)
-        if not group.wait(timeout_seconds=60):
-            raise RunError(f"Ray could not reserve {tensor_parallel_size} GPUs within 60 s: another run may hold them")
-        strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
-        options["scheduling_strategy"] = strategy
-    return "cuda" if gpus else "cpu", options
+        return "cuda", seat(reserve([{"GPU": 1}] * tensor_parallel_size, "PACK"), 0, bundles)
+    return "cpu", Seat({"num_cpus": 0}, bundles)
 
 
 def main(args: Arguments) -> None:
@@ -95,16 +82,15 @@ def main(args: Arguments) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([own, os.environ.get("PYTHONPATH", "")])  # workers import peers.py
     with RunFolder(args, Path(__file__).stem) as run:
         for quantized in (False, True):
-            with RaySession(run, args.ray_address) as session:
-                device, options = place(args.tensor_parallel_size)
+            with RaySession(args, run.progress) as session:
+                device, own = place(args.tensor_parallel_size)
                 name = args.model or (BUILTIN_MODEL if device == "cpu" else DEFAULT_MODEL)
                 model = load_or_make(name, run.path / "model", args)
                 count, *batch = BATCH[device]
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
-                engine = ray.remote(Engine).options(**options).remote(model, args, device, quantized)
-                session.actors["engine"] = engine
-                ((how, quantization),) = session.wait("starting", engine=engine.start.remote())
-                table += session.wait("generating", engine=engine.measure.remote(prompts, *batch, ROUNDS[device]))
+                engine = ActorGroup(session, "engine", Engine, [own])
+                how, quantization = engine.first("starting", "start", model, args, device, own.bundles, quantized)
+                table += engine.call("generating", "measure", prompts, *batch, ROUNDS[device])
     print(f"model {model}, {how}, TP={args.tensor_parallel_size}")
     print(f"quantized by torchao's {quantization}")
     print("rollouts of {} prompts x {} completions of {} tokens, or as many as the model takes".format(*BATCH[device]))

@@ -3,7 +3,7 @@
 import subprocess
 from dataclasses import dataclass, field
 
-from recipe.arguments import RunArguments
+from recipe.run.arguments import RunArguments
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
 OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}

@@ -57,9 +57,9 @@ from annotated_types import Ge, Gt, Le  # noqa: E402
 from shapes import SHAPES, device_kind  # noqa: E402
 from transformers.hf_argparser import HfArg  # noqa: E402
 
-from recipe.arguments import parse  # noqa: E402
 from recipe.errors import RunError  # noqa: E402
-from recipe.ray_session import run_main  # noqa: E402
+from recipe.run.arguments import parse  # noqa: E402
+from recipe.run.session import run_main  # noqa: E402
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # "sync" with sleeping

@@ -43,13 +43,15 @@ from peers import AllocationPeak  # noqa: E402
 from shapes import SHAPES, BenchmarkArguments, device_kind  # noqa: E402
 from transformers.hf_argparser import HfArg  # noqa: E402
 
-from recipe.arguments import parse  # noqa: E402
-from recipe.engine import EngineArguments, llm_options  # noqa: E402
 from recipe.errors import RunError  # noqa: E402
-from recipe.named_tensors import NamedTensors  # noqa: E402
-from recipe.quantization import quantize_by_torchao  # noqa: E402
-from recipe.ray_session import RaySession, die_with_children, run_main  # noqa: E402
-from recipe.run_folder import RunFolder  # noqa: E402
+from recipe.learning.named_tensors import NamedTensors  # noqa: E402
+from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options  # noqa: E402
+from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
+from recipe.run.actors import ActorGroup, LayoutArguments, Seat  # noqa: E402
+from recipe.run.arguments import parse  # noqa: E402
+from recipe.run.checkpoint import replace_flags  # noqa: E402
+from recipe.run.folder import RunFolder  # noqa: E402
+from recipe.run.session import RaySession, run_main  # noqa: E402
 from rlhf import place  # noqa: E402
 from rlhf_utils import (  # noqa: E402
     SharedMemoryChannel,
@@ -69,7 +71,7 @@ ROUND_SECONDS = 300  # a longer round counts as stuck
 
 
 @dataclass
-class Arguments(EngineArguments, BenchmarkArguments):
+class Arguments(LayoutArguments, EngineArguments, BenchmarkArguments):
     """What to measure."""
 
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="the model's")
@@ -84,13 +86,16 @@ class Arguments(EngineArguments, BenchmarkArguments):
     )
     model: None = field(default=None, init=False)  # it is made; no flag
     ray_address: None = field(default=None, init=False)  # both ends of a sync are timed by the clock of one machine
+    trainers: int = field(default=1, init=False)
+    engines: int = field(default=1, init=False)
 
 
-class BenchEngine:
+class BenchEngine(EngineActor):
     """A Ray actor around a vllm.LLM whose workers support every way."""
 
-    def __init__(self, model: str, args: Arguments, device: str):
-        ipc, workers = args.topology == "ipc", args.tensor_parallel_size
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> str:
+        """Start the engine. Returns the kind of its CUDA graphs."""
+        ipc = args.topology == "ipc"
         options = {"skip_tokenizer_init": True, "load_format": "dummy"}
         options |= {"worker_extension_cls": "peers.ColocatePeerExtension" if ipc else "peers.PeerExtension"}
         # The engine generates nothing, so it gets little memory beyond the weights, whatever is free.
@@ -99,25 +104,16 @@ class BenchEngine:
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        options = llm_options(args, device, range(1, 1 + workers), workers, **options)
+        options = llm_options(args, device, bundles, **options)
         if ipc and device == "cuda":  # this actor has a share of the trainer's GPU, and runs its one worker itself
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
             options["distributed_executor_backend"] = "uni"
-        from vllm import LLM  # only now: the options have set its environment
-
         quantized = quantize_by_torchao(None)[0] if args.quantized else {}
-        self.llm = LLM(model, **quantized | options)
-        die_with_children()
-
-    def start(self) -> str:
-        """Returns once the engine has started: the kind of its CUDA graphs."""
+        self.load(model, quantized | options)
         return self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
         self.rpc("init_weight_update_group", address, port, 1, world_size)
-
-    def shutdown(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
 
     def rpc(self, method: str, *args) -> list:
         return self.llm.collective_rpc(method, args=args)
@@ -132,10 +128,6 @@ class BenchEngine:
         if not all(self.rpc("check_weights_changed")):
             raise WeightSyncError("the engine does not serve what was sent")
         return returned
-
-    def reset_prefix_cache(self) -> None:
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache was not reset")
 
     # vLLM's own weight transfer calls these methods.
     def init_weight_transfer_engine(self, request) -> None:
@@ -168,7 +160,10 @@ class Watched:
 class BenchTrainer:
     """The parameters of one model, and every way to send them to the engine. Each way's method returns seconds."""
 
-    def __init__(self, model: str, args: Arguments, device: str, engine):
+    def __init__(self, number: int):
+        self.number = number
+
+    def load(self, model: str, args: Arguments, device: str, engine) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(os.cpu_count())
@@ -327,10 +322,11 @@ class BenchTrainer:
             torch.cuda.synchronize()
 
 
-def place_together(args: Arguments) -> tuple[str, dict, dict]:
+def place_together() -> tuple[str, list[Seat], list[Seat]]:
     """Trainer and engine on one GPU, with half of it each."""
     gpus = ray.cluster_resources().get("GPU", 0)
-    return "cuda" if gpus else "cpu", {"num_gpus": 0.5 if gpus else 0}, {"num_gpus": 0.5 if gpus else 0}
+    seat = Seat({"num_cpus": 0, "num_gpus": 0.5 if gpus else 0}, [0])
+    return "cuda" if gpus else "cpu", [seat], [seat]
 
 
 def check_memory(args: Arguments, total: int) -> None:
@@ -353,30 +349,32 @@ class Bench:
     """One trainer, one engine, and the rows of the table so far."""
 
     def __init__(self, run: RunFolder, session: RaySession, args: Arguments):
-        self.run, self.session, self.args, self.rows = run, session, args, []
+        self.run, self.args, self.rows = run, args, []
         self.ipc = args.topology == "ipc"
-        device, trainer_options, engine_options = (place_together if self.ipc else place)(args)
+        if self.ipc:
+            device, trainer_seats, engine_seats = place_together()
+        else:
+            device, _, trainer_seats, engine_seats = place(args)
         self.gpu = device == "cuda"
         if self.gpu:
             check_memory(args, device_kind()[1])
         model = run.path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
-        self.engine = ray.remote(BenchEngine).options(**engine_options).remote(str(model), args, device)
-        session.actors["engine"] = self.engine
-        self.trainer = ray.remote(BenchTrainer).options(**trainer_options).remote(str(model), args, device, self.engine)
-        session.actors["trainer"] = self.trainer
-        starting = {"engine": self.engine.start.remote(), "trainer": self.trainer.address.remote()}
-        self.graphs, _ = session.wait("starting", **starting)
+        self.engine = ActorGroup(session, "engine", BenchEngine, engine_seats)
+        self.trainer = ActorGroup(session, "trainer", BenchTrainer, trainer_seats)
+        starting = self.engine.begin("start", str(model), args, device, engine_seats[0].bundles)
+        starting |= self.trainer.begin("load", str(model), args, device, *self.engine.actors.values())
+        self.graphs, _ = session.wait("starting", starting)
 
     def run_way(self, method: str, *args):
-        return self.session.wait(method, trainer=self.trainer.run.remote(method, *args))[0]
+        return self.trainer.first(method, "run", method, *args)
 
     def ask_trainer(self, method: str, *args):
-        return self.session.wait(method, trainer=getattr(self.trainer, method).remote(*args))[0]
+        return self.trainer.first(method, method, *args)
 
     def ask_workers(self, method: str, *args) -> list:
-        return self.session.wait(method, engine=self.engine.rpc.remote(method, *args))[0]
+        return self.engine.first(method, "rpc", method, *args)
 
     def address(self) -> tuple[str, int, int]:
         return *self.ask_trainer("address"), 1 + self.args.tensor_parallel_size
@@ -385,12 +383,16 @@ class Bench:
         self.ask_workers("release")
         self.ask_trainer("release")
 
-    def open_sender(self, replay: bool) -> None:
+    def reconnect(self) -> None:
+        """Join trainer and workers in a new group, if they are on different devices."""
         self.release()
         if not self.ipc:
             address = self.address()
-            joined = self.engine.init_weight_update_group.remote(*address)
-            self.session.wait("connecting", trainer=self.trainer.join.remote(*address), engine=joined)
+            joining = self.trainer.begin("join", *address) | self.engine.begin("init_weight_update_group", *address)
+            self.trainer.session.wait("connecting", joining)
+
+    def open_sender(self, replay: bool) -> None:
+        self.reconnect()
         self.ask_trainer("open_sender", replay)
 
     def staging(self) -> tuple[int, int]:
@@ -419,9 +421,9 @@ class Bench:
 def main(args: Arguments) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
-        args.tensor_parallel_size = 1
+        args = replace_flags(args, tensor_parallel_size=1)
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
-    with RunFolder(args, "sync") as run, RaySession(run, None) as session:
+    with RunFolder(args, "sync") as run, RaySession(args, run.progress) as session:
         bench = Bench(run, session, args)
         case = CASES[args.topology].format(tp=args.tensor_parallel_size)
         bench.open_sender(replay=False)
@@ -431,7 +433,7 @@ def main(args: Arguments) -> None:
             f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}, CUDA graphs {bench.graphs}"
         )
         bench.reference = bench.ask_workers("digest")
-        bench.release()
+        bench.reconnect()
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
         if args.quantized:
             pass  # vLLM's examples load in parts; for a model that torchao quantizes, vLLM needs one call with all
