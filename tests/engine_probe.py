@@ -63,6 +63,21 @@ class _Probe:
         if keep:
             model.weights_digest = stale
 
+    def spoil_replays(self, spoil: bool) -> None:
+        """Have every replay flip a bit of each element after it, and vouch for the result; or no more."""
+        model = self._engine_model()
+        vars(model).pop("replay", None)
+        replay = model.replay
+
+        def spoiled(arrivals) -> int:
+            replay(arrivals)
+            for parameter in model.model.parameters():
+                parameter.data.view(torch.int16).bitwise_xor_(1)
+            return model.weights_digest()
+
+        if spoil:
+            model.replay = spoiled
+
     def tamper_with_loads(self, how: str, part: str = "") -> None:
         """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" and "exhaust" (of
         memory) fail at the first such tensor, "swap" exchanges two layers; "heal" undoes it."""

@@ -1,17 +1,16 @@
 """Run a script, with a fault at a chosen moment: python fault.py "syncing 3 kill VLLM::Worker_TP1" rlhf.py --steps 30
 
-When the third `syncing` begins: `kill` a process whose title contains that, `interrupt` or `terminate` the run, `fill`
-the disk of its folder, `take` the port that the trainer has chosen. A sync is over in 20 ms; the one of the fault is
-held open by stopping the engine's workers before it, until the fault has happened. What is to happen while `starting`
-does so as soon as there is such a process. When it happened, and the driver's processes of that moment, go to
-fault.json.
+When the third `syncing` begins: `kill` a process whose title contains that, `interrupt` the run as Ctrl-C does,
+`terminate` its driver alone or its whole `group`, `fill` the disk of the folder `run`. A sync is over in 20 ms; the one
+of the fault is held open by stopping the engine's workers before it, until the fault has happened. What is to happen
+while `starting` does so as soon as there is such a process. When it happened, and the driver's processes of that
+moment, go to fault.json.
 """
 
 import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,36 +19,33 @@ from pathlib import Path
 import psutil
 
 sys.path.insert(0, os.path.dirname(sys.argv[2]))
-from recipe.ray_session import RaySession
+from recipe.run.session import RaySession
 
 PHASE, COUNT, ACT, *TARGET = sys.argv[1].split()
 COUNT = int(COUNT)
 # rlhf_nccl.py first pauses the engine, which takes its workers.
 BEFORE_SYNC = ("syncing", COUNT) if sys.argv[2].endswith("rlhf_nccl.py") else ("learning", COUNT - 1)
-seen, family, stopped, taken = [], [], [], []
+seen, family, stopped = [], [], []
 wait = RaySession.wait
 
 
-def wait_with_fault(session: RaySession, phase: str, **refs) -> list:
+def wait_with_fault(session: RaySession, phase: str, refs: dict) -> list:
     if seen[-1:] != [phase]:  # several calls in a row are one phase
         seen.append(phase)
     if phase == "starting":
         if fault_begins(phase, refs):
-            threading.Thread(target=act_when_started, args=[session], daemon=True).start()
-        return wait(session, phase, **refs)
+            threading.Thread(target=act_when_started, daemon=True).start()
+        return wait(session, phase, refs)
     if not family:  # look ahead of time: most phases are over in the time that this takes
         family.extend(psutil.Process().children(recursive=True))
-    now = fault_begins(phase, refs)
-    if now:
+    if fault_begins(phase, refs):
         time.sleep(1 if stopped else 0)  # by now, all that is not stopped is busy with the sync
         note()
         try:
-            act(session)
+            act()
         finally:
             resume(stopped)
-    results = wait(session, phase, **refs)
-    if now and ACT == "take":
-        taken.append(socket.create_server(results[0]))
+    results = wait(session, phase, refs)
     if PHASE == "syncing" and (phase, seen.count(phase)) == BEFORE_SYNC and not stopped:
         stopped.extend(processes("VLLM::Worker"))
         for worker in stopped:
@@ -62,23 +58,25 @@ def fault_begins(phase: str, refs: dict) -> bool:
     return at and (phase != "syncing" or any(name.startswith("trainer") for name in refs))  # who sends the weights
 
 
-def act(session: RaySession) -> None:
+def act() -> None:
     if ACT == "kill":
         processes(TARGET[0])[0].kill()
     elif ACT == "interrupt":
-        os.killpg(0, signal.SIGINT)  # as Ctrl-C does: every process of the terminal's foreground group
+        os.killpg(0, signal.SIGINT)  # every process of the terminal's foreground group
     elif ACT == "terminate":
         os.kill(os.getpid(), signal.SIGTERM)
+    elif ACT == "group":
+        os.killpg(0, signal.SIGTERM)  # as `timeout` and job runners do
     elif ACT == "fill":
-        fill(session.run.path / "filler")
+        fill(Path("run") / "filler")
 
 
-def act_when_started(session: RaySession) -> None:
+def act_when_started() -> None:
     while not processes(TARGET[0]):
         time.sleep(0.01)
         family[:] = psutil.Process().children(recursive=True)
     note()
-    act(session)
+    act()
 
 
 def resume(workers: list[psutil.Process]) -> None:

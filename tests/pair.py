@@ -6,22 +6,22 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 import pytest
 import torch
+from conftest import shared_memory_of
 from engine_probe import gpu_memory
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import rlhf
 from recipe.errors import MismatchError
-from recipe.grpo import GRPOConfig, GRPOLearner
-from recipe.learner import Rollout
-from recipe.leftovers import shared_memory_of
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.learning.rollout import Rollout
 from rlhf_utils import LoRAWeight, SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 from weight_sync.lora import materialized
 
@@ -49,7 +49,7 @@ class Pair:
     ):
         config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=max_mismatch)
         self.learner = GRPOLearner(str(model), config, DEVICE)
-        self.original = {name: tensor.clone() for name, tensor in self.learner.model.named_parameters()}
+        self.original = {name: tensor.clone() for name, tensor in self.learner.model.module.named_parameters()}
         self.world_size, self.colocated, self.handles = 1 + tensor_parallel_size, colocated, []
         from vllm import LLM
 
@@ -99,19 +99,19 @@ class Pair:
             self.llm.reset_prefix_cache()
         receiving = self.start("receive_weights", *self.handles)
         try:
-            return self.sender.send_weights(self.learner.named_tensors().items() if tensors is None else tensors)
+            return self.sender.send_weights(self.learner.model.named_tensors().items() if tensors is None else tensors)
         finally:
             self.answers = receiving.result()
 
     def sync_one_parameter_at_a_time(self) -> Iterator[str]:
         """As vLLM's example does it; yields the names as they are done."""
-        for name, parameter in self.learner.model.named_parameters():
+        for name, parameter in self.learner.model.module.named_parameters():
             receiving = self.start("update_weight", name, str(parameter.dtype).split(".")[-1], tuple(parameter.shape))
             self.group.broadcast(parameter.data, src=0)
             receiving.result()
             yield name
 
-    def generate(self, seed: int | None = None, prompts: list[str] = PROMPTS, **options) -> list[Rollout]:
+    def generate(self, seed: int | None = None, prompts: list[str] = PROMPTS, **options) -> list["Sampled"]:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0 if seed is None else 1, seed=seed, max_tokens=8, logprobs=0)
@@ -119,7 +119,7 @@ class Pair:
         for request in self.llm.generate(prompts, params, use_tqdm=False, **options):
             ids = list(request.outputs[0].token_ids)
             logprobs = [row[token].logprob for row, token in zip(request.outputs[0].logprobs, ids, strict=True)]
-            rollouts.append(Rollout(list(request.prompt_token_ids), ids, logprobs, 0.0))
+            rollouts.append(Sampled(list(request.prompt_token_ids), ids, logprobs, 0.0))
         return rollouts
 
     def mismatch(self) -> float:
@@ -128,7 +128,7 @@ class Pair:
 
     @torch.no_grad()
     def set(self, tensors: dict[str, torch.Tensor]) -> None:
-        for name, parameter in self.learner.model.named_parameters():
+        for name, parameter in self.learner.model.module.named_parameters():
             parameter.copy_(tensors[name])
 
     def perturbed(self, seed: int) -> dict[str, torch.Tensor]:
@@ -149,6 +149,11 @@ class Pair:
             "driver": sum(driver),
             "descriptors": sum(process.num_fds() for process in family),
         }
+
+
+@dataclass(frozen=True)
+class Sampled(Rollout):
+    """A rollout that is equal to one with the same tokens and log-probabilities, to the last bit."""
 
 
 def stop(llm) -> None:
@@ -181,17 +186,17 @@ def assert_memory_is_flat(pair: Pair, syncs: int) -> None:
 
 def assert_adapters_are_exact(pair: Pair, syncs: int) -> None:
     """What arrives of adapters is what peft merges. The pair has synced what its engine had loaded from disk."""
-    from_disk, path = pair.rpc("digest"), pair.learner.model.name_or_path
+    from_disk, path = pair.rpc("digest"), pair.learner.model.module.name_or_path
     config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=pair.learner.config.max_mismatch, lora_rank=4)
     learner = GRPOLearner(path, config, DEVICE)
-    weights = learner.named_tensors()
+    weights = learner.model.named_tensors()
     bases = {name: getattr(weight, "base", weight).clone() for name, weight in weights.items()}
     pair.sync(weights.items())  # before anything is learned
     assert pair.rpc("digest") == from_disk
     learner.mismatch(pair.generate(seed=1))
 
     for _ in range(syncs):
-        for name, parameter in learner.model.named_parameters():
+        for name, parameter in learner.model.module.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
         assert pair.sync(weights.items(), reset_prefix_cache=False).tensors == len(pair.original)

@@ -12,8 +12,8 @@ from pair import CORE_IN_PROCESS, DEVICE, Pair, swap_layers
 from safetensors.torch import load_file
 
 from recipe.errors import MismatchError
-from recipe.grpo import GRPOConfig, GRPOLearner
-from recipe.tiny_model import byte_tokenizer
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.tasks.tiny_model import byte_tokenizer
 from rlhf_utils import WeightSyncError
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128}
@@ -97,8 +97,8 @@ def engine_core_in_this_process(monkeypatch):
 def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, architecture):
     build(architecture, tmp_path)
     learner = GRPOLearner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
-    memory = {tensor.untyped_storage().data_ptr() for tensor in learner.model.state_dict().values()}
-    sent, saved = learner.named_tensors(), load_file(tmp_path / "model.safetensors")
+    memory = {tensor.untyped_storage().data_ptr() for tensor in learner.model.module.state_dict().values()}
+    sent, saved = learner.model.named_tensors(), load_file(tmp_path / "model.safetensors")
     assert sent.keys() == saved.keys()
     assert all(sent[name].equal(saved[name]) for name in saved)
     assert all(tensor.untyped_storage().data_ptr() in memory for tensor in sent.values())

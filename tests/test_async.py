@@ -5,14 +5,17 @@ pytest tests/test_async.py -m slow    runs of the script
 """
 
 import asyncio
+import itertools
 import json
 import shutil
+import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -21,15 +24,16 @@ from conftest import cpu_only
 from test_learning import CPU, config, rollouts
 
 import rlhf_async
-from recipe import async_rollouts
-from recipe.async_rollouts import InFlight, RolloutsAhead
-from recipe.checkpoint import Models
-from recipe.dataset import Row
 from recipe.errors import MismatchError, RunError, TaskError
-from recipe.grpo import GRPOLearner
-from recipe.learner import Rollout
-from recipe.ray_session import RaySession
-from recipe.tiny_model import build_tiny_model, byte_tokenizer
+from recipe.learning.grpo import GRPOLearner
+from recipe.learning.rollout import Rollout
+from recipe.rollouts import async_rollouts
+from recipe.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
+from recipe.run.checkpoint import Models
+from recipe.run.session import RaySession
+from recipe.tasks.dataset import Row
+from recipe.tasks.rewards import Batch, Group, Rewards
+from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
 
 MAX_MISMATCH = rlhf_async.MAX_MISMATCH["cpu"]
 MAX_GROWTH = 48 << 20  # bytes, in 60 syncs: of the weights alone that is 120 MiB
@@ -43,31 +47,68 @@ def model(tmp_path_factory):
 # What a step learns from: without an engine
 
 
-class Ahead(RolloutsAhead):
-    """With an engine that answers at once: `begun` are the steps that it got prompts of."""
+class Engines:
+    """Engines that answer each call with one token for each completion, as soon as they are `free`, one by one."""
 
-    def __init__(self, score=lambda groups, *_: groups, **arguments):
-        args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=6, **arguments)
-        self.version, self.steps, self.lengths, self.waiting = 0, [], [], []
-        engine = SimpleNamespace(sample=SimpleNamespace(remote=self.sample))
-        session = RaySession(SimpleNamespace(tick=lambda *_: None), None)
-        session.wait = lambda _, engine: [engine.result()]
-        session._note_shared_memory, session._tell_heir = lambda: None, lambda *_: None
-        task = SimpleNamespace(
-            draw=lambda step: [Row(f"{step}", "", {}, [step])] * 2,
-            draw_others=lambda step, count, drawn: [Row("other", "", {}, [99])] * count,
-            rewards=SimpleNamespace(score=score, metrics=lambda groups: {}),
-        )
-        super().__init__(session, engine, task, args, 0)
+    def __init__(self, count: int):
+        self.actors = {f"engine {i}": self.actor(i) for i in range(count)}
+        self.session = RaySession(SimpleNamespace(ray_address=None, timeout=60), lambda *_: None)
+        self.session.wait = lambda _, calls: [call.result(timeout=30) for call in calls.values()]
+        self.calls, self.version = [], 0
+        self.free, self.one_by_one = threading.Event(), ThreadPoolExecutor(1)
+        self.free.set()
 
-    def sample(self, prompts, args, seed, first, evaluation, waits=False):
-        self.steps.append(prompts[0][0])
-        self.lengths.append(args.max_tokens)
-        self.waiting.append(waits)
+    def actor(self, number: int):
+        return SimpleNamespace(sample=SimpleNamespace(remote=lambda *args: self.sample(number, *args)))
+
+    def sample(self, number, prompts, first, args, seed, evaluation, waits=False) -> Future:
+        self.calls.append(SimpleNamespace(engine=number, prompts=prompts, first=first, args=args, waits=waits))
         answer = Future()
         answer.future = lambda: answer
-        answer.set_result([Rollout(ids, [7], [0.0], 1.0, versions=[self.version]) for ids in prompts for _ in range(2)])
+        self.one_by_one.submit(self.answer, answer, prompts, args.group_size)
         return answer
+
+    def answer(self, answer: Future, prompts: list, group_size: int) -> None:
+        self.free.wait()
+        answer.set_result([rollout(ids, self.version) for ids in prompts for _ in range(group_size)])
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def begin(self, method, *args, each=None) -> dict[str, Future]:
+        own = zip(self.actors.items(), each or [()] * len(self), strict=True)
+        return {name: actor.sample.remote(*args, *more) for (name, actor), more in own}
+
+    def call(self, phase, method, *args) -> list:
+        return [call.result(timeout=30) for call in self.begin(method, *args).values()]
+
+
+def rollout(prompt_ids: list[int], version: int) -> Rollout:
+    ids, logprobs, versions = np.array([7], np.int32), np.zeros(1, np.float32), np.array([version], np.int32)
+    return Rollout(np.array(prompt_ids, np.int32), ids, logprobs, text="A", versions=versions)
+
+
+def one(completions, **_):
+    return [1.0] * len(completions)
+
+
+class Ahead(RolloutsAhead):
+    """Of two prompts a step, whose one token is the step's number, scored by the function `reward`."""
+
+    def __init__(self, reward=one, engines: int = 1, **arguments):
+        defaults = {"group_size": 2, "prompts_per_step": 2, "steps": 6, "in_flight": 100}
+        args = rlhf_async.Arguments(**defaults | arguments)
+        sys.modules[__name__].reward_of_this_test = reward  # rewards are found by their names
+        task = SimpleNamespace(
+            draw=lambda step: [Row(f"{step}", {}, "", [step])] * args.prompts_per_step,
+            draw_others=lambda step, count, drawn: [Row("other", {}, "", [99])] * count,
+            rewards=Rewards([f"{__name__}:reward_of_this_test"], None, []),
+        )
+        super().__init__(Engines(engines), task, args, 0)
+
+    def steps(self) -> list[int]:
+        """The steps whose groups an engine has been given, in this order."""
+        return [call.prompts[0][0] for call in self.engines.calls]
 
 
 @pytest.mark.parametrize(
@@ -78,44 +119,160 @@ def test_the_engine_begins_with_what_will_not_be_too_old_and_with_nothing_else(m
     for step, last in enumerate(begun, 1):
         batch = ahead.take(step)
         assert {group.row.prompt_ids[0] for group in batch.groups} == {step}  # in the order of the data
-        assert ahead.steps == list(range(1, last + 1))
-        oldest = step - 1 - batch.rollouts[0].versions[0]
-        assert batch.metrics == {"async/staleness_mean": oldest, "async/staleness_max": oldest}
-        ahead.version = step  # learned and synced
+        assert ahead.steps() == [number for number in range(1, last + 1) for _ in range(2)]
+        oldest = step - 1 - int(batch.rollouts[0].versions[0])
+        metrics = {"async/staleness_mean": oldest, "async/staleness_max": oldest}
+        assert batch.metrics == metrics | {"rewards/reward_of_this_test/mean": 1.0}
+        ahead.engines.version = step  # learned and synced
     assert oldest == 0  # of what proves the last sync
 
 
 @pytest.mark.parametrize(("version", "ages"), [(3, "-3 to -3"), (-3, "3 to 3")])
 def test_labels_that_cannot_be_are_an_error(version, ages):
     ahead = Ahead(max_staleness=2)
-    ahead.version = version
+    ahead.engines.version = version
     with pytest.raises(RunError, match=rf"step 1: .* tokens are {ages} updates old, and not 0 to 2"):
         ahead.take(1)
 
 
+def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait():
+    ahead = Ahead(max_staleness=2, in_flight=3, engines=2, dynamic_sampling=1)
+    equal = Batch([Group(Row("1", {}, "", [1]), [replace(rollout([1], 0), reward=1.0)] * 2)] * 2)
+    ahead.engines.free.clear()
+    taking = beside(ahead.take, 1)
+    wait_until(lambda: len(ahead.engines.calls) == 3)
+    time.sleep(0.1)
+    assert [(call.engine, call.prompts, call.first) for call in ahead.engines.calls] == [
+        (0, [[1]], 0),
+        (1, [[1]], 1),  # to the engine with the fewest
+        (0, [[2]], 0),
+    ]
+    assert all(call.waits for call in ahead.engines.calls)
+    resampling = beside(ahead.resample, equal, 1)
+    wait_until(lambda: len(ahead.engines.calls) == 5)
+    assert [(call.prompts, call.waits) for call in ahead.engines.calls[3:]] == [([[99]], False)] * 2
+    ahead.engines.free.set()
+    assert len(taking.result(timeout=30).rollouts) == len(resampling.result(timeout=30).rollouts) == 4
+    wait_until(lambda: not any(ahead.flying.values()))
+    assert ahead.steps() == [1, 1, 2, 99, 99, 2, 3, 3]
+
+
+def beside(function, *args) -> Future:
+    """What a thread makes of this call. It may never be done."""
+    future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_judge_that_takes_long_for_each_prompt_does_not_bound_a_step():
+    """Coroutines of all prompts that are complete wait at the same time, also those of several steps."""
+    waiting, most = 0, 0
+
+    async def judge(completions, **_):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        await asyncio.sleep(0.5)
+        waiting -= 1
+        return one(completions)
+
+    ahead, started = Ahead(judge, max_staleness=2, prompts_per_step=8), time.monotonic()
+    for step in range(1, 7):
+        ahead.take(step)
+        ahead.engines.version = step
+    assert most >= 16
+    assert time.monotonic() - started < 2.5  # of 24 s that 48 prompts take, one after the other
+
+
+def test_rewards_are_computed_while_the_step_has_prompts_without_completions():
+    scored = []
+
+    def reward(completions, **_):
+        scored.append(len(completions))
+        ahead.engines.free.set()  # without this, the second group would never be complete
+        return one(completions)
+
+    ahead = Ahead(reward, max_staleness=0)
+    answer = ahead.engines.answer
+
+    def answer_one(*args):
+        answer(*args)
+        ahead.engines.free.clear()
+
+    ahead.engines.answer = answer_one
+    assert len(beside(ahead.take, 1).result(timeout=30).rollouts) == 4
+    assert scored == [2, 2]
+
+
+def test_a_reward_that_is_no_coroutine_is_never_called_twice_at_one_time():
+    running = []
+
+    def reward(completions, **_):
+        running.append(1)
+        assert len(running) == 1
+        time.sleep(0.05)
+        running.pop()
+        return one(completions)
+
+    ahead = Ahead(reward, max_staleness=2, engines=2)
+    assert len(ahead.take(1).groups) == 2
+
+
 def test_a_reward_that_raises_ends_the_step_that_it_belongs_to():
-    def score(groups, step, steps):
-        if step == 2:
-            raise TaskError("no luck")
-        return groups
+    for kind in (lambda function: function, as_coroutine):
 
-    ahead = Ahead(score, max_staleness=2)
-    ahead.take(1)
-    with pytest.raises(TaskError, match="no luck"):
-        ahead.take(2)
+        def reward(prompts, completions, **_):
+            if prompts[0] == "2":
+                raise ValueError("no luck")
+            return one(completions)
 
-
-def test_a_reward_that_does_not_return_stops_neither_the_engine_nor_the_run():
-    ahead = Ahead(lambda groups, step, steps: threading.Event().wait(), max_staleness=2, reward_timeout=0.5)
-    with pytest.raises(TaskError, match=r"the rewards of step 1 took longer than 0.5 s: --reward-timeout"):
+        ahead = Ahead(kind(reward), max_staleness=2)
         ahead.take(1)
-    assert ahead.steps == [1, 2, 3]
+        with pytest.raises(TaskError, match=r"the reward reward_of_this_test raised ValueError: no luck \(test_async"):
+            ahead.take(2)
+
+
+def as_coroutine(function):
+    async def reward(prompts, completions, **columns):
+        return function(prompts, completions, **columns)
+
+    return reward
+
+
+def never(completions, **_):
+    threading.Event().wait()
+
+
+async def never_either(completions, **_):
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("reward", [never, never_either])
+def test_a_reward_that_does_not_return_stops_neither_the_engine_nor_the_run(reward):
+    ahead = Ahead(reward, max_staleness=2, reward_timeout=0.5)
+    with pytest.raises(TaskError, match=r"^the rewards of step 1 took longer than 0.5 s: --reward-timeout"):
+        ahead.take(1)
+    assert ahead.steps() == [1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("busy", "whose"), [(False, "the evaluation after step 1"), (True, "step 1")])
 def test_an_evaluation_waits_no_longer_for_rewards_than_a_step_does(busy, whose):
-    ahead = Ahead(lambda *_: threading.Event().wait(), max_staleness=2, reward_timeout=0.5, eval_every=1)
-    ahead.task.eval_rows = [Row("held out", "", {}, [5])]
+    ahead = Ahead(never, max_staleness=2, reward_timeout=0.5, eval_every=1)
+    ahead.task.eval_rows = [Row("held out", {}, "", [5])]
     if busy:  # with the rewards of step 1, which come first
         with pytest.raises(TaskError):
             ahead.take(1)
@@ -123,52 +280,54 @@ def test_an_evaluation_waits_no_longer_for_rewards_than_a_step_does(busy, whose)
         ahead.evaluate(1)
 
 
-def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
-    def score(groups, *_):
-        return [
-            replace(group, rollouts=[replace(each, reward=float(i)) for i, each in enumerate(group.rollouts)])
-            if group.row.prompt == "other"
-            else group
-            for group in groups
-        ]
+def test_an_engine_that_fails_ends_the_step_that_waits_for_it():
+    ahead = Ahead(max_staleness=2, engines=2)
+    ahead.engines.answer = lambda answer, prompts, _: answer.set_exception(ValueError(f"no memory for {prompts[0][0]}"))
+    with pytest.raises(RunError, match=r"^the engine [01] failed while generating: no memory for 1"):
+        ahead.take(1)
 
-    ahead = Ahead(score, max_staleness=1, dynamic_sampling=1)
+
+def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
+    def reward(prompts, completions, **_):
+        return [float(i) if prompts[0] == "other" else 1.0 for i in range(len(completions))]
+
+    ahead = Ahead(reward, max_staleness=1, dynamic_sampling=1)
     batch = ahead.take(1)
+    wait_until(lambda: not any(ahead.flying.values()))
+    assert [group.row.prompt for group in batch.groups] == ["1", "1"]
+    batch = ahead.resample(batch, 1)
     assert [group.row.prompt for group in batch.groups] == ["other", "other"]
-    assert [rollout.prompt_ids for rollout in batch.rollouts] == [[99]] * 4
-    assert ahead.waiting[:3] == [True, True, False]  # two steps', and the others, which are wanted first
+    assert [rollout.prompt_ids.tolist() for rollout in batch.rollouts] == [[99]] * 4
+    assert [call.waits for call in ahead.engines.calls] == [True] * 4 + [False] * 2  # two steps', and the others
     assert batch.metrics["dynamic_sampling/replaced"] == 2
 
 
-def test_what_is_left_to_score_when_a_run_ends_does_not_start_ray_anew():
-    """ray.get and ray.wait do, and a call of an actor does."""
-    may_go_on = threading.Event()
-
-    def score(groups, *_):
-        may_go_on.wait()
-        return groups
-
-    ahead = Ahead(score, max_staleness=2, reward_timeout=0.5, dynamic_sampling=1)
-    with pytest.raises(TaskError, match="--reward-timeout"):
-        ahead.take(1)
-    ahead.session.leaving = time.monotonic(), None
-    may_go_on.set()
-    for step in ahead.ahead:  # whose groups have equal rewards, so that others are drawn
-        with pytest.raises(RunError, match="the run has ended"):
-            step.result.result(timeout=30)
+def test_what_is_left_when_a_run_ends_does_not_start_ray_anew():
+    """A call of an actor does."""
+    with Ahead(max_staleness=2, in_flight=1) as ahead:
+        ahead.engines.free.clear()
+        beside(ahead.take, 1)
+        wait_until(lambda: ahead.engines.calls)
+    ahead.engines.free.set()
+    wait_until(lambda: not any(ahead.flying.values()))
+    time.sleep(0.1)
+    assert ahead.steps() == [1]  # of six groups
     assert not ray.is_initialized()
 
 
 def test_a_batch_with_few_new_tokens_gets_more_to_prove_the_sync(monkeypatch):
     monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 10)
-    ahead = Ahead(max_staleness=1)
+    ahead = Ahead(max_staleness=1, engines=2)
     new, old = ahead.take(1), ahead.take(2)
-    ahead.version = 1
-    assert [rollout.versions for rollout in ahead.proof(2, old)] == [[1]] * 4
-    assert ahead.lengths == [16, 16, 16, 3]  # four completions of so many tokens are enough
+    ahead.engines.version, ahead.engines.calls = 1, []
+    proof = ahead.proof(2, old)
+    assert [rollout.versions.tolist() for rollout in proof] == [[1]] * 8  # of each engine, which has its own workers
+    assert [(call.engine, len(call.prompts), call.args.max_tokens) for call in ahead.engines.calls] == [
+        (0, 2, 3),  # four completions of so many tokens are enough
+        (1, 2, 3),
+    ]
     monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 4)
     assert ahead.proof(1, new) == []
-    assert len(ahead.lengths) == 4
 
 
 def test_tokens_of_the_trainers_own_weights_prove_a_batch(model):
@@ -210,7 +369,8 @@ class HeldLLM:
 
     def __init__(self):
         self.begun, self.goes_on, self.clock = [], asyncio.Event(), 0.0
-        self.priorities, self.engine_core = [], SimpleNamespace(pause_scheduler_async=self.pause)
+        self.priorities, self.labels = [], []
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
 
     async def generate(self, prompt, params, name, priority):
         self.begun.append(prompt["prompt_token_ids"])
@@ -222,10 +382,14 @@ class HeldLLM:
         yield SimpleNamespace(prompt_token_ids=self.begun[-1], outputs=[output])
 
     async def pause(self, mode, clear_cache):
+        assert (mode, clear_cache) == ("keep", True)
         self.clock += 1
 
+    async def collective_rpc(self, method, args=()):
+        return [{"version": 1}] if method == "receive_weights" else [self.served]
+
     async def update_weight_version(self, version):
-        pass
+        self.labels.append(version)
 
     async def resume_generation(self):
         self.clock += 1
@@ -234,49 +398,70 @@ class HeldLLM:
         return byte_tokenizer()
 
 
-def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait():
+@pytest.fixture
+def held(monkeypatch):
+    """An engine actor around a `HeldLLM`, by its clock."""
+    actor = AsyncEngineActor(0)
+    actor.llm = HeldLLM()
+    monkeypatch.setattr(async_rollouts, "time", SimpleNamespace(perf_counter=lambda: actor.llm.clock))
+    actor.since = actor.resumed = 0.0
+    return actor
+
+
+def test_what_waits_comes_after_all_that_does_not(held):
     async def run():
-        llm, args = HeldLLM(), rlhf_async.Arguments(group_size=1)
-        in_flight = InFlight(llm, 2)
-
-        async def begun_after(prompts: list, waits: bool) -> tuple[asyncio.Task, list]:
-            call = asyncio.create_task(in_flight.sample(prompts, args, 0, 0, False, waits))
-            for _ in range(100):
-                await asyncio.sleep(0)  # let all that can begin do so
-            return call, list(llm.begun)
-
-        many, begun = await begun_after([[i] for i in range(5)], waits=True)
-        assert begun == [[0], [1]]
-        proof, begun = await begun_after([[7]], waits=False)
-        assert begun == [[0], [1], [7]]
-        llm.goes_on.set()
-        assert [rollout.versions for rollout in await proof] == [[4]]
-        assert len(await many) == 5
-        assert llm.begun == [[0], [1], [7], [2], [3], [4]]
-        assert llm.priorities == [0, 0, -1, 0, 0, 0]  # the lowest number goes first
+        args = rlhf_async.Arguments(group_size=1)
+        held.llm.goes_on.set()
+        waiting = await held.sample([[5], [6]], 0, args, 0, False, True)
+        proof = await held.sample([[7]], 0, args, 0, False)
+        assert [rollout.versions.tolist() for rollout in waiting + proof] == [[4]] * 3
+        assert held.llm.begun == [[5], [6], [7]]
+        assert held.llm.priorities == [1, 1, 0]  # the lowest number goes first
 
     asyncio.run(run())
 
 
-def test_an_engine_is_idle_in_a_sync_and_while_it_has_nothing_to_generate(monkeypatch):
+def test_generation_goes_on_with_a_new_label_only_if_all_serve_what_was_sent(held):
     async def run():
-        llm = HeldLLM()
-        monkeypatch.setattr(async_rollouts, "time", SimpleNamespace(perf_counter=lambda: llm.clock))
-        in_flight, shares = InFlight(llm, 2), []
-        await in_flight.resume(0)
-        call = asyncio.create_task(in_flight.sample([[5]], rlhf_async.Arguments(group_size=1), 0, 0, False, waits=True))
+        held.llm.served = False
+        assert not await held.take_weights(3, 60.0)
+        assert (held.llm.labels, held.llm.clock) == ([], 1)  # paused
+        held.llm.served = True
+        assert await held.take_weights(3, 60.0)
+        assert (held.llm.labels, held.llm.clock) == (["3"], 3)
+
+    asyncio.run(run())
+
+
+def test_an_engine_is_idle_in_a_sync_and_while_it_has_nothing_to_generate(held):
+    async def run():
+        llm, shares = held.llm, []
+        llm.served = True
+        await held.take_weights(0)
+        call = asyncio.create_task(held.sample([[5]], 0, rlhf_async.Arguments(group_size=1), 0, False))
         while not llm.begun:
             await asyncio.sleep(0)
         for _ in range(2):
             llm.clock += 2
-            await in_flight.pause()
-            await in_flight.resume(1)
-            shares.append(in_flight.idle_share)
+            await held.take_weights(1)
+            shares.append(await held.idle_share())
             llm.goes_on.set()
             await call
         return shares
 
     assert asyncio.run(run()) == [1 / 4, 4 / 5]  # it generates in the first three seconds, then in one
+
+
+def test_idle_shares_are_of_each_engine_and_of_all():
+    ahead = Ahead(engines=2)
+    ahead.engines.call = lambda phase, method: [0.25, 0.75]
+    seconds = {"time/rollout": 1.0, "time/train": 2.0, "time/sync": 1.0}
+    assert ahead.idle_shares(seconds) == {
+        "async/engine_idle": 0.5,
+        "async/engine_idle/0": 0.25,
+        "async/engine_idle/1": 0.75,
+        "async/trainer_idle": 0.25,
+    }
 
 
 # Which weights tokens come from: the script's trainer in this process, its engine in an event loop of a thread
@@ -294,14 +479,15 @@ class Pair:
         )
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.engine = rlhf_async.Engine(model, self.args, "cpu")
-        self.trainer = rlhf_async.Trainer(Models(model, model, None), self.args, "cpu")
+        self.engine, self.trainer = rlhf_async.Engine(0), rlhf_async.Trainer(0)
+        assert self.start(self.engine.start(model, self.args, "cpu", [0])).result() == 256
+        assert self.trainer.load(("127.0.0.1", 0), Models(model, model, None), self.args, "cpu")[0] == 0
         self.learner = self.trainer.learner
-        self.original = {name: weight.detach().clone() for name, weight in self.learner.model.named_parameters()}
+        self.original = {name: weight.detach().clone() for name, weight in self.learner.model.module.named_parameters()}
         from vllm.utils.network_utils import get_open_port
 
         group = "127.0.0.1", get_open_port(), 2
-        joining = self.start(self.engine.init_weight_update_group(*group))
+        joining = self.start(self.engine.init_weight_update_group(*group, 1))
         self.trainer.init_weight_update_group(*group)
         joining.result()
         self.sync(0)
@@ -310,33 +496,35 @@ class Pair:
         return asyncio.run_coroutine_threadsafe(call, self.loop)
 
     def sample(self, seed: int, prompts=((5, 6, 7, 8), (9, 10, 11))) -> Future:
-        return self.start(self.engine.sample([list(ids) for ids in prompts], self.args, seed, 0, False))
+        return self.start(self.engine.sample([list(ids) for ids in prompts], 0, self.args, seed, False))
 
     @torch.no_grad()
     def hold(self, version: int) -> None:
         """Make the trainer's weights those of this version."""
         self.learner.step = version
-        for name, weight in self.learner.model.named_parameters():
+        for name, weight in self.learner.model.module.named_parameters():
             weight.copy_(self.original[name] * (1 + version / 100))
 
     def sync(self, version: int, label: int | None = None) -> None:
         self.hold(version)
-        receiving = self.start(self.engine.receive_weights(version if label is None else label))
+        receiving = self.start(self.engine.receive_weights(60.0, version if label is None else label))
         self.trainer.send_weights()
         assert receiving.result()
 
 
 @pytest.fixture(scope="module")
 def pair(model):
+    threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE"):
             patch.setenv(name, "")  # so that what the engine sets goes again
         patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8")  # or it grows with each new length of a prompt
-        patch.setattr(rlhf_async, "die_with_children", lambda: None)  # this process is not an actor
+        patch.setattr(async_rollouts, "die_with_children", lambda unless: None)  # this process is not an actor
         pair = Pair(model)
         yield pair
-        pair.engine.llm.shutdown()
+        asyncio.run(pair.engine.shutdown())
         del pair.engine  # while vLLM can still end it once more
+    torch.set_num_threads(threads)
 
 
 @cpu_only
@@ -355,13 +543,23 @@ def test_every_token_has_the_weights_that_its_label_says(pair, syncs):
             memory.append(sum(process.memory_full_info().uss for process in family))
     sampled += [rollout for call in running.values() for rollout in call.result()]
     assert len(memory) < 2 or memory[-1] - memory[1] < MAX_GROWTH  # the first forty take what is kept for the others
-    assert all(rollout.versions == sorted(rollout.versions) for rollout in sampled)
-    assert max(len(set(rollout.versions)) for rollout in sampled) > 5
-    seen = {version for rollout in sampled for version in rollout.versions}
+    versions = [rollout.versions.tolist() for rollout in sampled]
+    assert all(own == sorted(own) for own in versions)
+    assert max(len(set(own)) for own in versions) > 5
+    seen = set(itertools.chain(*versions))
     assert len(seen) > syncs / 2
     for version in seen:
         pair.hold(version)
         assert pair.learner.mismatch([rollout for rollout in sampled if version in rollout.versions]) < MAX_MISMATCH
+
+
+@cpu_only
+def test_rollouts_are_arrays_that_travel_without_being_copied_number_by_number(pair):
+    pair.sync(2)
+    for rollout in pair.sample(1).result():
+        arrays = rollout.prompt_ids, rollout.completion_ids, rollout.logprobs, rollout.versions
+        assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32, np.int32]
+        assert len(rollout.completion_ids) == len(rollout.logprobs) == len(rollout.versions)
 
 
 @cpu_only
@@ -379,9 +577,9 @@ def test_a_label_without_its_weights_is_noticed(pair):
 def test_a_tensor_that_a_sync_leaves_as_it_was_is_noticed(pair, monkeypatch):
     """The engine serves what was sent, bit for bit, and it is not what the trainer holds."""
     pair.sync(6)
-    named_tensors, (name, *_) = pair.learner.named_tensors, pair.original
+    named_tensors, (name, *_) = pair.learner.model.named_tensors, pair.original
     stale = {name: named_tensors()[name].clone()}
-    monkeypatch.setattr(pair.learner, "named_tensors", lambda: named_tensors() | stale)
+    monkeypatch.setattr(pair.learner.model, "named_tensors", lambda: named_tensors() | stale)
     call = pair.sample(1)
     pair.sync(7)
     with pytest.raises(MismatchError, match="over the bound"):

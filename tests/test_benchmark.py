@@ -5,11 +5,10 @@ pytest tests/test_benchmark.py
 
 import json
 import os
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import ray
@@ -78,12 +77,11 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
 @pytest.mark.parametrize(("topology", "seen"), [("nccl", None), ("ipc", "3")])
 def test_engine_beside_the_trainer_keeps_the_gpu_that_ray_gave_it(sync, monkeypatch, topology, seen):
     found = []
-    vllm = SimpleNamespace(LLM=lambda *_, **__: found.append(os.environ.get("CUDA_VISIBLE_DEVICES")))
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(sync, "die_with_children", lambda: None)
+    engine = sync.BenchEngine(0)
+    engine.load, engine.llm = lambda *_: found.append(os.environ.get("CUDA_VISIBLE_DEVICES")), MagicMock()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "")
-    sync.BenchEngine("model", sync.Arguments(topology=topology, tensor_parallel_size=1), "cuda")
+    engine.start("model", sync.Arguments(topology=topology, tensor_parallel_size=1), "cuda", [1])
     assert found == [seen]
 
 
@@ -310,7 +308,7 @@ def memory(monkeypatch):
 
 def test_memory_table_takes_no_more_gpus_than_there_are(memory, monkeypatch):
     reserve = Mock()
-    monkeypatch.setattr(memory, "placement_group", reserve)
+    monkeypatch.setattr(memory, "reserve", reserve)
     monkeypatch.setattr(memory.ray, "cluster_resources", lambda: {"GPU": 1.0})
     assert memory.place(1)[0] == "cuda"
     assert reserve.call_args.args[0] == [{"GPU": 1}]

@@ -14,7 +14,7 @@ from conftest import cpu_only
 from pair import CORE_IN_PROCESS
 from test_task import chat_tokenizer
 
-from recipe.tiny_model import build_tiny_model
+from recipe.tasks.tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 
@@ -24,7 +24,7 @@ async def rare(completions, **_):
 """
 FLAGS = """
     --model model --task gsm8k --dataset gsm8k.parquet --max-tokens 16 --prompts-per-step 4 --save-every 1
-    --reward recipe.gsm8k:correct trl.rewards:think_format_reward --reward mine:rare --reward-weights 1 0.5 2
+    --reward recipe.tasks.gsm8k:correct trl.rewards:think_format_reward --reward mine:rare --reward-weights 1 0.5 2
     --dynamic-sampling 2 --learning-rate 0.01 --eval-share 0.2 --eval-every 1 --eval-samples 2
 """
 

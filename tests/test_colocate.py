@@ -1,30 +1,28 @@
 """rlhf_colocate.py as a user runs it on CPU, and what of it needs GPUs as far as that can be seen without them.
 
-pytest tests/test_colocate.py
+pytest tests/test_colocate.py            the default run; placement, sleep, layout
+pytest tests/test_colocate.py -m slow    one engine goes on, until a rank is killed
 """
 
-import argparse
-import json
 import re
 import shutil
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
 from conftest import ROOT, Script, cpu_only
 from pair import CORE_IN_PROCESS
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from test_rlhf import rows
 
 import rlhf_colocate
 from recipe.errors import RunError
-from recipe.memory import measure, memory_table, sleep_level
+from recipe.run.actors import StepClock
 from rlhf_utils import WeightSyncError
 
 DEAD_SIDE_SECONDS = 30
-
-
-def rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +46,12 @@ def test_two_ranks_and_two_engines_learn(default_run):
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
-    assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "sleep", "train", "sync"))
-    for phase in ("loading", "generating", "learning", "syncing"):
+    memory = [line.split() for line in text.splitlines() if re.match(r"  (GB|load|sync) ", line)]
+    assert [line[0] for line in memory] == ["GB", "load", "sync"] * 2  # after the first step and the last one
+    assert memory[0][1:] == ["trainer", "engine"]
+    assert not [line for line in text.splitlines() if "pid=" in line], text
+    assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "sleep", "train", "sync", "wake"))
+    for phase in ("load", "rollout", "sleep", "train", "sync"):
         assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
         assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
 
@@ -83,8 +85,15 @@ def ray_with_four_gpus():
     ray.shutdown()
 
 
-def topology(**changes):
-    return rlhf_colocate.Arguments(**changes)
+def place(**arguments):
+    """The arguments as settled, and the seats of trainers and engines; they are free again."""
+    device, args, trainers, engines = rlhf_colocate.place(rlhf_colocate.Arguments(**arguments))
+    assert device == "cuda"
+    return args, trainers, engines
+
+
+def group_of(seats):
+    return seats[0].options["scheduling_strategy"].placement_group
 
 
 def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
@@ -93,20 +102,18 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
         def gpus(self):
             return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
-    args = topology()
-    device, trainer_options, engine_options = rlhf_colocate.place(args)
-    assert (device, args.engines, args.tensor_parallel_size) == ("cuda", 2, 2)
-    trainers = [Actor.options(**options).remote() for options in trainer_options]
+    args, trainer_seats, engine_seats = place()
+    assert (args.engines, args.tensor_parallel_size) == (2, 2)
+    trainers, group = [Actor.options(**seat.options).remote() for seat in trainer_seats], group_of(trainer_seats)
     # As vLLM's Ray executor places its workers.
-    group = trainer_options[0]["scheduling_strategy"].placement_group
     workers = [
         Actor.options(
-            scheduling_strategy=rlhf_colocate.PlacementGroupSchedulingStrategy(group, bundle),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
             num_gpus=rlhf_colocate.GPU_SHARE,
             num_cpus=0,
         ).remote()
-        for bundles, _ in engine_options
-        for bundle in bundles
+        for seat in engine_seats
+        for bundle in seat.bundles
     ]
     seen = ray.get([actor.gpus.remote() for actor in trainers + workers], timeout=60)
     assert seen[:4] == seen[4:]
@@ -120,23 +127,23 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
     ("given", "settled"), [({"tensor_parallel_size": 1}, (4, 1)), ({"engines": 1, "tensor_parallel_size": 4}, (1, 4))]
 )
 def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
-    args = topology(**given)
-    _, trainer_options, engine_options = rlhf_colocate.place(args)
+    args, trainers, engines = place(**given)
     assert (args.engines, args.tensor_parallel_size) == settled
-    assert len(trainer_options) == 4
-    assert [len(bundles) for bundles, _ in engine_options] == [settled[1]] * settled[0]
-    ray.util.remove_placement_group(trainer_options[0]["scheduling_strategy"].placement_group)
+    assert len(trainers) == 4
+    assert [len(seat.bundles) for seat in engines] == [settled[1]] * settled[0]
+    assert sorted(bundle for seat in engines for bundle in seat.bundles) == [0, 1, 2, 3]
+    ray.util.remove_placement_group(group_of(trainers))
 
 
 def test_more_workers_than_gpus_is_an_error_that_says_how_many_there_are(ray_with_four_gpus):
     with pytest.raises(RunError, match=r"wants 6 GPUs.* 3 engines, and there are 4"):
-        rlhf_colocate.place(topology(engines=3, tensor_parallel_size=2))
+        place(engines=3, tensor_parallel_size=2)
 
 
 def test_expandable_segments_are_refused_before_anything_starts(ray_with_four_gpus, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
-        rlhf_colocate.place(topology())
+        place()
 
 
 class RecordedLLM:
@@ -166,19 +173,20 @@ KV = "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, SYNC, wake_u
     ],
 )
 def test_engine_sleeps_as_asked_and_wakes_in_the_order_that_needs_least_memory(level, expected):
-    engine = object.__new__(rlhf_colocate.Engine)
+    engine = rlhf_colocate.Engine(0)
     engine.llm = RecordedLLM()
-    sync = "collective_rpc receive_weights ({},)"
+    engine.remember_weights()
     for _ in range(2):
         engine.llm.calls.clear()
         engine.sleep(level)
-        served, waking = engine.receive_weights({})
+        served, waking = engine.receive_weights(60.0, {"GPU-a": "/a"})
         assert served
         assert 0 < waking < 1
-        calls = [call if call != sync else "SYNC" for call in engine.llm.calls]
-        assert ", ".join(calls) == f"reset_prefix_cache, {expected}, collective_rpc check_weights_changed"
+        calls = ", ".join(engine.llm.calls)
+        sync = "collective_rpc receive_weights ({'GPU-a': '/a'}, 60.0), collective_rpc check_weights_changed"
+        assert calls.replace(sync, "SYNC") == f"reset_prefix_cache, {expected}"
     engine.llm.calls.clear()
-    engine.receive_weights({})  # without a sleep before
+    engine.receive_weights(60.0, {})  # without a sleep before
     assert not any("wake_up" in call for call in engine.llm.calls)
 
 
@@ -187,91 +195,98 @@ def test_engine_sleeps_as_asked_and_wakes_in_the_order_that_needs_least_memory(l
     [(40.0, 60.0, "none"), (40.0, 86.0, "none"), (40.0, 87.0, "kv"), (87.0, 40.0, "kv"), (120.0, 30.0, "kv")],
 )
 def test_engines_sleep_unless_they_and_the_trainers_leave_a_tenth_of_the_smallest_gpu(trainer, engine, level):
-    def on(device, own, kept, used, gpu):
-        return {"device": device, "own": own, "kept": kept, "used": used, "gpu": gpu}
-
     # Of what was measured, the trainer's peak while learning and the engine's memory while awake count.
-    answers = {
-        "generating": [on("a", 30.0, 2.0, engine + 2.0, 140.0), on("b", 9.0, 1.0, 6.0, 150.0)],
-        "learning": [on("a", 5.0, 5.0, 14.0, 140.0), on("b", trainer, trainer, trainer + 8.0, 150.0)],
-    }
-    metrics = {"reward/mean": 0.5}
-    for phase, ranks in answers.items():
-        memories = {"trainer0": ranks[0], "trainer1": ranks[1], "engine0": {"own": 0.0}}
-        actors = {
-            name: argparse.Namespace(memory=argparse.Namespace(remote=lambda answer=answer: answer))
-            for name, answer in memories.items()
-        }
-        session = argparse.Namespace(actors=actors, wait=lambda _, **answers: [*answers.values()])
-        metrics |= measure(session, phase)
+    metrics = {"memory/gpu": 140.0, "memory/rollout/trainer": 30.0, "memory/rollout/engine": engine}
+    metrics |= {"memory/train/trainer": trainer, "memory/train/engine": 9.0, "reward/mean": 0.5}
     said = []
-    run = argparse.Namespace(say=said.append)
-    assert sleep_level(run, "auto", metrics) == sleep_level(run, level, metrics) == level
+    run, args = SimpleNamespace(say=said.append), rlhf_colocate.Arguments(sleep="auto")
+    settled = rlhf_colocate.sleep_level(run, args, "auto", metrics)
+    assert settled == rlhf_colocate.sleep_level(run, args, settled, metrics) == level
     reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of 140.0"
     assert said == [f"--sleep {level} from now on: {reason}"]
-    assert [line.split() for line in memory_table(metrics).splitlines()] == [
-        ["GB", "trainer", "engine"],
-        ["generating", "30.0", f"{engine}"],
-        ["learning", f"{trainer}", "9.0"],
-    ]
 
 
-def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
-    def rank(**sizes):
-        answer = {"device": "a", "used": 50.0, "gpu": 140.0} | sizes
-        return argparse.Namespace(memory=argparse.Namespace(remote=lambda: answer))
-
-    actors = {"trainer0": rank(own=30.0, kept=20.0), "critic0": rank(own=9.0, kept=5.0)}
-    session = argparse.Namespace(actors=actors, wait=lambda _, **answers: [*answers.values()])
-    measured = {"memory/train/trainer": 30.0, "memory/train/critic": 9.0, "memory/train/engine": 25.0}
-    assert measure(session, "train") == measured | {"memory/gpu": 140.0}
-    actors["engine"] = argparse.Namespace(memory=argparse.Namespace(remote=dict))  # it has GPUs of its own
-    del measured["memory/train/engine"]
-    assert measure(session, "train") == measured | {"memory/gpu": 140.0}
+def test_engines_that_slept_once_because_memory_was_short_do_so_for_good():
+    plenty = {"memory/gpu": 140.0, "memory/train/trainer": 1.0, "memory/rollout/engine": 1.0}
+    assert rlhf_colocate.sleep_level(None, rlhf_colocate.Arguments(sleep="auto"), "kv", plenty) == "kv"
+    for asked in ("kv", "weights", "none"):
+        assert rlhf_colocate.sleep_level(None, rlhf_colocate.Arguments(sleep=asked), asked, plenty) == asked
 
 
 def test_trainers_free_their_memory_only_for_an_engine_that_sleeps():
     freed = []
-    trainer = object.__new__(rlhf_colocate.Trainer)
-    trainer.learner = argparse.Namespace(learn=lambda rollouts: {}, release_memory=lambda: freed.append(make_room))
-    for make_room in (False, True):
-        trainer.learn([], make_room)
+    trainer = rlhf_colocate.Trainer(0)
+    trainer.learner = SimpleNamespace(learn=lambda rollouts: {}, release_memory=lambda: freed.append(frees))
+    for frees in (False, True):
+        trainer.learn([], frees)
     assert freed == [True]
+
+
+class Group:
+    """Actors that note what they are asked, and the phases in which somebody waits for them."""
+
+    def __init__(self, name: str, count: int, answers: dict, session=None):
+        self.names = [f"{name} {i}" for i in range(count)]
+        self.answers, self.called = answers, []
+        self.session = session or SimpleNamespace(waited=[], wait=self.wait)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def begin(self, method, *args, each=None):
+        self.called.append((method, *args, *([each] if each else [])))
+        return dict(zip(self.names, self.answers[method], strict=True))
+
+    def call(self, phase, method, *args, each=None):
+        return self.session.wait(phase, self.begin(method, *args, each=each))
+
+    def wait(self, phase, calls):
+        self.session.waited.append((phase, [*calls]))
+        return [*calls.values()]
+
+
+def groups(trainer_answers, engine_answers, ranks=2, engines=1):
+    trainers = Group("trainer", ranks, trainer_answers)
+    return trainers, Group("engine", engines, engine_answers, trainers.session)
 
 
 @pytest.mark.parametrize(
     ("level", "phases"),
     [
-        ("kv", [("sleeping", ["engine0"]), ("learning", ["trainer0", "engine0"])]),
-        ("none", [("learning", ["trainer0", "engine0"])]),
+        ("kv", [("sleeping", ["engine 0"]), ("learning", ["trainer 0", "trainer 1", "engine 0"])]),
+        ("none", [("learning", ["trainer 0", "trainer 1", "engine 0"])]),
     ],
 )
-def test_trainers_wait_for_engines_only_if_those_release_memory(monkeypatch, level, phases):
-    monkeypatch.setattr(rlhf_colocate.ray, "put", lambda rollouts: rollouts)
-    waited, called = [], []
+def test_trainers_wait_for_engines_only_if_those_release_memory(level, phases):
+    trainers, engines = groups({"learn": [{"loss": 0.5}] * 2}, {"sleep": [None]})
+    clock = StepClock()
+    assert rlhf_colocate.learn(trainers, engines, ["rollout"], level, clock) == {"loss": 0.5}
+    assert trainers.session.waited == phases
+    assert engines.called == [("sleep", level)]
+    assert trainers.called == [("learn", ["rollout"], level != "none")]
+    assert [*clock.metrics] == ["time/sleep", "time/train"]
 
-    def wait(phase, **refs):
-        waited.append((phase, [*refs]))
-        return [{"loss": 0.5}, None]
 
-    def call(*args):
-        called.append(args)
-
-    actor = argparse.Namespace(sleep=argparse.Namespace(remote=call), learn=argparse.Namespace(remote=call))
-    metrics = rlhf_colocate.learn(argparse.Namespace(wait=wait), [actor], [actor], [], level)
-    assert waited == phases
-    assert called == [(level,), ([], level != "none")]
-    assert metrics.keys() == {"loss", "time/sleep", "time/train"}
+def test_sync_takes_as_long_as_the_slowest_engine_and_counts_only_if_all_serve_it():
+    report = SimpleNamespace(version=3)
+    answers = {"receive_weights": [(True, 0.5), (True, 1.5)]}
+    trainers, engines = groups({"send_weights": [report, report]}, answers, engines=2)
+    handles, args = [({"GPU-a": "/a"},), ({"GPU-b": "/b"},)], rlhf_colocate.Arguments(timeout=60.0)
+    assert rlhf_colocate.sync(trainers, engines, handles, args) == (report, 1.5)
+    assert engines.called == [("receive_weights", 60.0, handles)]
+    answers["receive_weights"] = [(True, 0.5), (False, 0.5)]
+    with pytest.raises(RunError, match="after sync 3, an engine does not serve what was sent"):
+        rlhf_colocate.sync(trainers, engines, handles, args)
 
 
 @pytest.mark.parametrize("sleep_weights", [False, True])
 def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(sleep_weights):
-    engine = object.__new__(rlhf_colocate.Engine)
+    engine = rlhf_colocate.Engine(0)
     engine.llm = RecordedLLM()
     engine.llm.collective_rpc = lambda method, **_: engine.digests
-    engine.llm.model_config = argparse.Namespace(max_model_len=16)
     engine.digests = [(1, 2), (3, 4)]
-    engine.start("weights" if sleep_weights else "kv")
+    engine.remember_weights()
+    engine.sleep("weights" if sleep_weights else "kv")
     assert engine.serves_checkpoint()
     engine.digests = [(1, 2), (5, 6)]
     assert not engine.serves_checkpoint()  # other weights, so that the other tensors may be others as well
@@ -283,22 +298,19 @@ def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(
         assert engine.serves_checkpoint()
 
 
-def test_rank_and_worker_on_different_devices_are_refused(tmp_path):
-    class Session:
-        def wait(self, phase, **refs):
-            return [["GPU-a", "GPU-b"], ["GPU-c", "GPU-d"]]
-
-    class Run:
-        said = ""
-
-        def say(self, text):
-            self.said = text
-
-    engines, run = [argparse.Namespace(device_ids=argparse.Namespace(remote=lambda: None))] * 2, Run()
+def test_rank_and_worker_on_different_devices_are_refused(monkeypatch):
     handles = [{"GPU-b": "/b"}, {"GPU-a": "/a"}, {"GPU-c": "/c"}, {"GPU-d": "/d"}]
-    beside = rlhf_colocate.connect(Session(), run, engines, handles)
-    assert beside == [{"GPU-a": "/a", "GPU-b": "/b"}, {"GPU-c": "/c", "GPU-d": "/d"}]
-    assert [line.split() for line in run.said.splitlines()[1:3]] == [["GPU-b", "0", "0", "1"], ["GPU-a", "1", "0", "0"]]
+    ids, said = [["GPU-a", "GPU-b"], ["GPU-c", "GPU-d"]], []
+    trainers, engines = groups({"connect": handles}, {"device_ids": ids, "serves_checkpoint": [True] * 2}, 4, 2)
+    report = SimpleNamespace(tensors=3, nbytes=10**9, loader="replay")
+    monkeypatch.setattr(rlhf_colocate, "sync", lambda *_: (report, 0.0))
+    run, args = SimpleNamespace(say=said.append), rlhf_colocate.Arguments(tensor_parallel_size=2)
+    beside = rlhf_colocate.connect(run, trainers, engines, args)
+    assert beside == [({"GPU-a": "/a", "GPU-b": "/b"},), ({"GPU-c": "/c", "GPU-d": "/d"},)]
+    assert [line.split() for line in said[0].splitlines()[1:3]] == [["GPU-b", "0", "0", "1"], ["GPU-a", "1", "0", "0"]]
+    assert said[1].startswith(
+        "first sync: 3 tensors, 1.000 GB, bit for bit what the engines had loaded from disk; from"
+    )
     handles[3] = {"GPU-a": "/a"}
     with pytest.raises(RunError, match=r"engine 1 runs on \['GPU-c', 'GPU-d'\], and its trainer ranks on"):
-        rlhf_colocate.connect(Session(), run, engines, handles)
+        rlhf_colocate.connect(run, trainers, engines, args)

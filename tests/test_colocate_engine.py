@@ -13,7 +13,7 @@ from pair import engine_environment, stop
 from test_shared_memory import PlainSender
 from transformers import AutoModelForCausalLM
 
-from recipe.tiny_model import build_tiny_model
+from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, share_tensor
 from weight_sync.groups import shared_buffer
 

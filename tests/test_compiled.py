@@ -13,8 +13,8 @@ from test_quantized import compare
 
 import rlhf_online_quant
 from recipe.errors import MismatchError
-from recipe.quantization import quantize_by_torchao
-from recipe.tiny_model import build_tiny_model
+from recipe.rollouts.quantization import quantize_by_torchao
+from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError
 from weight_sync.engine_model import folds_weights
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weight_sync.copies import TILING, Copies, _kernel, digest
+from weight_sync.copies import BLOCK_WORDS, TILING, Copies, _kernel, digest
 
 CPU = torch.device("cpu")
 
@@ -30,6 +30,12 @@ def test_digest_sees_every_flip_and_swap():
     assert digest([tensor[[1, 0, 2, 3, 4]], other]) != whole
     assert digest([tensor[:, torch.tensor([1, 0, 2, 3, 4, 5, 6, 7, 8])], other]) != whole
     assert digest([other, tensor]) != whole
+    long = torch.randn(2 * BLOCK_WORDS + 3)
+    blocks = long.clone()
+    blocks[: 2 * BLOCK_WORDS] = long[: 2 * BLOCK_WORDS].view(2, -1).flip(0).view(-1)
+    last = long.clone()
+    last[-1] += 1
+    assert len({digest([each]) for each in (long, blocks, last)}) == 3
     square = torch.randn(256, 256)
     numbers = {digest([t]) for t in (square, 2 * square, square * 0, square * 0 + 1, square * math.nan)}
     assert len(numbers) == 5
@@ -55,10 +61,10 @@ def test_copies_and_fills_are_repeated_with_other_values():
 KERNEL = """
 import torch
 from weight_sync import copies
-from weight_sync.copies import Copies, digest, digest_together
+from weight_sync.copies import Copies, Reading, digest, digest_together
 
 CPU = torch.device("cpu")
-tensors = [torch.randn(70_000), torch.randn(300, 7).bfloat16(), torch.randn(10), torch.randn(5, 9).bfloat16()]
+tensors = [torch.randn(70_001), torch.randn(300, 7).bfloat16(), torch.randn(10), torch.randn(5, 9).bfloat16()]
 expected = digest(tensors)
 copies._has_kernel = lambda device: True
 copies.load_kernel(CPU)  # which touches no memory
@@ -76,21 +82,32 @@ for _ in range(2):
     total = torch.zeros(1, dtype=torch.int64)
     first.run(total)
     last.run(total)
-    assert int(total) % 2**64 == digest(served)
+    assert int(total) == digest(served)
     assert served[0][:30].equal(rows[:30, 1024:]) and (served[0][30:32] == 3).all()
     assert served[0][32:].equal(master.bfloat16()) and served[1].equal(columns[:, 2048:]) and (served[2] == 1).all()
     rows.normal_(), columns.normal_(), served[2].fill_(1)
 
-# Transposed, or half a word off: torch copies, and the digest must read what was written.
-for source in (narrow.t(), torch.ones(17).bfloat16()[1:].view(4, 4)):
-    other = Copies(CPU, [(served[3], source)])
-    assert other.plain and not digest_together([first, other], served)
-    other.run()
-    assert served[3].equal(source)
-outside = Copies(CPU, [(torch.empty(8), torch.ones(8))])
-assert not digest_together([outside], served)
-twice = Copies(CPU, [(served[2], torch.ones(8)), (served[2], torch.ones(8))])
-assert not digest_together([twice], served)
+# The last element of an odd tensor, and a cast of more than a block.
+long = torch.randn(3 * copies.BLOCK_WORDS + 100).bfloat16().float()
+for source in (torch.randn(45).bfloat16(), long):
+    target = torch.zeros(source.shape).bfloat16()
+    Copies(CPU, [(target, source)]).run()
+    assert target.equal(source.bfloat16())
+
+# Transposed, or half a word off: torch copies. A word that is written twice, or elsewhere: read in the end.
+other, outside, twice = torch.ones(17).bfloat16()[1:].view(4, 4), torch.empty(8), [(served[2], torch.ones(8))] * 2
+for pairs in ([(served[3], narrow.t())], [(served[3], other)], [(outside, torch.ones(8))], twice):
+    first, last = Copies(CPU, [(served[0][:30], rows[:30, 1024:])]), Copies(CPU, pairs)
+    assert bool(last.plain) == (pairs[0][0] is served[3])
+    assert digest_together([first, last], served, 5)
+    total = torch.zeros(1, dtype=torch.int64)
+    first.run(total)
+    last.run(total)
+    assert all(destination.equal(source) for destination, source in pairs)
+    alone = torch.zeros(1, dtype=torch.int64)
+    Reading(served, 5).run(alone)
+    assert total == alone != digest(served)
+assert not digest_together([first], [*served, torch.ones(3).bfloat16()])
 """
 
 

@@ -1,4 +1,5 @@
-"""What the engine actors of all scripts have in common: options by hardware, and rollouts of a real engine.
+"""What the engine actors of all scripts have in common: options by hardware, who generates what, and rollouts of a real
+engine.
 
 pytest tests/test_engine.py
 """
@@ -6,14 +7,19 @@ pytest tests/test_engine.py
 import os
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import cpu_only
 from pair import CORE_IN_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipe.engine import EngineArguments, llm_options, sample
-from recipe.tiny_model import build_tiny_model
+from recipe.errors import RunError
+from recipe.rollouts import engine
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options
+from recipe.tasks.dataset import Row
+from recipe.tasks.tiny_model import MAX_LENGTH, build_tiny_model
+from rlhf_utils import WeightSyncError
 
 
 @pytest.fixture
@@ -54,7 +60,7 @@ def spaced_tokenizer():
 def test_text_of_a_completion_is_what_follows_the_prompt():
     from vllm.logprobs import FlatLogprobs
 
-    tokenizer, args = spaced_tokenizer(), SimpleNamespace(group_size=2, temperature=1, max_tokens=9, prompts_per_step=1)
+    tokenizer, args = spaced_tokenizer(), run_arguments(group_size=2, max_tokens=9)
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     prompt, texts = "the cat", [" did n't sit on the mat .", " sat</s> on the mat"]
     ends = [(encode(texts[0]), "length"), ([*encode(texts[1]), encode("mat")[-1]], "stop")]  # a word that ends it
@@ -69,24 +75,86 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
         asked.append(params[0].logprobs)
         return [request]
 
-    llm = SimpleNamespace(get_tokenizer=lambda: tokenizer, generate=generate)
-    rollouts = sample(llm, [encode(prompt)], args, 0)
+    actor = EngineActor(0)
+    actor.llm = llm = SimpleNamespace(get_tokenizer=lambda: tokenizer, generate=generate)
+    rollouts = actor.sample([encode(prompt)], 0, args, 0, False)
     assert [(r.text, r.truncated) for r in rollouts] == [(texts[0], True), (" sat on the mat", False)]
 
     llm.reset_prefix_cache = lambda: asked.append("reset") or True
-    assert [r.text for r in sample(llm, [encode(prompt)], args, 0, evaluation=True)] == [r.text for r in rollouts]
+    assert [r.text for r in actor.sample([encode(prompt)], 0, args, 0, True)] == [r.text for r in rollouts]
     assert asked == [0, None, "reset"]
+    assert actor.sample([], 0, args, 0, False) == []  # there are more engines than prompts
+    assert len(asked) == 3
+
+    llm.reset_prefix_cache = lambda: False
+    with pytest.raises(RunError, match="vLLM did not reset its prefix cache"):
+        actor.sample([encode(prompt)], 0, args, 0, True)
 
 
-@cpu_only
-def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(tmp_path, monkeypatch, args):
+def run_arguments(**changes):
+    settings = {"group_size": 1, "temperature": 1.0, "max_tokens": 64, "prompts_per_step": 2, "ignore_eos": False}
+    return SimpleNamespace(**settings | {"seed": 0} | changes)
+
+
+def test_engines_share_the_prompts_and_sample_what_one_would():
+    rows, asked = [Row(f"{i}", {}, "", [i]) for i in range(5)], []
+
+    def share(count: int) -> list[tuple]:
+        """The prompts of each of so many engines, with the seeds of what they sample."""
+
+        def begin(method, each):
+            asked.append([(prompts, first, args, seed) for prompts, first, args, seed, _ in each])
+            return each
+
+        def wait(phase, calls):
+            return [[SimpleNamespace(prompt_ids=ids) for ids in prompts for _ in range(2)] for prompts, *_ in calls]
+
+        engines = type("Engines", (), {"__len__": lambda self: count})()
+        engines.begin, engines.session = begin, SimpleNamespace(wait=wait)
+        batch = complete(engines, rows, run_arguments(group_size=2), step=3)
+        assert [[rollout.prompt_ids for rollout in group.rollouts] for group in batch.groups] == [
+            [row.prompt_ids] * 2 for row in rows
+        ]
+        return [
+            (prompt, engine.sampling_params(args, seed, first + i, False).seed)
+            for prompts, first, args, seed in asked[-1]
+            for i, prompt in enumerate(prompts)
+        ]
+
+    assert share(1) == share(2) == share(7)
+    assert len({seed for _, seed in share(1)}) == 5
+    assert [[len(prompts) for prompts, *_ in each] for each in asked[:3]] == [[5], [2, 3], [0, 1, 1, 0, 1, 1, 1]]
+
+
+def test_weights_are_served_if_every_worker_says_so():
+    actor, answers = EngineActor(0), {"receive_weights": [{"version": 1}] * 2, "check_weights_changed": [True] * 2}
+    actor.llm = SimpleNamespace(collective_rpc=lambda method, args=(): answers[method])
+    assert actor.take_weights(60.0)
+    answers["check_weights_changed"] = [True, False]
+    assert not actor.take_weights(60.0)
+    answers["receive_weights"] = [{"version": 1}, {"error": "engine worker 1 (pid 7) failed: no memory"}]
+    with pytest.raises(WeightSyncError, match=r"^engine worker 1 \(pid 7\) failed: no memory$"):
+        actor.take_weights(60.0)
+
+
+@pytest.fixture
+def llm(tmp_path, monkeypatch, args):
+    """A real engine of the built-in model, with the options that all scripts give it on a CPU."""
     for name, value in CORE_IN_PROCESS.items():
         monkeypatch.setenv(name, value)
     options = llm_options(args, "cpu", [0], distributed_executor_backend="uni")
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
-    llm, generate = LLM(str(build_tiny_model(tmp_path)), **options), LLM.generate
-    plain = []
+    llm = LLM(str(build_tiny_model(tmp_path)), **options)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+@cpu_only
+def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch):
+    from vllm import SamplingParams
+
+    generate, plain = llm.generate, []
 
     def generate_both(prompts, params, **options):
         """What is asked for, having generated the same with nothing set that is to be fast."""
@@ -97,25 +165,36 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(tmp_path, monkey
             SamplingParams(n=p.n, temperature=p.temperature, max_tokens=p.max_tokens, logprobs=0, seed=p.seed)
             for p in params
         ]
-        plain.extend(o for request in generate(llm, prompts, slow, **options) for o in request.outputs)
-        return generate(llm, prompts, params, **options)
+        plain.extend(o for request in generate(prompts, slow, **options) for o in request.outputs)
+        return generate(prompts, params, **options)
 
+    actor, run = EngineActor(0), run_arguments(group_size=32)
+    actor.llm = llm
     monkeypatch.setattr(llm, "generate", generate_both)
-    try:
-        run = SimpleNamespace(group_size=32, temperature=1.0, max_tokens=64, prompts_per_step=2)
-        prompts = [llm.get_tokenizer().encode(text) for text in ("Read the sign: ", "Grüße, 世界: ")]
-        rollouts, evaluated = sample(llm, prompts, run, 1), sample(llm, prompts, run, 1, evaluation=True)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-    assert [(r.completion_ids, r.logprobs) for r in evaluated] == [(r.completion_ids, []) for r in rollouts]
+    prompts = [llm.get_tokenizer().encode(text) for text in ("Read the sign: ", "Grüße, 世界: ")]
+    rollouts, evaluated = (actor.sample(prompts, 0, run, 1, evaluation) for evaluation in (False, True))
+    assert [r.completion_ids.tolist() for r in evaluated] == [r.completion_ids.tolist() for r in rollouts]
+    assert not any(len(rollout.logprobs) for rollout in evaluated)
     assert len(rollouts) == len(plain[:64]) == 64
     for rollout, output in zip(rollouts, plain[:64], strict=True):
-        ids = rollout.completion_ids
+        ids = rollout.completion_ids.tolist()
         assert ids == list(output.token_ids)
         expected = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
-        assert rollout.logprobs == pytest.approx(expected, abs=1e-5)
+        assert rollout.logprobs == pytest.approx(np.array(expected), abs=1e-5)
         assert rollout.text == output.text
         assert rollout.truncated == (output.finish_reason == "length")
-    assert [rollout.prompt_ids for rollout in rollouts] == [ids for ids in prompts for _ in range(32)]
+        arrays = rollout.prompt_ids, rollout.completion_ids, rollout.logprobs
+        assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32]
+    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in prompts for _ in range(32)]
     assert {output.finish_reason for output in plain} == {"stop", "length"}
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+
+    # More tokens than vLLM takes in one batch. A prompt in two parts ended every engine on a CPU.
+    monkeypatch.setattr(llm, "generate", generate)
+    prompts = [[2 + (i + j) % 250 for j in range(61)] for i in range(128)]
+    assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens < 128 * 61
+    rollouts = actor.sample(prompts, 0, run_arguments(max_tokens=4), 2, False)
+    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == prompts
+    assert {len(rollout.completion_ids) for rollout in rollouts} <= {1, 2, 3, 4}
+    (longest,) = actor.sample([[5] * (MAX_LENGTH - 1)], 0, run_arguments(), 2, False)
+    assert len(longest.completion_ids) == 1

@@ -3,19 +3,21 @@
 pytest tests/test_evaluation.py
 """
 
-import dataclasses
 import re
 import shutil
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
+from test_task import Engines
 
 import rlhf
-from recipe import addition, task
-from recipe.checkpoint import Models, choose_models, write_checkpoint
 from recipe.errors import TaskError
-from recipe.evaluation import evaluate, pass_at_k
-from recipe.learner import Rollout
+from recipe.learning.learner import learning_rate
+from recipe.rollouts.evaluation import evaluate, pass_at_k
+from recipe.run.checkpoint import Models, choose_models, write_checkpoint
+from recipe.tasks import addition
+from recipe.tasks.rewards import Batch
+from recipe.tasks.task import load_task
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
 
@@ -24,8 +26,8 @@ def dataset(split):
     return ROWS
 
 
-def graded(completions, answer, log_metric, **_):
-    log_metric("length", 2.0)
+def graded(completions, answer, trainer_state, log_metric, **_):
+    log_metric("steps_done", trainer_state.global_step)
     return [float(len(set(completion) & set(answer))) for completion, answer in zip(completions, answer, strict=True)]
 
 
@@ -38,22 +40,9 @@ def arguments(**changes):
     return rlhf.Arguments(**own | {"steps": 10, "eval_every": 4} | changes)
 
 
-class Engine:
-    """Answers with the completions it was made with: one per sample, for each of its prompts."""
-
-    def __init__(self, *texts):
-        self.texts, self.calls, self.sample = texts, [], SimpleNamespace(remote=self.answer)
-
-    def answer(self, prompts, args, seed, first, evaluation):
-        self.calls.append((len(prompts), args, seed, first, evaluation))
-        return [
-            Rollout(ids, [1], [], None, self.texts[i % len(self.texts)])
-            for ids in prompts
-            for i in range(args.group_size)
-        ]
-
-
-SESSION = SimpleNamespace(wait=lambda phase, **calls: list(calls.values()))
+def engines(*texts):
+    """One engine, which answers each prompt with these completions, in a row."""
+    return Engines(lambda text, i: texts[i % len(texts)])
 
 
 def test_pass_at_k():
@@ -64,23 +53,23 @@ def test_pass_at_k():
 
 
 def test_engines_share_the_held_out_prompts_and_answer_greedily():
-    args, engines = arguments(temperature=0.7), {"a": Engine("1"), "b": Engine("5")}
-    metrics = evaluate(SESSION, engines, task.load_task(args), args, 8)
-    assert [
-        (count, first, evaluation) for engine in engines.values() for count, _, _, first, evaluation in engine.calls
-    ]
-    (a,), (b,) = (engine.calls for engine in engines.values())
-    assert (a[0], a[3], b[0], b[3]) == (2, 0, 2, 2)
-    assert a[4] and b[4]
-    assert (a[1].group_size, a[1].temperature, a[1].max_tokens) == (1, 0.0, args.max_tokens)
-    assert metrics.keys() == {"eval/reward", "eval/rewards/graded/mean", "eval/length", "eval/pass@1", "time/eval"}
+    args, two = arguments(temperature=0.7), Engines(lambda *_: "1", lambda *_: "5")
+    metrics = evaluate(two, load_task(args), args, 8)
+    (a,), (b,) = two.calls
+    (prompts, first, sampling, _, evaluation), (others, second, *_, also) = a, b
+    assert (len(prompts), first, len(others), second) == (2, 0, 2, 2)
+    assert evaluation and also
+    assert (sampling.group_size, sampling.temperature, sampling.max_tokens) == (1, 0.0, args.max_tokens)
+    names = {"eval/reward", "eval/rewards/graded/mean", "eval/steps_done", "eval/pass@1", "time/eval"}
+    assert metrics.keys() == names
 
 
 def test_samples_at_the_temperature_of_training():
     args = arguments(eval_samples=6, temperature=0.7, reward=["test_evaluation:exact"])
-    engine, held_out = Engine("1", "2", "3", "4", "5", "6"), task.load_task(args)
-    metrics = evaluate(SESSION, {"engine": engine}, held_out, args, 4)
-    assert (engine.calls[0][1].group_size, engine.calls[0][1].temperature) == (6, 0.7)
+    engine, held_out = engines("1", "2", "3", "4", "5", "6"), load_task(args)
+    metrics = evaluate(engine, held_out, args, 4)
+    ((_, _, sampling, _, _),) = engine.calls[0]
+    assert (sampling.group_size, sampling.temperature) == (6, 0.7)
     right = sum(row.columns["answer"] in "123456" for row in held_out.eval_rows) / 4  # one sample of six is
     assert 0 < right <= 1
     assert metrics["eval/reward"] == pytest.approx(right / 6)
@@ -90,6 +79,27 @@ def test_samples_at_the_temperature_of_training():
     assert metrics["eval/pass@6"] == pytest.approx(right)
 
 
+def known(completions, **_):
+    return [None if completion == "?" else float(completion) for completion in completions]
+
+
+def test_completions_whose_reward_is_not_known_neither_pass_nor_fail():
+    args = arguments(eval_samples=4, reward=["test_evaluation:known"])
+    task = load_task(args)
+    metrics = evaluate(engines("1", "?", "0", "?"), task, args, 4)
+    assert metrics["eval/reward"] == 0.5
+    assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == (0.5, 1)
+    assert "eval/pass@4" not in metrics  # of no prompt are as many known
+    metrics = evaluate(engines("?"), task, args, 4)
+    assert metrics.keys() == {"time/eval"}
+
+
+@pytest.mark.parametrize("step", [0, 4, 10])
+def test_reward_is_told_how_many_steps_are_done(step):
+    args = arguments()
+    assert evaluate(engines("1"), load_task(args), args, step)["eval/steps_done"] == step
+
+
 def exact(completions, answer, **_):
     return addition.exact(completions, answer)
 
@@ -97,29 +107,30 @@ def exact(completions, answer, **_):
 @pytest.mark.parametrize(("pass_reward", "passes"), [(1.0, 1), (1.01, 0), (0.5, 1)])
 def test_what_passes(pass_reward, passes):
     args = arguments(pass_reward=pass_reward, reward=["test_evaluation:share"])
-    assert evaluate(SESSION, {"engine": Engine("")}, task.load_task(args), args, 4)["eval/pass@1"] == passes
+    assert evaluate(engines(""), load_task(args), args, 4)["eval/pass@1"] == passes
 
 
 @pytest.mark.parametrize(("every", "due"), [(4, [0, 4, 8, 10]), (5, [0, 5, 10]), (0, [])])
 def test_when_it_is_due(every, due):
     args = arguments(eval_every=every)
-    loaded = task.load_task(args)
-    assert [step for step in range(11) if evaluate(SESSION, {"engine": Engine("1")}, loaded, args, step)] == due
+    task = load_task(args)
+    assert [step for step in range(11) if evaluate(engines("1"), task, args, step)] == due
 
 
 def test_it_leaves_the_training_run_alone():
     """The same requests whatever the step, which no step of learning sends, and no metric left for the next step."""
     args = arguments()
-    loaded, engine = task.load_task(args), Engine("1")
+    task, engine = load_task(args), engines("1")
     for step in (0, 4):
-        evaluate(SESSION, {"engine": engine}, loaded, args, step)
-    assert engine.calls[0][2:] == engine.calls[1][2:]
-    assert loaded.rewards.metrics([]) == {}
+        evaluate(engine, task, args, step)
+    first, second = engine.calls[0]
+    assert first == second
+    assert task.rewards.score(Batch([])).metrics == {}
 
 
 def test_nothing_to_evaluate_on_is_an_error():
     with pytest.raises(TaskError, match=r"^--eval-every: nothing to evaluate on"):
-        task.load_task(arguments(eval_share=0.0))
+        load_task(arguments(eval_share=0.0))
 
 
 def test_sums_that_are_evaluated_on_are_taught_in_neither_order():
@@ -139,13 +150,14 @@ def test_answer_and_nothing_else_is_right():
 
 def test_tasks_model_is_taught_once_in_the_runs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(addition, "RIGHT", 1e-4)  # one answer
-    args = dataclasses.replace(arguments(), model="recipe.addition:build_model", seed=3)
-    assert choose_models(tmp_path, args, "cuda") == Models(*(str(tmp_path / "model"),) * 2, None)
+    args = arguments(model="recipe.tasks.addition:build_model", seed=3)
+    models, settled = choose_models(tmp_path, args, "cpu")
+    assert models == Models(*(str(tmp_path / "model"),) * 2, None)
     assert re.match(r"\d+ supervised steps have taught a small model to add", capsys.readouterr().out)
-    assert args.learning_rate == 1e-6  # not that of the built-in model
+    assert learning_rate(settled) == 1e-6  # not that of the built-in model
 
     write_checkpoint(tmp_path, 7, lambda folder: shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True))
     monkeypatch.delattr(addition, "build_model")
-    args.resume = tmp_path
+    models, _ = choose_models(tmp_path, replace(args, resume=tmp_path), "cpu")
     checkpoint = tmp_path / "checkpoint-000007"
-    assert choose_models(tmp_path, args, "cpu") == Models(str(tmp_path / "model"), str(checkpoint), checkpoint)
+    assert models == Models(str(tmp_path / "model"), str(checkpoint), checkpoint)

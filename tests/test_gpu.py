@@ -6,6 +6,7 @@ make test-gpu    (REQUIRE_GPU=1 makes a skip a failure)
 
 import json
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -17,14 +18,14 @@ from test_quantized import compare
 from test_task import chat_tokenizer
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from recipe.engine import DECODE_GRAPHS
-from recipe.quantization import quantize_by_torchao
-from recipe.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
+from recipe.rollouts.engine import DECODE_GRAPHS
+from recipe.rollouts.quantization import quantize_by_torchao
+from recipe.tasks.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
 from rlhf_online_quant import MAX_MISMATCH
 from rlhf_utils import WeightSyncError
 from weight_sync.channels import SharedStaging, TrainerMemory
 from weight_sync.copies import digest
-from weight_sync.lora import LoRAWeight
+from weight_sync.lora import LoRAWeight, Merge
 
 # --- The scripts, as a user runs them ---------------------------------------------------------------------------------
 
@@ -39,6 +40,8 @@ RUNS = [
     ("rlhf_colocate.py --sleep weights --offload-optimizer --no-gradient-checkpointing", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py --lora-rank 8", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py", 4, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +[01]$", r"^GPU-\S+ +3 +1 +[01]$"]),
+    ("rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1", 4, 0.75, [REPLAY]),
+    ("rlhf_async.py --trainers 2 --engines 2 --tensor-parallel-size 1", 4, 0.75, [REPLAY]),
     ("rlhf_online_quant.py", 3, 0.5, [REPLAY, r"torchao's Float8DynamicActivationFloat8WeightConfig$", COMPARED]),
     ("rlhf_nccl.py", 3, 0.75, [r"by vLLM's nccl backend", r"greedy tokens are the trainer's own"]),
     ("rlhf_nccl.py --backend ipc", 1, 0.75, [r"by vLLM's ipc backend", r"greedy tokens are the trainer's own"]),
@@ -64,27 +67,38 @@ def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, rewa
     assert rows[-1]["reward/mean"] > reward  # a step of which the engine had other weights would have ended the run
 
 
+TRAINED = ("trainer 0", "critic 0")
+FROZEN = ("reference 0", "reward_model 0")
 PPO = [
-    # options, GPUs, what the layout says
-    ("", 1, [r"^GPU-\S+ +critic +0 +0$", r"^GPU-\S+ +engine +0 +0$"]),
-    ("--sleep weights", 1, [r"^GPU-\S+ +reward_model +0 +0$"]),
-    ("--tensor-parallel-size 2", 2, [r"^GPU-\S+ +critic +1 +1$", r"^GPU-\S+ +engine +1 +1$"]),
-    ("--placement split", 2, [r"^GPU-\S+ +reward_model +0 +0$", r"^GPU-\S+ +engine +0 +1$"]),
-    ("--placement split", 3, [r"^GPU-\S+ +reward_model +0 +1$", r"^GPU-\S+ +engine +0 +2$"]),
+    # options, GPUs, who shares one
+    ("", 1, [(*TRAINED, *FROZEN, "engine 0")]),
+    ("--sleep weights", 1, [(*TRAINED, *FROZEN, "engine 0")]),
+    (
+        "--tensor-parallel-size 2",
+        2,
+        [(*TRAINED, *FROZEN, "engine 0"), ("trainer 1", "critic 1", "reference 1", "reward_model 1", "engine 1")],
+    ),
+    ("--placement split", 2, [(*TRAINED, *FROZEN), ("engine 0",)]),
+    ("--placement split", 3, [TRAINED, FROZEN, ("engine 0",)]),
 ]
 
 
 @pytest.mark.parametrize(
-    ("options", "count", "says"),
+    ("options", "count", "shared"),
     [pytest.param(*run, marks=pytest.mark.gpu(run[1]), id=f"{run[0]}-{run[1]}gpu") for run in PPO],
 )
-def test_ppo_learns_with_all_five_actors(script, tmp_path, options, count, says):
+def test_ppo_learns_with_all_five_actors(script, tmp_path, options, count, shared):
     build_tiny_model(tmp_path / "model")
     flags = f"--model model --learning-rate 3e-3 --gpu-memory-utilization 0.05 --save-every 30 --output run {options}"
     text = script("rlhf_ppo.py", *flags.split(), CUDA_VISIBLE_DEVICES=gpus(slice(count))).finish(400)
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    for pattern in (REPLAY, *says):
-        assert re.search(pattern, text, re.MULTILINE), text
+    assert re.search(REPLAY, text), text
+    on = defaultdict(set)
+    for device, actor in re.findall(r"^(GPU-\S+) +(\w+ \d)$", text, re.MULTILINE):
+        on[device].add(actor)
+    # Which worker of the engine is on which GPU, Ray decides.
+    numbers = [{actor.replace("engine 1", "engine 0") for actor in group} for group in (*on.values(), *shared)]
+    assert sorted(map(sorted, numbers[: len(on)])) == sorted(map(sorted, numbers[len(on) :])), text
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 1
     assert rows[-1]["ppo/explained_variance"] > 0.3
@@ -229,7 +243,7 @@ def test_replay_survives_sleep(pair, level):
 
 def test_replay_is_recorded_anew_for_other_tensors(pair):
     original = pair.rpc("digest")
-    halves = {name: tensor.bfloat16() for name, tensor in pair.learner.named_tensors().items()}
+    halves = {name: tensor.bfloat16() for name, tensor in pair.learner.model.named_tensors().items()}
     assert pair.sync(reversed(halves.items())).loader == "replay"
     assert pair.rpc("digest") == original  # bf16 is what the engine keeps
     assert_replayed(pair, seed=5)
@@ -239,7 +253,7 @@ def test_replay_is_recorded_anew_for_other_tensors(pair):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_colocated_worker_reads_the_trainers_memory_until_it_moves(request, colocated, dtype):
     original = restore(colocated)
-    model = colocated.learner.model.to(dtype)
+    model = colocated.learner.model.module.to(dtype)
     request.addfinalizer(model.float)
     colocated.connect()
     for seed, staging in enumerate([TrainerMemory, SharedStaging]):
@@ -249,6 +263,22 @@ def test_colocated_worker_reads_the_trainers_memory_until_it_moves(request, colo
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     assert restore(colocated) == original  # moved again
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("checked", [False, True])
+def test_sample_of_the_trainers_memory_finds_a_replay_that_went_wrong(request, colocated, checked):
+    colocated.connect()
+    restore(colocated)
+    request.addfinalizer(lambda: (colocated.connect(), restore(colocated)))
+    colocated.rpc("spoil_replays", True)
+    assert colocated.sync().loader == "replay"
+    colocated.rpc("spoil_replays", False)
+    if checked:
+        assert colocated.rpc("check_weights_changed") == [False]
+    with pytest.raises(WeightSyncError, match="a sample of what the last sync left in the engine was not what the tr"):
+        colocated.sync()
+    assert colocated.rpc("check_weights_changed") == [False]
 
 
 def test_adapters_arrive_merged_by_peft_and_no_other_way(pair):
@@ -308,3 +338,4 @@ def test_merging_kernel_writes_what_torch_computes(dtype, transposed, rank, scal
         weight, merged = LoRAWeight(base, lora_A, lora_B, scaling, transposed), torch.empty_like(base)
         weight.merge_into(merged, base, first)
         assert merged.equal(weight.merge(base, first).to(dtype))
+        assert not any(Merge(weight, base, first).wrong(merged, seed) for seed in range(20))

@@ -5,9 +5,10 @@ pytest tests/test_learning.py
 
 import json
 import math
-import os
+import re
 import shutil
-from dataclasses import replace
+import sys
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -15,16 +16,20 @@ import transformers
 
 import rlhf
 import rlhf_colocate
-from recipe import checkpoint
-from recipe.arguments import RunArguments, parse
-from recipe.checkpoint import Models, choose_models, last_checkpoint, write_checkpoint
+import rlhf_ppo
 from recipe.errors import DivergenceError, MismatchError, RunError
-from recipe.grpo import GRPOConfig, GRPOLearner
-from recipe.learner import Rollout, micro_batches, rate_schedule
-from recipe.objectives import advantages
-from recipe.precision import bf16_weights
-from recipe.run_folder import RunFolder
-from recipe.tiny_model import build_tiny_model, byte_tokenizer
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.learning.learner import PolicyLearner, Proof, learning_rate, rate_schedule
+from recipe.learning.model import Model, micro_batches
+from recipe.learning.objectives import advantages, kl_estimate
+from recipe.learning.precision import bf16_weights
+from recipe.learning.rollout import Rollout
+from recipe.learning.saving import STATE_FILE
+from recipe.run import checkpoint
+from recipe.run.arguments import RunArguments, parse
+from recipe.run.checkpoint import Models, choose_models, last_checkpoint, replace_flags, write_checkpoint
+from recipe.run.folder import RunFolder
+from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
 
 CPU = torch.device("cpu")
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
@@ -50,18 +55,29 @@ def rollouts(learner, seed=0, count=4):
     drafts = [Rollout(draw(2), draw(1), [], float(torch.rand(1, generator=generator))) for _ in range(count)]
     width = max(len(draft.completion_ids) for draft in drafts)
     with torch.no_grad():
-        logprobs, _ = learner.token_logprobs(drafts, width)
+        logprobs, _ = learner.model.score(drafts, width)
     rows = (row[: len(draft.completion_ids)].tolist() for draft, row in zip(drafts, logprobs, strict=True))
     return [replace(draft, logprobs=row) for draft, row in zip(drafts, rows, strict=True)]
 
 
-def test_token_logprobs_are_the_models_at_the_temperature(model):
+def vector_of(learner):
+    """All of its weights, as they are now."""
+    return torch.nn.utils.parameters_to_vector(learner.model.module.parameters()).detach().clone()
+
+
+def use_sgd(learner, rate=1.0):
+    """Adam would blow differences in the last bit of a gradient near zero up to the size of the learning rate."""
+    learner.optimizer = torch.optim.SGD(learner.parameters, lr=rate)
+    learner.rate = lambda step: rate
+
+
+def test_log_probabilities_are_the_models_at_the_temperature(model):
     learner = GRPOLearner(model, config(temperature=0.7), CPU)
     rollout = Rollout([5, 6, 7], [8, 9], [], 0.0)
     longer = Rollout([4], [3, 3, 3, 3], [], 0.0)
     with torch.no_grad():
-        logits = learner.model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0] / 0.7
-        logprobs, entropies = learner.token_logprobs([rollout, longer], 4, entropy=True)
+        logits = learner.model.module(torch.tensor([[5, 6, 7, 8, 9]])).logits[0] / 0.7
+        logprobs, entropies = learner.model.score([rollout, longer], 4, entropy=True)
     expected = logits.log_softmax(-1)[[2, 3], [8, 9]]
     torch.testing.assert_close(logprobs[0], torch.cat([expected, torch.zeros(2)]))
     entropy = torch.distributions.Categorical(logits=logits[2]).entropy()
@@ -70,12 +86,12 @@ def test_token_logprobs_are_the_models_at_the_temperature(model):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_does_not_depend_on_micro_batches(model, loss):
-    weights, settings = [], {"loss": loss, "max_grad_norm": 1e9, "learning_rate": 1.0}
+    weights = []
     for tokens in (1, 30, 1000):
-        learner = GRPOLearner(model, config(micro_batch_tokens=tokens, **settings), CPU)
-        learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
+        learner = GRPOLearner(model, config(micro_batch_tokens=tokens, loss=loss, max_grad_norm=1e9), CPU)
+        use_sgd(learner)
         learner.learn(rollouts(learner, count=8))
-        weights.append(torch.nn.utils.parameters_to_vector(learner.model.parameters()))
+        weights.append(vector_of(learner))
     torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
 
@@ -114,18 +130,19 @@ def write_model(architecture, folder, **options):
 def plain_gradient(learner, batch):
     """Of the loss of a first update, whose terms are worked out one completion at a time from all of its logits."""
     config, loss, entropy = learner.config, 0, 0
+    tokens = sum(len(rollout.completion_ids) for rollout in batch)
     weights = advantages(torch.tensor([r.reward for r in batch]), config.group_size, config.advantage)
     for rollout, weight in zip(batch, weights, strict=True):
         begin, targets = len(rollout.prompt_ids), torch.tensor(rollout.completion_ids)
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        logits = learner.model(ids, use_cache=False).logits[0, begin - 1 : -1]
+        logits = learner.model.module(ids, use_cache=False).logits[0, begin - 1 : -1]
         distribution = torch.distributions.Categorical(logits=logits / config.temperature)
         logprobs = distribution.log_prob(targets)
         importance = (logprobs.detach() - torch.tensor(rollout.logprobs)).exp().clamp(max=2)
-        loss -= (importance * weight * (logprobs - logprobs.detach()).exp()).mean() / len(batch)
-        entropy += distribution.entropy().sum().item() / sum(len(r.completion_ids) for r in batch)
+        loss -= (importance * weight * (logprobs - logprobs.detach()).exp()).sum() / tokens
+        entropy += distribution.entropy().sum().item() / tokens
     loss.backward()
-    return {name: p.grad for name, p in learner.model.named_parameters()}, loss.item(), entropy
+    return {name: p.grad for name, p in learner.model.module.named_parameters()}, loss.item(), entropy
 
 
 def assert_gradient_is_the_plain_one(path, **changes):
@@ -135,9 +152,9 @@ def assert_gradient_is_the_plain_one(path, **changes):
     batch[2:4] = [replace(r, reward=0.5) for r in batch[2:4]]  # no gradient, but part of the means
     batch = [replace(r, logprobs=[logprob - 0.1 * i for logprob in r.logprobs]) for i, r in enumerate(batch)]
     expected, loss, entropy = plain_gradient(learner, batch)
-    learner.model.zero_grad(set_to_none=True)
+    learner.model.module.zero_grad(set_to_none=True)
     metrics = learner.learn(batch)
-    gradient = {name: parameter.grad for name, parameter in learner.model.named_parameters()}
+    gradient = {name: parameter.grad for name, parameter in learner.model.module.named_parameters()}
     for name, tensor in expected.items():
         norm = tensor.norm()
         assert (gradient[name] - tensor).norm() <= 1e-5 * norm + 1e-7, name
@@ -159,11 +176,11 @@ MODELS = {  # with what they make of their heads' scores
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", MODELS)
 def test_gradient_is_that_of_all_logits(tmp_path, monkeypatch, architecture, gradient_checkpointing):
-    monkeypatch.setattr("recipe.logprobs.CHUNK", 7)
+    monkeypatch.setattr("recipe.learning.logprobs.CHUNK", 7)
     path = write_model(architecture, tmp_path, **MODELS[architecture])
     learner = assert_gradient_is_the_plain_one(path, gradient_checkpointing=gradient_checkpointing)
-    assert learner.head_apart
-    assert (learner.attention[0] == "eager") == (architecture == "Gemma2")
+    assert learner.model.head_apart
+    assert (learner.model.attention[0] == "eager") == (architecture == "Gemma2")
 
 
 def test_gradient_of_a_model_whose_head_wants_more_than_its_trunk(tmp_path, monkeypatch):
@@ -173,17 +190,17 @@ def test_gradient_of_a_model_whose_head_wants_more_than_its_trunk(tmp_path, monk
 
     path = write_model("Llama", tmp_path, **LLAMA)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Loud.from_pretrained)
-    assert not assert_gradient_is_the_plain_one(path).head_apart
+    assert not assert_gradient_is_the_plain_one(path).model.head_apart
 
 
 def test_only_completions_go_through_the_head_and_again_in_backward(model, monkeypatch):
-    monkeypatch.setattr("recipe.logprobs.CHUNK", 7)
+    monkeypatch.setattr("recipe.learning.logprobs.CHUNK", 7)
     learner, sizes = GRPOLearner(model, config(), CPU), []
     batch = rollouts(learner, count=4)
-    learner.model.lm_head.register_forward_hook(
+    learner.model.module.lm_head.register_forward_hook(
         lambda module, inputs, output: sizes.append(inputs[0].shape[:-1].numel())
     )
-    logprobs, _ = learner.token_logprobs(batch, 8)
+    logprobs, _ = learner.model.score(batch, 8)
     tokens = sum(len(rollout.completion_ids) for rollout in batch)
     assert sizes == [7] * (tokens // 7) + [tokens % 7] * (tokens % 7 > 0)
     logprobs.sum().backward()
@@ -194,8 +211,9 @@ def test_checkpointed_blocks_run_again_in_backward(model):
     runs = {}
     for on in (False, True):
         learner, count = GRPOLearner(model, config(gradient_checkpointing=on), CPU), []
-        learner.model.model.decoder.layers[0].self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
-        logprobs, _ = learner.token_logprobs([Rollout([5], [6, 7], [], 0.0)], 2)
+        attention = learner.model.module.model.decoder.layers[0].self_attn
+        attention.register_forward_hook(lambda *_, count=count: count.append(1))
+        logprobs, _ = learner.model.score([Rollout([5], [6, 7], [], 0.0)], 2)
         logprobs.sum().backward()
         runs[on] = len(count)
     assert runs == {False: 1, True: 2}
@@ -205,18 +223,18 @@ def test_checkpointed_blocks_run_again_in_backward(model):
 def test_bf16_weights_compute_as_a_bf16_model_and_gradients_reach_the_fp32_ones(tmp_path, architecture):
     path = write_model(architecture, tmp_path, **MODELS[architecture])
     learner, peer = GRPOLearner(path, config(gradient_checkpointing=True), CPU), GRPOLearner(path, config(), CPU)
-    weights, batch = list(learner.model.parameters()), rollouts(learner)
-    for weight in peer.model.parameters():  # not buffers: rotary frequencies stay fp32
+    weights, batch = list(learner.model.module.parameters()), rollouts(learner)
+    for weight in peer.model.module.parameters():  # not buffers: rotary frequencies stay fp32
         weight.data = weight.data.bfloat16()
-    with bf16_weights(learner.model):
+    with bf16_weights(learner.model.module):
         for _ in range(2):  # as two micro-batches do
-            logprobs, _ = learner.token_logprobs(batch, 8)
+            logprobs, _ = learner.model.score(batch, 8)
             logprobs.sum().backward()
-    expected, _ = peer.token_logprobs(batch, 8)
+    expected, _ = peer.model.score(batch, 8)
     expected.sum().backward()
     assert logprobs.equal(expected)
-    assert all(mine is weight for mine, weight in zip(learner.model.parameters(), weights, strict=True))
-    for mine, other in zip(weights, peer.model.parameters(), strict=True):
+    assert all(mine is weight for mine, weight in zip(learner.model.module.parameters(), weights, strict=True))
+    for mine, other in zip(weights, peer.model.module.parameters(), strict=True):
         assert mine.grad.dtype == torch.float32
         assert mine.grad.equal(2 * other.grad.float())
 
@@ -229,19 +247,12 @@ def test_step_raises_the_probability_of_what_was_rewarded(model):
     ]
     metrics = learner.learn(batch)
     with torch.no_grad():
-        after, _ = learner.token_logprobs(batch, 8)
+        after, _ = learner.model.score(batch, 8)
     before = [sum(rollout.logprobs) for rollout in batch]
     assert after[0].sum() > before[0]
     assert after[1].sum() < before[1]
     assert metrics["logprobs/mismatch"] < 1e-6
     assert metrics["reward/mean"] == 0.5
-
-
-def test_several_updates_use_the_first_policy_for_the_ratio(model):
-    learner = GRPOLearner(model, config(updates=3, kl_coef=0.1), CPU)
-    metrics = learner.learn(rollouts(learner))
-    assert metrics["kl"] == pytest.approx(0, abs=1e-6)  # against the initial model, before the first update
-    assert metrics["loss"] != 0
 
 
 def graded(batch, *rewards):
@@ -250,26 +261,38 @@ def graded(batch, *rewards):
 
 def passes(learner, monkeypatch):
     """The rollouts of each forward pass from now on, by the number of their prompts' tokens, and whether it learns."""
-    seen, scores = [], learner.token_logprobs
+    seen, score = [], learner.model.score
 
     def watched(rollouts, *args, **options):
         seen.append((sorted(len(rollout.prompt_ids) for rollout in rollouts), torch.is_grad_enabled()))
-        return scores(rollouts, *args, **options)
+        return score(rollouts, *args, **options)
 
-    monkeypatch.setattr(learner, "token_logprobs", watched)
+    monkeypatch.setattr(learner.model, "score", watched)
     return seen
 
 
-def test_groups_of_equal_rewards_cost_one_forward_pass_and_are_proven(model, monkeypatch):
-    learner = GRPOLearner(model, config(updates=2, max_mismatch=1e-3), CPU)
-    batch = graded(rollouts(learner, count=6), 1.0, 0.0, 0.5, 0.5, 0.0, 0.0)
+def numbered(learner, batch):
+    """The rollouts with prompts of 1, 2, 3, ... tokens, as the engine would score them, and the entropies."""
     batch = [replace(rollout, prompt_ids=[9] * (i + 1)) for i, rollout in enumerate(batch)]
     with torch.no_grad():
-        logprobs, entropies = learner.token_logprobs(batch, 8, entropy=True)
-    batch = [replace(r, logprobs=row[: len(r.completion_ids)].tolist()) for r, row in zip(batch, logprobs, strict=True)]
+        logprobs, entropies = learner.model.score(batch, 8, entropy=True)
+    rows = (row[: len(rollout.completion_ids)].tolist() for rollout, row in zip(batch, logprobs, strict=True))
+    return [replace(rollout, logprobs=row) for rollout, row in zip(batch, rows, strict=True)], entropies
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [
+        (1, [([3, 4, 5, 6], False), ([1, 2], True)]),
+        (2, [([1, 2, 3, 4, 5, 6], False), ([1, 2], True), ([1, 2], True)]),  # all are scored before the first update
+    ],
+)
+def test_groups_of_equal_rewards_cost_one_forward_pass_and_are_proven(model, monkeypatch, epochs, expected):
+    learner = GRPOLearner(model, config(num_epochs=epochs, max_mismatch=1e-3), CPU)
+    batch, entropies = numbered(learner, graded(rollouts(learner, count=6), 1.0, 0.0, 0.5, 0.5, 0.0, 0.0))
     seen = passes(learner, monkeypatch)
     metrics = learner.learn(batch)
-    assert seen == [([3, 4, 5, 6], False), ([1, 2], True), ([1, 2], True)]
+    assert seen == expected
     assert metrics["frac_reward_zero_std"] == pytest.approx(2 / 3)
     assert metrics["entropy"] == pytest.approx(float(entropies.sum()) / sum(len(r.completion_ids) for r in batch))
     assert metrics["logprobs/mismatch"] < 1e-6
@@ -277,6 +300,101 @@ def test_groups_of_equal_rewards_cost_one_forward_pass_and_are_proven(model, mon
     batch[4] = replace(batch[4], logprobs=[logprob - 1 for logprob in batch[4].logprobs])
     with pytest.raises(MismatchError):
         learner.learn(batch)
+
+
+def gradients_of(learner):
+    """The gradient of each update from now on, in which the weights stay as they are."""
+    use_sgd(learner, rate=0.0)
+    gradients = []
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(torch.cat([parameter.grad.flatten() for parameter in learner.parameters]))
+    )
+    return gradients
+
+
+def test_completion_without_a_reward_teaches_nothing_and_counts_for_no_mean(model, monkeypatch):
+    learner, peer = (GRPOLearner(model, config(group_size=size, max_grad_norm=1e9), CPU) for size in (3, 2))
+    batch, _ = numbered(learner, graded(rollouts(learner, count=6), 1.0, None, 0.0, None, None, None))
+    seen, (gradients, expected) = passes(learner, monkeypatch), map(gradients_of, (learner, peer))
+    metrics = learner.learn(batch)
+    assert [prompts for prompts, learns in seen if learns] == [[1, 3]]
+    peer.learn([batch[0], batch[2]])  # as if there were no others
+    torch.testing.assert_close(gradients[0], expected[0])
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, pytest.approx(0.5**0.5))
+    assert metrics["frac_reward_zero_std"] == 0.5
+
+    metrics = learner.learn(batch[3:])
+    assert "reward/mean" not in metrics
+    assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
+
+
+def test_first_policy_of_a_step_is_measured_against_the_initial_model(model):
+    learner = GRPOLearner(model, config(num_epochs=3, kl_coef=0.1), CPU)
+    metrics = learner.learn(rollouts(learner))
+    assert metrics["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["loss"] != 0
+
+
+def test_one_of_several_updates_is_what_a_single_one_is(model, tmp_path):
+    initial = str(build_tiny_model(tmp_path, seed=1))
+    learners = [
+        GRPOLearner(model, config(num_epochs=epochs, kl_coef=0.1, max_grad_norm=1e9), CPU, initial=initial)
+        for epochs in (1, 2)
+    ]
+    batch = graded(rollouts(learners[0], count=6), 1.0, 0.0, 0.5, 0.5, 0.2, None)
+    batch[0] = replace(batch[0], logprobs=[logprob + 0.1 for logprob in batch[0].logprobs])
+    gradients = [gradients_of(learner) for learner in learners]
+    alone, first = (learner.learn(batch) for learner in learners)  # twice the same, since the weights stay
+    for gradient in gradients[1]:
+        torch.testing.assert_close(gradient, gradients[0][0], atol=1e-6, rtol=1e-4)
+    assert (len(gradients[0]), len(gradients[1])) == (1, 2)
+    assert first == pytest.approx(alone, rel=1e-4, abs=1e-6)
+    assert alone["kl"] > 1e-3
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_mini_batches_have_means_of_their_own_and_an_epoch_has_every_completion_once(model, monkeypatch, loss):
+    single, learner = (
+        GRPOLearner(model, config(loss=loss, max_grad_norm=1e9, **changes), CPU)
+        for changes in ({}, {"num_mini_batches": 2, "num_epochs": 2})
+    )
+    batch, _ = numbered(single, rollouts(single, count=6))
+    (whole, parts), seen = map(gradients_of, (single, learner)), passes(learner, monkeypatch)
+    single.learn(batch)
+    learner.learn(batch)
+    learned = [prompts for prompts, learns in seen if learns]
+    assert [len(prompts) for prompts in learned] == [3] * 4
+    assert sorted(learned[0] + learned[1]) == sorted(learned[2] + learned[3]) == [1, 2, 3, 4, 5, 6]
+    assert learned[0] not in learned[2:]
+    lengths = [len(rollout.completion_ids) for rollout in batch]
+    for begin in (0, 2):  # a mean over completions, or over tokens
+        shares = [
+            0.5 if loss == "grpo" else sum(lengths[prompt - 1] for prompt in prompts) / sum(lengths)
+            for prompts in learned[begin : begin + 2]
+        ]
+        expected = sum(share * part for share, part in zip(shares, parts[begin:], strict=False))
+        torch.testing.assert_close(whole[0], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_later_updates_are_clipped_by_the_policy_that_the_step_began_with(model):
+    once, twice = (GRPOLearner(model, config(num_epochs=epochs, max_grad_norm=1e9), CPU) for epochs in (1, 2))
+    batch = graded(rollouts(once, count=4), 1.0, 0.0, 0.0, 1.0)
+    for learner in (once, twice):
+        use_sgd(learner)
+    (old,) = once.model.score_all(batch)
+    metrics = once.learn(batch)
+    assert (metrics["clip_fraction"], metrics["approx_kl"]) == (0, 0)
+    (new,) = once.model.score_all(batch)
+    mask = (old != 0).float()
+    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])[:, None] * 0.5 / (0.5**0.5 + 1e-4)
+    ratio = (new - old).exp()
+    losses = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.28) * advantage)
+    clipped = (losses > -ratio * advantage) * mask
+    assert 0 < clipped.sum() < mask.sum()
+    learned, tokens = twice.learn(batch), mask.sum()  # its metrics are means over both updates
+    assert learned["clip_fraction"] == pytest.approx(float(clipped.sum() / tokens) / 2)
+    assert learned["approx_kl"] == pytest.approx(float((kl_estimate(old, new) * mask).sum() / tokens) / 2, rel=1e-3)
+    assert 2 * learned["loss"] - metrics["loss"] == pytest.approx(float((losses * mask).sum() / tokens), rel=1e-3)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
@@ -293,21 +411,23 @@ def test_truncated_completions_are_masked_if_asked_for(model, monkeypatch, kl_co
 def test_batch_of_equal_rewards_moves_the_weights_by_momentum_alone(model):
     learner = GRPOLearner(model, config(), CPU)
     learner.learn(rollouts(learner, seed=1))
-    before = {name: tensor.detach().clone() for name, tensor in learner.model.named_parameters()}
+    before = {name: tensor.detach().clone() for name, tensor in learner.model.module.named_parameters()}
     momentum = [state["exp_avg"].clone() for state in learner.optimizer.state.values()]
     metrics = learner.learn(graded(rollouts(learner, seed=2), 0.5, 0.5, 0.5, 0.5))
     assert (metrics["loss"], metrics["grad_norm"], metrics["frac_reward_zero_std"]) == (0, 0, 1)
     assert metrics["entropy"] > 0
     for state, old in zip(learner.optimizer.state.values(), momentum, strict=True):
         torch.testing.assert_close(state["exp_avg"], 0.9 * old)
-    assert not any(tensor.equal(before[name]) for name, tensor in learner.model.named_parameters() if tensor.dim() > 1)
+    moved = {name for name, tensor in learner.model.module.named_parameters() if not tensor.equal(before[name])}
+    assert moved >= {name for name, tensor in before.items() if tensor.dim() > 1}
     learner.max_mismatch = 1e-3
     with pytest.raises(MismatchError):  # such a batch proves the sync as well
         learner.learn([replace(r, logprobs=[p - 1 for p in r.logprobs]) for r in graded(rollouts(learner), *[0.5] * 4)])
 
 
-def test_importance_metrics_are_of_all_tokens(model):
-    learner = GRPOLearner(model, config(mismatch_correction="icepop", updates=2), CPU)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_importance_metrics_are_of_all_tokens(model, epochs):
+    learner = GRPOLearner(model, config(mismatch_correction="icepop", num_epochs=epochs), CPU)
     batch = rollouts(learner, count=4)
     batch[0] = replace(batch[0], logprobs=[logprob + 1 for logprob in batch[0].logprobs])
     batch[1] = replace(batch[1], logprobs=[logprob - 0.5 for logprob in batch[1].logprobs])
@@ -325,7 +445,6 @@ def test_importance_metrics_are_of_all_tokens(model):
         ("constant", [0, 0.5, 1, 1, 1, 1]),
         ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25]),
         ("cosine", [0, 0.5] + [(1 + math.cos(math.pi * done / 4)) / 2 for done in range(4)]),
-        ("inverse_sqrt", [0, 0.5] + [math.sqrt(2 / step) for step in range(2, 6)]),
     ],
 )
 def test_learning_rates(schedule, factors):
@@ -335,59 +454,60 @@ def test_learning_rates(schedule, factors):
 
 def test_learning_rate_is_the_optimizers(model):
     learner = GRPOLearner(model, config(lr_scheduler="linear", warmup_steps=1), CPU, steps=3)
-    start, rates, moved = [p.detach().clone() for p in learner.model.parameters()], [], []
+    start, rates, moved = vector_of(learner), [], []
     for seed in range(3):
         rates.append(learner.learn(rollouts(learner, seed=seed))["learning_rate"])
-        moved.append(not all(p.equal(old) for p, old in zip(learner.model.parameters(), start, strict=True)))
+        moved.append(not vector_of(learner).equal(start))
     assert rates == pytest.approx([0, 1e-3, 5e-4])
     assert moved == [False, True, True]
 
 
-class RoundingLearner(GRPOLearner):
+class RoundingModel(Model):
     """Computes in bf16, as on a GPU."""
 
-    def _autocast(self):
+    def autocast(self):
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def bounded_config(default, **changes):
-    """As `config`, of a script whose bound of the mismatch this is."""
-    bounded = config(**changes)
-    bounded.default_max_mismatch = default
-    return bounded
+def rounding_learner(path, bound, **changes):
+    """A learner in bf16, of a script with this bound of the mismatch."""
+    settings = config(**changes)
+    return PolicyLearner(RoundingModel(path, settings, CPU, learns=True), settings, proof=Proof(bound))
 
 
 def test_bound_of_the_mismatch_is_twice_what_rounding_explains_if_that_is_more(model):
-    learner = RoundingLearner(model, bounded_config(1e-5, temperature=0.5), CPU)
-    ids = torch.randint(learner.model.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    learner = rounding_learner(model, 1e-5, temperature=0.5)
+    module = learner.model.module
+    ids = torch.randint(module.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        exact = (learner.model(ids).logits / 0.5).log_softmax(-1)
+        exact = (module(ids).logits / 0.5).log_softmax(-1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            rounded = (learner.model(ids).logits.float() / 0.5).log_softmax(-1)
+            rounded = (module(ids).logits.float() / 0.5).log_softmax(-1)
     expected = (exact.exp() * (exact - rounded).abs()).sum(-1).mean()
-    assert 1e-4 < learner.rounding == pytest.approx(float(expected), rel=1e-5)
-    assert learner.max_mismatch == 2 * learner.rounding
+    assert 1e-4 < learner.model.rounding == pytest.approx(float(expected), rel=1e-5)
+    assert learner.max_mismatch == 2 * learner.model.rounding
     assert f"the bound of the mismatch is {learner.max_mismatch:.2g}" in learner.remarks()
 
-    for settings, bound in [(bounded_config(0.1), 0.1), (bounded_config(1e-5, max_mismatch=1e-4), 1e-4)]:
-        learner = RoundingLearner(model, settings, CPU)
+    for default, changes, bound in [(0.1, {}, 0.1), (1e-5, {"max_mismatch": 1e-4}, 1e-4)]:
+        learner = rounding_learner(model, default, **changes)
         assert learner.max_mismatch == bound
         assert learner.remarks() == "the trainer's attention: sdpa, whose logits are eager's but for rounding"
-    assert GRPOLearner(model, bounded_config(1e-5, compile=True), CPU).max_mismatch == 1e-5  # in fp32, as on CPU
+    exact = GRPOLearner(model, config(compile=True), CPU, proof=Proof(1e-5))  # in fp32, as on CPU
+    assert exact.max_mismatch == 1e-5
 
 
-def test_mismatch_over_the_bound_updates_nothing(model):
-    learner = GRPOLearner(model, config(max_mismatch=1e-5, updates=2), CPU)
-    before = torch.nn.utils.parameters_to_vector(learner.model.parameters()).clone()
-    batch = [
-        Rollout(r.prompt_ids, r.completion_ids, [p - 0.01 for p in r.logprobs], r.reward) for r in rollouts(learner)
-    ]
+@pytest.mark.parametrize("updates", [{}, {"num_epochs": 2}, {"num_mini_batches": 2}])
+def test_mismatch_over_the_bound_updates_nothing(model, updates):
+    learner = GRPOLearner(model, config(max_mismatch=1e-5, **updates), CPU)
+    before = vector_of(learner)
+    batch = [replace(r, logprobs=[p - 0.01 for p in r.logprobs]) for r in rollouts(learner)]
     with pytest.raises(MismatchError, match="does not serve the trainer's weights, or the two compute different func"):
         learner.learn(batch)
-    assert before.equal(torch.nn.utils.parameters_to_vector(learner.model.parameters()))
-    learner.config.weights_proven = True
-    with pytest.raises(MismatchError, match=r"0\.01 .*the bound of 1e-05\. Both hold the same weights"):
-        learner.mismatch(batch)
+    assert before.equal(vector_of(learner))
+    proven = GRPOLearner(model, config(max_mismatch=1e-5), CPU, proof=Proof(weights_proven=True))
+    known = "The digests of what the trainer sent, what arrived and what the engine serves agree"
+    with pytest.raises(MismatchError, match=rf"0\.01 .*the bound of 1e-05\. {known}"):
+        proven.mismatch(batch)
     batch[0].logprobs[0] = math.nan
     with pytest.raises(MismatchError):
         learner.mismatch(batch)
@@ -412,19 +532,19 @@ def gemma2(folder, scale: float, **options) -> str:
 def test_attention_that_leaves_something_out_is_not_taken(tmp_path, scale):
     path = gemma2(tmp_path, scale)
     learner = GRPOLearner(path, config(kl_coef=0.1), CPU)
-    assert "eager, which is slower: sdpa's logits are" in learner.attention[1]
+    assert "eager, which is slower: sdpa's logits are" in learner.model.attention[1]
     for model in learner.model, learner.reference:
-        assert model.config._attn_implementation == "eager"
-        assert model.config.sliding_window == 4096
+        assert model.module.config._attn_implementation == "eager"
+        assert model.module.config.sliding_window == 4096
     asked = GRPOLearner(path, config(attention="sdpa"), CPU)
-    assert asked.model.config._attn_implementation == "sdpa"
-    assert "sdpa, as asked for; its logits are" in asked.attention[1]
+    assert asked.model.module.config._attn_implementation == "sdpa"
+    assert "sdpa, as asked for; its logits are" in asked.model.attention[1]
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_attention_that_is_right_stays(tmp_path, scale):
     learner = GRPOLearner(gemma2(tmp_path, scale, attn_logit_softcapping=None), config(), CPU)
-    assert learner.attention == ("sdpa", "sdpa, whose logits are eager's but for rounding")
+    assert learner.model.attention == ("sdpa", "sdpa, whose logits are eager's but for rounding")
 
 
 def test_attention_of_a_model_whose_eager_is_wrong_stays(tmp_path):
@@ -434,7 +554,7 @@ def test_attention_of_a_model_whose_eager_is_wrong_stays(tmp_path):
         FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=258, alibi=True)
     ).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    assert GRPOLearner(str(tmp_path), config(), CPU).attention == ("sdpa", "sdpa")
+    assert GRPOLearner(str(tmp_path), config(), CPU).model.attention == ("sdpa", "sdpa")
 
 
 def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypatch):
@@ -442,37 +562,52 @@ def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypa
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     path = gemma2(tmp_path, 1.0, attn_logit_softcapping=None)
-    assert GRPOLearner(path, config(), CPU).attention[0] == "sdpa"
+    assert GRPOLearner(path, config(), CPU).model.attention[0] == "sdpa"
 
     def without_mask(module, query, key, value, attention_mask, **options):
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)
-    assert GRPOLearner(path, config(), CPU).attention[0] == "eager"
+    assert GRPOLearner(path, config(), CPU).model.attention[0] == "eager"
 
 
 def test_gradient_that_is_not_finite_updates_nothing(model):
-    learner = GRPOLearner(model, config(), CPU)
-    before = torch.nn.utils.parameters_to_vector(learner.model.parameters()).clone()
-    batch = [replace(rollout, reward=math.inf) for rollout in rollouts(learner)]
+    learner = GRPOLearner(model, config(advantage="dr_grpo"), CPU)
+    before = vector_of(learner)
     with pytest.raises(DivergenceError, match="step 1: the gradient is not finite"):
-        learner.learn(batch)
-    assert before.equal(torch.nn.utils.parameters_to_vector(learner.model.parameters()))
+        learner.learn(graded(rollouts(learner), 1e38, 0.0, 1e38, 0.0))
+    assert before.equal(vector_of(learner))
 
 
-@pytest.mark.parametrize("changes", [{}, {"kl_coef": 0.5}, {"lr_scheduler": "cosine", "warmup_steps": 1}])
-def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path, changes):
+def test_reference_is_frozen_and_has_no_optimizer(model):
+    learner = GRPOLearner(model, config(kl_coef=0.1), CPU)
+    assert not any(parameter.requires_grad for parameter in learner.reference.module.parameters())
+    assert not hasattr(learner.reference, "optimizer")
+    learner.learn(rollouts(learner))
+    assert learner.learn(rollouts(learner, seed=1))["kl"] > 0  # it stays as it was
+
+
+@pytest.mark.parametrize(
+    ("changes", "seed"),
+    [
+        ({}, 123),
+        ({"kl_coef": 0.5}, 123),
+        ({"lr_scheduler": "cosine", "warmup_steps": 1}, 123),
+        ({"num_mini_batches": 2}, 0),  # which the run's seed draws
+    ],
+)
+def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path, changes, seed):
     whole = GRPOLearner(model, config(**changes), CPU, steps=3)
     first, second = rollouts(whole, seed=1), rollouts(whole, seed=2)
     whole.learn(first)
     checkpoint = write_checkpoint(tmp_path, whole.step, whole.save)
     expected = whole.learn(second)
 
-    resumed = GRPOLearner(str(checkpoint), config(**changes), CPU, seed=123, initial=model, steps=3)
+    resumed = GRPOLearner(str(checkpoint), config(**changes), CPU, seed=seed, initial=model, steps=3)
     resumed.load_state(checkpoint)
     assert resumed.step == 1
     assert resumed.learn(second) == expected
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+    for (name, a), b in zip(whole.model.module.named_parameters(), resumed.model.module.parameters(), strict=True):
         assert a.equal(b), name
 
 
@@ -496,20 +631,31 @@ def test_run_without_checkpoint_cannot_be_resumed(tmp_path):
         last_checkpoint(tmp_path, None)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", STATE_FILE])
+def test_corrupt_checkpoint_names_its_file_and_the_checkpoint_before_it(model, tmp_path, name):
+    learner = GRPOLearner(model, config(), CPU)
+    first, last = (write_checkpoint(tmp_path, step, learner.save) for step in (1, 2))
+    assert last_checkpoint(tmp_path, model) == last
+    (last / name).write_bytes((last / name).read_bytes()[:-100])
+    unreadable = rf"{re.escape(str(last / name))} cannot be read \(.+\)"
+    with pytest.raises(RunError, match=rf"^{unreadable}; to go on from {first.name}, remove {re.escape(str(last))}$"):
+        last_checkpoint(tmp_path, model)
+    shutil.rmtree(first)
+    with pytest.raises(RunError, match=f"^{unreadable}, and there is no other checkpoint$"):
+        last_checkpoint(tmp_path, model)
+
+
 def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     args = RunArguments(output=tmp_path / "run", steps=3, save_every=7)
     args.given = ["save_every"]
     row = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
     row |= {"time/rollout": 1.0, "time/train": 1.0, "sync/transfer": 0.01, "sync/GBps": 0.1}
     with RunFolder(args, "test") as run:
-        args.seed, args.save_every = 5, 8  # a script settles what it finds
-        run.start_metrics(0)
+        run.start_metrics(0, replace_flags(args, seed=5, save_every=8))  # a script settles what it finds
         for step in (1, 2, 3):
             run.log_metrics(step, row)
-        os.write(1, b"for the log")
         picture = run.draw()
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "for the log" in (tmp_path / "run" / "run.log").read_text()
     settled = {"steps": 3, "seed": 5, "save_every": 7, "given": ["save_every"]}  # what was given, --resume takes over
     assert json.loads((tmp_path / "run" / "args.json").read_text()).items() >= settled.items()
     with run.metrics_file.open("a") as file:
@@ -517,50 +663,158 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     write_checkpoint(tmp_path / "run", 2, lambda folder: None)
     with pytest.raises(RunError, match="holds a run already"):
         RunFolder(args, "test")
-    with RunFolder(RunArguments(resume=tmp_path / "run", steps=3), "test") as run:
-        run.start_metrics(2)  # the checkpoint is of step 2: what came after will be done again
+    resumed = RunArguments(resume=tmp_path / "run", steps=3)
+    with RunFolder(resumed, "test") as run:
+        run.start_metrics(2, resumed)  # the checkpoint is of step 2: what came after will be done again
         run.log_metrics(3, row)
     steps = [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()]
     assert steps == [1, 2, 3]
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_libraries_say_goes_to_the_log_and_what_is_printed_to_the_screen(tmp_path, capsys, verbose):
+    with RunFolder(RunArguments(output=tmp_path / "run", verbose=verbose), "test"):
+        print("printed")
+        print("a library's", file=sys.stderr)
+    assert capsys.readouterr() == ("printed\n", "a library's\n" if verbose else "")
+    assert (tmp_path / "run" / "run.log").read_text() == ("" if verbose else "a library's\n")
+
+
+class ActorsError(RunError):
+    details = "a traceback in the actor"
+
+
 @pytest.mark.parametrize(
-    ("given", "rate", "used"),
-    [([], 1e-6, 3e-3), (["learning_rate"], 1e-6, 1e-6), ([], 1e-4, 1e-4)],
-    ids=["nobodys", "the user's, as the default is", "the task's"],
+    ("error", "shown"),
+    [
+        (RunError("no such model"), ""),  # its message, which ends the run, is enough
+        (ActorsError("the engine failed"), "a traceback in the actor\n"),
+        (KeyError("unexpected"), "Traceback (most recent call last):"),
+    ],
 )
-def test_built_in_model_has_its_own_learning_rate_unless_one_was_chosen(tmp_path, given, rate, used):
-    args = rlhf.Arguments(learning_rate=rate)
-    args.given = given
-    choose_models(tmp_path, args, "cpu")
-    assert args.learning_rate == used
+def test_run_that_fails_shows_what_its_message_does_not_say_and_how_to_go_on(tmp_path, capsys, error, shown):
+    args = RunArguments(output=tmp_path / "run")
+    for begun in (False, True):
+        with pytest.raises(type(error)), RunFolder(args, "test") as run:
+            if begun:  # before, its checkpoints may be what is wrong
+                run.start_metrics(0, args)
+                write_checkpoint(run.path, 1, lambda folder: None)
+            raise error
+        text = capsys.readouterr().out
+        assert text.startswith(shown)
+        assert text.endswith(f"the last checkpoint is whole; to go on: --resume {run.path}\n") == begun
+        assert (text == "") == (not shown and not begun)
 
 
-def test_verbose_run_shows_its_log(tmp_path, capfd):
-    args = RunArguments(output=tmp_path / "run", verbose=True)
-    with RunFolder(args, "test") as run:
-        os.write(1, b"for the log\n")
-    assert "for the log\n" in capfd.readouterr().out
-    assert "for the log\n" in run.log_file.read_text()
+@pytest.mark.parametrize(
+    ("changes", "default", "builtin"),
+    [
+        ({}, 1e-6, 3e-3),
+        ({"lora_rank": 4}, 1e-5, 3e-3),
+        ({"learning_rate": 1e-6}, 1e-6, 1e-6),
+        ({"learning_rate": 1e-4, "lora_rank": 4}, 1e-4, 1e-4),
+    ],
+)
+def test_learning_rate_depends_on_what_learns_unless_it_is_given(model, tmp_path, changes, default, builtin):
+    for name, used in ((model, default), (None, builtin)):
+        args = rlhf.Arguments(model=name, **changes)
+        _, settled = choose_models(tmp_path, args, "cpu")
+        assert learning_rate(settled) == used
+        assert args == rlhf.Arguments(model=name, **changes)  # what the user said stays as it is
 
 
-def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(tmp_path, monkeypatch):
-    def arguments(script, *command):
-        monkeypatch.setattr("sys.argv", ["script.py", *command])
-        return parse(script.Arguments, "A script.")
+# --- Flags ------------------------------------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def flags(monkeypatch):
+    """The arguments of a script with these flags."""
+
+    def parse_flags(script, *given):
+        monkeypatch.setattr("sys.argv", ["script.py", *map(str, given)])
+        return parse(script.Arguments, script.__doc__)
+
+    return parse_flags
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--group", "4"], "unrecognized arguments: --group 4"),  # no abbreviations
+        (["--lr", "1e-3"], "unrecognized arguments: --lr 1e-3"),
+        (["--updates", "2"], "unrecognized arguments: --updates 2"),
+        (["--num-epochs", "0"], "argument --num-epochs: Input should be greater than or equal to 1, not 0"),
+        (["--timeout", "0"], "argument --timeout: Input should be greater than 0, not 0.0"),
+        (["--loss", "cispo", "--mismatch-correction", "tis"], "clips the ratio of trainer to engine itself"),
+        (["--resume", "nowhere"], "--resume nowhere: not a run folder"),
+        (["--resume", "nowhere", "--output", "here"], "--resume continues in that run's folder: it takes no --output"),
+    ],
+)
+def test_flags_that_cannot_be_are_usage_errors(flags, capsys, given, message):
+    with pytest.raises(SystemExit):
+        flags(rlhf, *given)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [rlhf, rlhf_ppo])
+def test_help_has_every_flag_once_under_what_it_belongs_to(flags, capsys, script):
+    with pytest.raises(SystemExit):
+        flags(script, "--help")
+    text = capsys.readouterr().out
+    heads = re.findall(r"^(\S.*):$", text, re.M)
+    assert {"Prompts and rewards", "Which model, how many steps, where the results go"} <= set(heads)
+    assert len(heads) == len(set(heads))
+    names = re.findall(r"^  (--[\w-]+)", text, re.M)
+    taken = {field.name.replace("_", "-") for field in fields(script.Arguments) if field.init}
+    assert {name.removeprefix("--").removeprefix("no-") for name in names} == taken
+    assert len(names) == len(set(names))
+    parts = dict(zip(heads, re.split(r"^\S.*:$", text, flags=re.M)[1:], strict=True))
+    assert "--dataset" in parts["Prompts and rewards"]
+    assert "--kl-coef" not in parts["Prompts and rewards"]
+    assert "at most, unless one sequence has more (default: 32768)" in " ".join(text.split())
+    assert "default: None" not in text
+
+
+def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(flags, tmp_path):
     run = str(tmp_path / "run")
-    for script, share, command in (
-        (rlhf_colocate, 0.4, ["--output", run, "--group-size", "4", "--learning-rate", "1e-6", "--engines", "1"]),
-        (rlhf, 0.8, ["--resume", run]),  # which has no --engines
-        (rlhf_colocate, 0.4, ["--resume", run]),
+    left_out = ["that run had --sleep, which this script does not know: left out"]
+    for script, share, given, remarks in (
+        (rlhf_colocate, 0.4, ["--output", run, "--group-size", "4", "--learning-rate", "1e-6", "--sleep", "kv"], []),
+        (rlhf, 0.8, ["--resume", run], left_out),
+        (rlhf_colocate, 0.4, ["--resume", run], []),
     ):
-        args = arguments(script, *command)
+        args = flags(script, *given)
         assert (args.group_size, args.gpu_memory_utilization) == (4, share)
-        assert set(args.given) - {"engines"} == {"group_size", "learning_rate"}  # also one that is what the default is
+        assert set(args.given) - {"sleep"} == {"group_size", "learning_rate"}  # also one that is what the default is
+        assert args.remarks == remarks
         with RunFolder(args, "test") as folder:
-            folder.start_metrics(0)
-    assert arguments(rlhf, "--resume", run, "--group-size", "2").group_size == 2
+            folder.start_metrics(0, args)
+    assert flags(rlhf, "--resume", run, "--group-size", "2").group_size == 2
+
+
+def test_resumed_run_says_in_a_line_each_which_flags_are_gone_and_which_differ(flags, tmp_path, capsys):
+    args = flags(rlhf, "--output", tmp_path, "--group-size", 4, "--reward", "a:b", "c:d", "--reward-weights", 1, 2)
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+    saved = json.loads((tmp_path / "args.json").read_text())
+    saved |= {"updates": 2, "lora_dropout": 0.1, "given": [*saved["given"], "updates", "lora_dropout"]}
+    (tmp_path / "args.json").write_text(json.dumps(saved))
+    capsys.readouterr()
+
+    args = flags(rlhf, "--resume", tmp_path, "--group-size", 2, "--steps", 40, "--verbose")
+    assert (args.group_size, args.reward, args.reward_weights) == (2, ["a:b", "c:d"], [1, 2])
+    with RunFolder(args, "test"):
+        pass
+    assert capsys.readouterr().out.splitlines() == [
+        "that run had --lora-dropout, --updates, which this script does not know: left out",
+        "not as in that run: --group-size 2 (4), --steps 40 (30)",
+    ]
+    args = flags(rlhf, "--resume", tmp_path, "--reward", "e:f")  # whose weight is another matter
+    assert (args.reward, args.reward_weights) == (["e:f"], None)
+    assert args.remarks[1:] == ["not as in that run: --reward ['e:f'] (['a:b', 'c:d'])"]
+
+
+# --- Models and checkpoints of a run ----------------------------------------------------------------------------------
 
 
 def test_finished_run_is_not_resumed(tmp_path):
@@ -569,21 +823,21 @@ def test_finished_run_is_not_resumed(tmp_path):
     args = rlhf.Arguments(model=str(model), resume=tmp_path / "run", steps=7)
     with pytest.raises(RunError, match="that run has done its 7 steps: ask for more with --steps"):
         choose_models(tmp_path / "run", args, "cpu")
-    args.steps = 8
-    assert choose_models(tmp_path / "run", args, "cpu").loaded.endswith("checkpoint-000007")
+    models, _ = choose_models(tmp_path / "run", replace(args, steps=8), "cpu")
+    assert models.loaded.endswith("checkpoint-000007")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize(("builtin", "learning_rate"), [(False, 1e-6), (True, 3e-3)])
-def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypatch, device, builtin, learning_rate):
+@pytest.mark.parametrize(("builtin", "rate"), [(False, 1e-6), (True, 3e-3)])
+def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypatch, device, builtin, rate):
     run = tmp_path / "run"
     model = build_tiny_model(run / "model" if builtin else tmp_path / "default")
     monkeypatch.setattr(checkpoint, "DEFAULT_MODEL", str(model))
     write_checkpoint(run, 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
-    args = rlhf.Arguments(resume=run, steps=8)
+    models, args = choose_models(run, rlhf.Arguments(resume=run, steps=8), device)
     last = run / "checkpoint-000007"
-    assert choose_models(run, args, device) == Models(str(model), str(last), last)
-    assert args.learning_rate == learning_rate
+    assert models == Models(str(model), str(last), last)
+    assert learning_rate(args) == rate
 
 
 def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_path):
@@ -612,32 +866,32 @@ def test_byte_tokenizer_round_trips():
 
 def test_named_tensors_are_made_once_and_again_where_a_tensor_has_moved(tmp_path):
     learner = GRPOLearner(str(build_tiny_model(tmp_path)), config(), CPU)
-    name, parameter = next(iter(learner.model.named_parameters()))
-    sent = learner.named_tensors()
-    assert learner.named_tensors() is sent
+    name, parameter = next(iter(learner.model.module.named_parameters()))
+    sent = learner.model.named_tensors()
+    assert learner.model.named_tensors() is sent
     with torch.no_grad():
         parameter.add_(1)
-    assert learner.named_tensors()[name].equal(parameter)
+    assert learner.model.named_tensors()[name].equal(parameter)
     for move in ("storage", "parameter"):
         if move == "storage":
             parameter.data = parameter.data.clone()
         else:
             parameter = torch.nn.Parameter(parameter.detach().clone())
-            learner.model.get_submodule(name.rpartition(".")[0]).register_parameter("weight", parameter)
-        moved = learner.named_tensors()
+            learner.model.module.get_submodule(name.rpartition(".")[0]).register_parameter("weight", parameter)
+        moved = learner.model.named_tensors()
         assert moved is not sent
         assert moved[name].data_ptr() == parameter.data_ptr()
-        assert learner.named_tensors() is moved
+        assert learner.model.named_tensors() is moved
         sent = moved
 
 
 def test_tensors_that_a_conversion_computes_are_computed_for_every_sync(tmp_path, monkeypatch):
     learner = GRPOLearner(str(build_tiny_model(tmp_path)), config(), CPU)
-    name, parameter = next(iter(learner.model.named_parameters()))
+    name, parameter = next(iter(learner.model.module.named_parameters()))
     monkeypatch.setattr(
         "transformers.core_model_loading.revert_weight_conversion", lambda model, tensors: {name: 2 * tensors[name]}
     )
     for _ in range(2):
         with torch.no_grad():
             parameter.add_(1)
-        assert learner.named_tensors()[name].equal(2 * parameter)
+        assert learner.model.named_tensors()[name].equal(2 * parameter)

@@ -4,6 +4,7 @@ pytest tests/test_lora.py
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,14 +24,14 @@ from test_sharded import on_ranks, save, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf
-from recipe.arguments import parse
-from recipe.checkpoint import Models, choose_models, write_checkpoint
 from recipe.errors import MismatchError, RunError
-from recipe.grpo import GRPOLearner
-from recipe.lora import add_adapters, load_adapters
-from recipe.named_tensors import NamedTensors
-from recipe.tiny_model import build_tiny_model
-from weight_sync.lora import LoRAWeight, materialized
+from recipe.learning.grpo import GRPOLearner
+from recipe.learning.lora import add_adapters, load_adapters
+from recipe.learning.named_tensors import NamedTensors
+from recipe.run.arguments import parse
+from recipe.run.checkpoint import Models, choose_models, replace_flags, write_checkpoint
+from recipe.tasks.tiny_model import build_tiny_model
+from weight_sync.lora import LoRAWeight, Merge, materialized
 
 LORA = {"lora_rank": 4, "learning_rate": 1e-2}
 
@@ -47,11 +48,11 @@ def batches(model):
 
 
 def adapters_of(learner):
-    return [parameter.detach().clone() for parameter in learner.adapters]
+    return [parameter.detach().clone() for parameter in learner.model.adapters]
 
 
 def sent(learner):
-    return {name: materialized(weight).clone() for name, weight in learner.named_tensors().items()}
+    return {name: materialized(weight).clone() for name, weight in learner.model.named_tensors().items()}
 
 
 def peft_model(path, seed, std=0.02, **options):
@@ -74,9 +75,9 @@ def test_what_is_sent_is_the_checkpoint_and_then_pefts_own_merge_bit_for_bit(tmp
     saved, first = load_file(tmp_path / "model" / "model.safetensors"), sent(learner)
     assert first.keys() == saved.keys()
     assert all(first[name].equal(saved[name]) for name in saved)
-    load_adapters(learner.model, tmp_path / "adapters")
+    load_adapters(learner.model.module, tmp_path / "adapters")
     merged, now = adapted.merge_and_unload().state_dict(), sent(learner)
-    changed = {name for name, weight in learner.named_tensors().items() if isinstance(weight, LoRAWeight)}
+    changed = {name for name, weight in learner.model.named_tensors().items() if isinstance(weight, LoRAWeight)}
     assert len(changed) >= 8
     assert all(now[name].equal(merged[name]) for name in saved)
     assert {name for name in saved if not now[name].equal(saved[name])} == changed
@@ -130,6 +131,26 @@ def test_kernel_merges_any_shape():
     subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)
 
 
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rank", "scaling"), [(1, 32.0), (20, 1.3), (256, 0.1)])
+def test_sample_of_merged_rows_finds_what_is_wrong_and_nothing_else(wire, transposed, rank, scaling):
+    generator = torch.Generator().manual_seed(rank)
+    rows, columns, first = 40, 30, 7
+    outputs, inputs = (columns, rows) if transposed else (rows, columns)
+    base, lora_A, lora_B = (
+        torch.randn(shape, generator=generator) for shape in ((rows, columns), (rank, inputs), (outputs, rank))
+    )
+    merge = Merge(LoRAWeight(base, lora_A, lora_B, scaling, transposed), base[first:], first)
+    out = torch.empty(rows - first, columns, dtype=wire)
+    merge(out)
+    assert not any(merge.wrong(out, seed) for seed in range(50))
+    out[20, 3] *= 1.01
+    found = [int(merge.wrong(out, seed)) for seed in range(50)]
+    assert 0 < sum(found) == found.count(1) < 25  # other rows in each sync
+    assert merge.wrong(torch.full_like(out, math.nan), 0) == 4 * columns
+
+
 def test_only_adapters_learn(model, batches):
     learner = GRPOLearner(model, config(**LORA), CPU)
     before, first = weights_of(learner), sent(learner)
@@ -139,8 +160,9 @@ def test_only_adapters_learn(model, batches):
     moved = {name for name, tensor in weights_of(learner).items() if not tensor.equal(before[name])}
     assert moved == {name for name in before if ".lora_" in name}
     assert len(moved) == 2 * 6 * 2
-    assert learner.optimizer.state.keys() == set(learner.adapters)
+    assert learner.optimizer.state.keys() == set(learner.model.adapters)
     assert sum(not first[name].equal(tensor) for name, tensor in sent(learner).items()) == 12
+    assert not any(module.training for module in learner.model.module.modules())  # which would drop some
 
 
 @pytest.mark.parametrize(
@@ -157,7 +179,7 @@ def test_gradient_is_the_same_however_it_is_computed(model, batches, other):
         learner = GRPOLearner(model, config(**LORA, max_grad_norm=1e9, **changes), CPU)
         learner.learn(batches[0])
         learner.learn(batches[1])  # only now has lora_A a gradient
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in learner.adapters]))
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in learner.model.adapters]))
         assert gradients[-1].norm() > 1e-3
     assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
 
@@ -169,42 +191,24 @@ def test_the_kl_is_to_the_base(model, batches):
     first = base.learn(batches[0])["kl"]
     assert first == pytest.approx(0, abs=1e-9)
     with torch.no_grad():  # the same policy, as a whole model
-        for name, parameter in base.model.named_parameters():
+        for name, parameter in base.model.module.named_parameters():
             parameter.copy_(sent(learner).get(name, parameter))
     kl = learner.learn(batches[1])["kl"]
     assert kl > 1e-4
     assert kl == pytest.approx(base.learn(batches[1])["kl"], rel=1e-4)
-    assert all(parameter.requires_grad for parameter in learner.adapters)
-
-
-def test_dropout_is_for_learning_alone(model, batches):
-    runs = []
-    for checkpointed in (False, True):
-        learner = GRPOLearner(
-            model, config(**LORA, lora_dropout=0.5, max_mismatch=1e-5, gradient_checkpointing=checkpointed), CPU
-        )
-        learner.learn(batches[0])
-        batch = rollouts(learner, seed=5, count=8)  # what this policy samples, without dropout
-        assert learner.learn(batch)["logprobs/mismatch"] < 1e-6
-        assert not any(module.training for module in learner.model.modules())
-        runs.append(adapters_of(learner))
-    assert all(a.equal(b) for a, b in zip(*runs, strict=True))  # recomputed with what was dropped at first
-    plain = GRPOLearner(model, config(**LORA), CPU)
-    plain.learn(batches[0])
-    plain.learn(batch)
-    assert not any(a.equal(b) for a, b in zip(adapters_of(plain), runs[0], strict=True))
+    assert all(parameter.requires_grad for parameter in learner.model.adapters)
 
 
 def learn_lora(folder, model, batches):
-    learner = GRPOLearner(model, config(**LORA, kl_coef=0.1, save_merged=True), CPU)
-    learner.optimizer = torch.optim.SGD(learner.adapters, lr=1.0)
+    learner = GRPOLearner(model, config(**LORA, kl_coef=0.1, num_mini_batches=2, save_merged=True), CPU)
+    learner.optimizer = torch.optim.SGD(learner.parameters, lr=1.0)
     metrics = [learner.learn(batch) for batch in batches[:2]]
-    assert all(type(parameter) is torch.nn.Parameter for parameter in learner.adapters)
-    weights = {name: getattr(weight, "base", weight) for name, weight in learner.named_tensors().items()}
-    assert learner.ranks == 1 or all(hasattr(tensor, "full_tensor") for tensor in weights.values())
-    save(learner, folder / f"ranks-{learner.ranks}")
-    if learner.rank == 0:
-        torch.save((metrics, adapters_of(learner)), folder / f"learned-{learner.ranks}.pt")
+    assert all(type(parameter) is torch.nn.Parameter for parameter in learner.model.adapters)
+    weights = {name: getattr(weight, "base", weight) for name, weight in learner.model.named_tensors().items()}
+    assert learner.model.ranks == 1 or all(hasattr(tensor, "full_tensor") for tensor in weights.values())
+    save(learner, folder / f"ranks-{learner.model.ranks}")
+    if learner.model.rank == 0:
+        torch.save((metrics, adapters_of(learner)), folder / f"learned-{learner.model.ranks}.pt")
 
 
 def test_two_ranks_learn_and_save_what_one_does(model, tmp_path, batches):
@@ -217,15 +221,19 @@ def test_two_ranks_learn_and_save_what_one_does(model, tmp_path, batches):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
     for one, two in zip(adapters, adapters_of_two, strict=True):
         assert (one - two).norm() <= 1e-5 * one.norm()
-    for file in ("adapter_model.safetensors", "merged/model.safetensors"):
-        one, two = (load_file(tmp_path / f"ranks-{ranks}" / file) for ranks in (1, 2))
+    for pattern in ("adapter_model.safetensors", "merged/model*.safetensors"):
+        one, two = (tensors_of(tmp_path / f"ranks-{ranks}", pattern) for ranks in (1, 2))
         assert one.keys() == two.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(tensor, two[name], rtol=1e-4, atol=1e-6)
 
 
+def tensors_of(folder, pattern):
+    return {name: tensor for file in folder.glob(pattern) for name, tensor in load_file(file).items()}
+
+
 def test_checkpoint_is_pefts_and_goes_on_bit_for_bit(model, tmp_path, batches):
-    settings = config(**LORA, lora_dropout=0.1, save_merged=True)
+    settings = config(**LORA, save_merged=True)
     learner = GRPOLearner(model, settings, CPU)
     learner.learn(batches[0])
     save(learner, tmp_path / "checkpoint-000001")
@@ -253,7 +261,7 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
         write_checkpoint(run if rank else tmp_path / "whole", 7, learner.save)
     args = rlhf.Arguments(model=model, resume=run, steps=9, lora_rank=4)
     last = run / "checkpoint-000007"
-    assert choose_models(run, args, "cpu") == Models(model, model, last)
+    assert choose_models(run, args, "cpu")[0] == Models(model, model, last)
     for change, message in (
         ({"lora_rank": 8}, "has adapters of rank 4, and --resume cannot go on with adapters of rank 8"),
         ({"lora_rank": None}, "has adapters of rank 4, and --resume cannot go on with a whole model"),
@@ -272,7 +280,7 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
 def test_targets_are_layers(model, tmp_path):
     for targets, adapted in ((["q_proj", "v_proj"], 4), (["self_attn.q_proj"], 2), (["all-linear"], 12)):
         learner = GRPOLearner(model, config(lora_rank=2, lora_targets=targets), CPU)
-        assert len(learner.adapters) == 2 * adapted
+        assert len(learner.model.adapters) == 2 * adapted
     build("Mixtral", tmp_path)
     for path, targets, message in (
         (
@@ -305,18 +313,11 @@ def test_the_base_is_kept_in_half_precision_and_the_rest_is_not(tmp_path):
         assert model(input_ids=ids).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--lora-rank", "0"], "--lora-rank: Input should be greater than or equal to 1"),
-        (["--lora-rank", "8", "--lora-dropout", "1"], "--lora-dropout: Input should be less than 1"),
-    ],
-)
-def test_flags(monkeypatch, capsys, flags, message):
-    monkeypatch.setattr("sys.argv", ["rlhf.py", *flags])
+def test_rank_of_0_is_a_usage_error(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["rlhf.py", "--lora-rank", "0"])
     with pytest.raises(SystemExit):
         parse(rlhf.Arguments, rlhf.__doc__)
-    assert message in capsys.readouterr().err
+    assert "--lora-rank: Input should be greater than or equal to 1" in capsys.readouterr().err
 
 
 def test_flags_of_adapters_without_adapters_are_an_error(model, tmp_path):
@@ -324,8 +325,7 @@ def test_flags_of_adapters_without_adapters_are_an_error(model, tmp_path):
     args.given = ["lora_alpha"]
     with pytest.raises(RunError, match="--lora-alpha is for adapters: it needs --lora-rank"):
         choose_models(tmp_path, args, "cpu")
-    args.lora_rank = 8
-    choose_models(tmp_path, args, "cpu")
+    choose_models(tmp_path, replace_flags(args, lora_rank=8), "cpu")
 
 
 def test_run_says_which_layers_have_adapters(tmp_path):
@@ -365,7 +365,7 @@ def test_script_with_adapters_learns_and_goes_on(script, tmp_path, name):
 @pytest.mark.slow
 def test_vllm_serves_a_checkpoints_adapters(model, tmp_path):
     learner = GRPOLearner(model, config(lora_rank=8, max_mismatch=1e-5), CPU)
-    for name, parameter in learner.model.named_parameters():
+    for name, parameter in learner.model.module.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
     save(learner, tmp_path / "it")

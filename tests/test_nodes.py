@@ -13,10 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, Script, cpu_only, title_of
+from conftest import ROOT, Script, cpu_only, shared_memory_of, title_of
 
-from recipe.leftovers import shared_memory_of
-from recipe.tiny_model import build_tiny_model
+from recipe.tasks.tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30

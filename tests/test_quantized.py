@@ -8,8 +8,9 @@ pytest tests/test_quantized.py -m long    its benchmark
 
 import dataclasses
 import json
+import math
 import re
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ from pair import CORE_IN_PROCESS, Pair
 from test_rlhf import rows
 
 import rlhf_online_quant
-from recipe.arguments import parse
 from recipe.errors import MismatchError
-from recipe.grpo import GRPOConfig, GRPOLearner
-from recipe.tiny_model import build_tiny_model
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.run.arguments import parse
+from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import Comparison, WeightSyncError
-from weight_sync.engine_model import _rounding_errors
+from weight_sync.comparison import ROUNDING_SLACK, compared, judged, rounding_errors
 from weight_sync.lora import LoRAWeight
-from weight_sync.sender import ROUNDING_SLACK
+from weight_sync.trace import Write
 
 pytestmark = cpu_only
 MAX_MISMATCH = rlhf_online_quant.MAX_MISMATCH["cpu"]
@@ -59,7 +60,7 @@ def pair(tmp_path_factory):
 def compare(pair, weights=None) -> tuple[int, int]:
     comparing = pair.start("compare_weights")
     try:
-        return dataclasses.astuple(pair.sender.compare_weights(weights or pair.learner.model.named_parameters()))
+        return dataclasses.astuple(pair.sender.compare_weights(weights or pair.learner.model.module.named_parameters()))
     finally:
         comparing.result()
 
@@ -107,9 +108,9 @@ def test_comparison_sees_what_changes(pair):
 def test_adapters_are_quantized_with_what_they_adapt(pair):
     pair.set(pair.original)
     pair.sync()
-    path, changes = pair.learner.model.name_or_path, {"lora_rank": 4, "max_mismatch": MAX_MISMATCH}
-    learner = GRPOLearner(path, GRPOConfig(group_size=2, max_tokens=8, **changes), pair.learner.device)
-    weights = learner.named_tensors()
+    path, changes = pair.learner.model.module.name_or_path, {"lora_rank": 4, "max_mismatch": MAX_MISMATCH}
+    learner = GRPOLearner(path, GRPOConfig(group_size=2, max_tokens=8, **changes), pair.learner.model.device)
+    weights = learner.model.named_tensors()
     for weight in weights.values():
         if isinstance(weight, LoRAWeight):
             torch.nn.init.normal_(weight.lora_B, std=0.02)
@@ -226,19 +227,46 @@ def test_half_steps_are_the_largest_error_of_rounding(dtype, granularity):
     quantized = tensor_class.from_hp(weight, granularity=granularity)
 
     def largest_error() -> float:
-        return float(((quantized.dequantize(torch.float32) - weight).abs() / _rounding_errors(quantized)).max())
+        return float(((quantized.dequantize(torch.float32) - weight).abs() / rounding_errors(quantized)).max())
 
     assert 0.8 < largest_error() <= ROUNDING_SLACK
     quantized.scale[-1] *= 1.05  # of some blocks, or all
     assert largest_error() > ROUNDING_SLACK
 
 
+@pytest.mark.parametrize("part", ["scale", "value"])
+def test_weight_that_is_not_a_number_is_not_what_was_sent(part):
+    from torchao.quantization import Float8Tensor, PerRow
+
+    weight = torch.randn(16, 32)
+    model = torch.nn.Linear(32, 16, bias=False)
+    model.weight = torch.nn.Parameter(Float8Tensor.from_hp(weight, granularity=PerRow()), requires_grad=False)
+    write = Write("weight", weight, weight.view(16, 32), weight.view(16, 32))
+    engine = SimpleNamespace(model=model, compared_digests={}, trace=lambda wire: ({"w": [write]}, []))
+    wire = [("w", "float32", (16, 32))]
+    assert judged(compared(engine, wire, [("w", weight)])) == Comparison(1, 0)
+    if part == "scale":
+        model.weight.scale[3] = math.nan
+    else:
+        model.weight.qdata[3, 4] = math.nan
+    with pytest.raises(WeightSyncError, match="1 of 1 quantized weights are not what was sent: weight is off by inf"):
+        judged(compared(engine, wire, [("w", weight)]))
+
+
 def test_run_ends_if_the_trainer_has_learned_but_no_weight_has_changed():
     def run_compare(changed: int, learned: bool) -> None:
-        session = Mock(**{"wait.return_value": (Comparison(weights=16, changed=changed), None)})
-        rlhf_online_quant.compare(Mock(), session, Mock(), Mock(), learned)
+        found = Comparison(weights=16, changed=changed)
+        session = SimpleNamespace(wait=lambda phase, calls: [*calls.values()])
+        trainers = SimpleNamespace(begin=lambda method: {"trainer 0": found, "trainer 1": found}, session=session)
+        engines = SimpleNamespace(begin=lambda method: {"engine": None})
+        rlhf_online_quant.compare(SimpleNamespace(say=said.append), trainers, engines, learned)
 
+    said = []
     run_compare(changed=0, learned=False)
     run_compare(changed=1, learned=True)
+    assert [text.rpartition("of ")[2] for text in said] == [
+        "0 have changed since the last comparison",
+        "1 have changed since the last comparison",
+    ]
     with pytest.raises(WeightSyncError, match="has learned, but none of the engine's quantized weights has changed"):
         run_compare(changed=0, learned=True)

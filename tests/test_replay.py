@@ -14,11 +14,12 @@ from test_transport import Receiving, Worker, groups, same_bits
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from recipe.engine import serves_checkpoint
+from recipe.rollouts.engine import EngineActor
 from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel
+from weight_sync.example_protocols import Parts
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {
@@ -95,14 +96,14 @@ class Engine(EngineModel):
         worker.parallel_config = SimpleNamespace(tensor_parallel_size=RANKS)
         super().__init__(worker)
         self.loads = 0
-        self.loading = False
         self.required_elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
 
-    def load(self, weights):
-        self.loads += 1
-        self.model.load_weights(weights)
-
-    def finish(self, complete=False):
+    def reload(self, batches, sent):
+        self.digest = None
+        self.loaded_buffers |= sent.buffers
+        for weights in batches:
+            self.loads += 1
+            self.model.load_weights(weights)
         self.model.process_weights()
 
     def _loadable_parameters(self):
@@ -286,6 +287,19 @@ def test_replay_that_leaves_computed_tensors_stale_is_refused(model):
         assert all(engine.model.squared.equal(engine.model.norm.data**2) for engine in sync.engines)
 
 
+class CutsOff(Model):
+    def load_norm(self, weight):
+        self.norm.data.copy_(weight[:HIDDEN])
+
+
+def test_tensor_that_the_engine_would_load_only_in_part_is_refused():
+    wrong, half = torch.ones(3 * HIDDEN), torch.ones(2 * HIDDEN)  # half of a tensor may be this worker's share
+    sync = Sync(CutsOff)
+    with pytest.raises(WeightSyncError, match=r"norm \[48\]: the engine would load only a part of it"):
+        sync(tensors(1) | {"norm": wrong})
+    assert not Engine(CutsOff(0)).trace([("norm", "float32", tuple(half.shape))])[1]
+
+
 class WithBuffer(Model):
     def __init__(self, rank):
         super().__init__(rank)
@@ -309,9 +323,12 @@ def test_buffer_that_a_sync_brings_first_is_no_difference_to_what_was_loaded_fro
     weights, sync = tensors(1), Sync(WithBuffer)
     for engine in sync.engines:
         engine.model.load_weights(weights.items())
-    loaded = [worker.weight_digests() for worker in sync.workers]
+    actor = EngineActor(0)
+    actor.llm = SimpleNamespace(collective_rpc=lambda method: [getattr(worker, method)() for worker in sync.workers])
+    actor.remember_weights()
+    actor.slept = True
     sync(weights)
-    assert serves_checkpoint(loaded, [worker.weight_digests() for worker in sync.workers], slept=True)
+    assert actor.serves_checkpoint()
 
 
 class Renews(Model):
@@ -371,6 +388,63 @@ class BracketedEngine(EngineModel):
 
     def _context(self):
         return torch.no_grad()
+
+
+class Padded(torch.nn.Module):
+    """A vocabulary whose last rows are padding, which no checkpoint has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Module()
+        self.embed.weight = torch.nn.Parameter(torch.zeros(PADDED, HIDDEN), requires_grad=False)
+        self.embed.weight.weight_loader = self.load
+        record_metadata_for_reloading(self)
+
+    def load(self, param, weight):
+        param[: len(weight)].data.copy_(weight)
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            parameter = self.get_parameter(name)
+            parameter.weight_loader(parameter, weight)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_rows_that_are_padding_are_not_missed_but_others_are(left_out):
+    engine, rows = BracketedEngine(Padded()), torch.randn(20, HIDDEN)
+    engine.sent = engine.expected(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0])
+    batches = [[("embed.weight", rows[left_out:])]]
+    if left_out:
+        with pytest.raises(WeightSyncError, match=r"did not load all that was sent for embed"):
+            engine.reload(batches, engine.sent)
+    else:
+        engine.reload(batches, engine.sent)
+        assert engine.model.embed.weight[:20].equal(rows)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("next_one", ["preflight", "reload"])
+def test_load_that_broke_off_leaves_no_bracket_open_to_the_next(tied, next_one):
+    engine = BracketedEngine(type("HeadBias", (HeadBias,), {"tied": tied})(0))
+    served, weights = dict(engine.model.named_parameters()), with_head_bias(1, tied)
+    metadata = [(name, "float32", tuple(weight.shape)) for name, weight in weights.items()]
+    assert engine.preflight(metadata)[1] == []
+
+    def batches():
+        yield [("embed.weight", weights["embed.weight"])]
+        raise MemoryError("the trainer")
+
+    with pytest.raises(MemoryError):
+        engine.reload(batches(), engine.sent)
+    assert not engine.unchanged()
+    if next_one == "preflight":
+        assert engine.preflight(metadata)[1] == []
+    weights = with_head_bias(2, tied)
+    engine.reload([list(weights.items())], engine.sent)
+    assert engine.model.embed.weight.equal(weights["embed.weight"])
+    assert engine.model.head.weight.equal(weights["embed.weight" if tied else "head.weight"])
+    assert engine.model.head.bias[:VOCABULARY].equal(weights["head.bias"])
+    assert all(engine.model.get_parameter(name) is parameter for name, parameter in served.items())
 
 
 def with_head_bias(seed, tied):
@@ -434,8 +508,10 @@ def test_tensor_that_its_loader_leaves_out_is_an_error_one_at_a_time_as_well(hea
     tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.bias"])  # noqa: E731
     monkeypatch.setattr(engine.model, "load_weights", tampered)
     with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.bias"):
+        parts = Parts(engine)
         for tensor in with_head_bias(1, tied=False).items():
-            engine.load_partial([tensor])
+            parts.add([tensor])
+            parts.load_if_complete()
     assert not engine.unchanged()
 
 
@@ -460,6 +536,16 @@ class Notes(PerRow):
     def process_weights_after_loading(self, layer):
         super().process_weights_after_loading(layer)
         layer.largest = layer.scale.max()
+
+
+class InPlace(PerRow):
+    """Writes the scales of a layer that has some where they are."""
+
+    def process_weights_after_loading(self, layer):
+        before = getattr(layer, "scale", None)
+        super().process_weights_after_loading(layer)
+        if before is not None:
+            layer.scale = torch.nn.Parameter(before.data.copy_(layer.scale), requires_grad=False)
 
 
 QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}
@@ -537,6 +623,10 @@ def test_quantization_is_repeated_bit_for_bit(monkeypatch, bucket_bytes):
     assert layers[1].scratch["weight"] is layers[2].scratch["weight"]
 
 
+def test_processing_that_writes_in_place_does_not_reach_served_scales_while_it_is_tried(monkeypatch):
+    assert quantized_sync(monkeypatch, InPlace)(quantizable(1)) == "replay"
+
+
 def test_stale_scales_are_found(monkeypatch):
     run = replay.ProcessedLayer.run
 
@@ -574,11 +664,10 @@ def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch,
 def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
     """Also of one bucket that holds everything, as where the worker reads the trainer's own memory."""
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
-    engine, loaded = Engine(Model(rank=0)), []
-    monkeypatch.setattr(engine.model, "load_weights", lambda weights: loaded.append(sum(w.nbytes for _, w in weights)))
     planned = plan_buckets([(name, torch.float32, shape) for name, shape in SHAPES.items()], 1 << 20)
     assert len(planned) == 1
-    receiver._reload(engine, planned, receiver._OtherWeights(torch.device("cpu")), range(1))
+    batches = receiver._batches(planned, receiver._OtherWeights(torch.device("cpu")), range(1))
+    loaded = [sum(weight.nbytes for _, weight in batch) for batch in batches]
     largest = max(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
     assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
     assert max(loaded) <= 1024 + largest

@@ -1,42 +1,48 @@
-"""What a run writes down, and where it reports: completions.jsonl, TensorBoard, and stand-ins for wandb and trackio.
+"""What a run writes down, shows and reports: completions.jsonl, the screen, TensorBoard, and a stand-in for others.
 
 pytest tests/test_reporting.py
 """
 
 import json
-import os
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rlhf
-from recipe.arguments import parse
-from recipe.dataset import Row
+import rlhf_ppo
 from recipe.errors import RunError
-from recipe.learner import Rollout
-from recipe.leftovers import MARK
-from recipe.rewards import Batch, Group
-from recipe.run_folder import RunFolder
+from recipe.learning.rollout import Rollout
+from recipe.run.folder import RunFolder
+from recipe.run.trackers import as_text
+from recipe.tasks.dataset import Row
+from recipe.tasks.rewards import Batch, Group
 
 METRICS = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
+REPORT = SimpleNamespace(seconds=0.01, gigabytes_per_second=0.1)  # of a sync
 STAND_IN = """
-import os
-
 calls = []
 
+class Run:
+    def log(self, metrics, step):
+        calls.append(("log", metrics, step))
+
+    def finish(self):
+        calls.append(("finish",))
+
+class config:
+    def update(values, allow_val_change):
+        calls.append(("config", values))
+
 def init(**options):
-    assert "RLHF_SESSION_FOLDER" not in os.environ, "the session's end would end the process that uploads"
     calls.append(("init", options))
+    return Run()
 
-def log(metrics, step):
-    calls.append(("log", metrics, step))
-
-def finish(**options):
-    calls.append(("finish", options))
-
-def Table(dataframe):
-    return dataframe.to_dict("records")
+def Table(columns, data, dataframe):
+    return [dict(zip(columns, row)) for row in data]
 """
 
 
@@ -44,133 +50,169 @@ def arguments(tmp_path, *report_to, **changes):
     return rlhf.Arguments(output=tmp_path / "run", group_size=2, steps=3, report_to=list(report_to), **changes)
 
 
-def batch(*rewards):
-    """One prompt of chat messages, with two completions of three tokens."""
+def batch(*rewards, prompt="3+4=", text="a|"):
+    """One prompt of chat messages, with completions of three tokens."""
     rollouts = [
-        Rollout([1], [2, 3, 4], [-1.0] * 3, reward, f"a|{i}\n", rewards={"exact": reward}, extra={"parsed": i})
+        Rollout([1], [2, 3, 4], [-1.0] * 3, reward, f"{text}{i}\n", rewards={"exact": reward}, extra={"parsed": i})
         for i, reward in enumerate(rewards)
     ]
-    return Batch([Group(Row([{"role": "user", "content": "3+4="}], {}, ""), rollouts)], {"rewards/exact/mean": 0.5})
+    return Batch([Group(Row([{"role": "user", "content": prompt}], {}, ""), rollouts)], {"rewards/exact/mean": 0.5})
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """Makes a module that can be imported, and notes the calls of its functions."""
-    monkeypatch.syspath_prepend(tmp_path)
+def installed(monkeypatch):
+    """Has accelerate know a tracker's package, which is a module of this test. Returns the calls of its functions."""
 
-    def make(name):
-        (tmp_path / f"{name}.py").write_text(STAND_IN)
-        sys.modules.pop(name, None)
-        return __import__(name)
+    def install(name):
+        module = SimpleNamespace()
+        exec(STAND_IN, vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(name)])
+        return module.calls
 
-    yield make
-    for name in ("wandb", "trackio"):
-        sys.modules.pop(name, None)
+    return install
 
 
 def test_completions_of_repeated_steps_are_dropped(tmp_path):
     args = arguments(tmp_path, "none")
     with RunFolder(args, "test") as run:
-        run.start_metrics(0)
+        run.start_metrics(0, args)
         for step in (1, 2, 3):
-            run.log_step(step, batch(1.0, 0.0), METRICS)
+            run.log_step(step, batch(1.0, 0.0), REPORT, METRICS)
     with run.completions_file.open("a") as file:
         file.write('{"step": 2, "pro')  # a kill cut it short
-    args.resume = run.path
+    args = replace(args, resume=run.path)
     with RunFolder(args, "test") as run:
-        run.start_metrics(1)
-        run.log_step(2, batch(0.0, 3.0), METRICS)
+        run.start_metrics(1, args)
+        run.log_step(2, batch(0.0, None), REPORT, METRICS)
     rows = [json.loads(line) for line in run.completions_file.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 1, 2, 2]
     prompt = [{"role": "user", "content": "3+4="}]
     advantage = rows[0].pop("advantage")
     assert advantage == pytest.approx(0.5 / (0.5**0.5 + 1e-4))  # GRPO's, by the standard deviation of 1 and 0
     assert rows[0] == {"step": 1, "prompt": prompt, "text": "a|0\n", "rewards": {"exact": 1.0}, "parsed": 0}
-    assert [row["rewards"]["exact"] for row in rows] == [1.0, 0.0, 0.0, 3.0]
+    assert [row["rewards"]["exact"] for row in rows] == [1.0, 0.0, 0.0, None]
+    assert [row["advantage"] for row in rows[2:]] == [0, 0]
     assert not (run.path / "tensorboard").exists()
 
 
-def test_tensorboard_has_metrics_and_completions(tmp_path):
-    with RunFolder(arguments(tmp_path, "tensorboard"), "test") as run:
-        run.start_metrics(0)
-        run.log_metrics(0, {"eval/reward": 0.25})
-        run.log_step(1, batch(1.0, 0.0), METRICS)
-    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("eval/reward")] == [(0, 0.25)]
-    assert [(event.step, event.value) for event in events.Scalars("rewards/exact/mean")] == [(1, 0.5)]
-    (text,) = events.Tensors("completions/text_summary")
-    head, _, first, _ = text.tensor_proto.string_val[0].decode().splitlines()
-    assert head == "| step | prompt | text | rewards | advantage | parsed |"
-    assert first.startswith('| 1 | [{"role": "user", "content": "3+4="}] | a\\|0<br> | {"exact": 1.0} | 0.7')
+def test_completions_of_ppo_have_no_advantage(tmp_path):
+    args = rlhf_ppo.Arguments(output=tmp_path / "run", report_to=["none"])
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+        run.log_step(1, batch(1.0), REPORT, METRICS)
+    assert "advantage" not in json.loads(run.completions_file.read_text())
 
 
-def test_screen_has_speed_time_left_and_evaluation(tmp_path, capfd):
-    with RunFolder(arguments(tmp_path, "none"), "test") as run:
-        run.start_metrics(0)
+def test_screen_has_speed_time_left_and_evaluation(tmp_path, capsys):
+    args = arguments(tmp_path, "none")
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
         run.log_metrics(0, {"eval/reward": 0.25, "eval/pass@1": 0.25})
         run.logged -= 2  # as if the step had taken two seconds more
-        run.log_step(1, batch(1.0, 0.0), METRICS | {"eval/reward": 0.75, "time/eval": 1.0})
+        run.log_step(1, batch(1.0, 0.0), REPORT, METRICS | {"eval/reward": 0.75, "time/eval": 1.0})
         assert run.rows[1]["time/step"] == pytest.approx(1, abs=0.2)  # the evaluation is no part of it
         assert run.rows[1]["tokens/s"] == pytest.approx(6 / run.rows[1]["time/step"])
-        assert run.summary(batch(1.0, 1.0).rollouts) == (
+        assert run.summary(batch(1.0, 1.0, None).rollouts) == (
             "OK: reward 0.500 -> 1.000 in 1 steps, 0.0200 s per sync (median), eval 0.250 -> 0.750"
         )
         run.draw()
-    before, line, *_ = capfd.readouterr().out.splitlines()
+    before, line, *_ = capsys.readouterr().out.splitlines()
     assert before == "step 0/3  eval 0.250"
-    assert line.startswith("step 1/3  reward 0.500  mismatch 1.0e-07  sync 0.0200 s       ")
+    assert line.startswith("step 1/3  reward 0.500  mismatch 1.0e-07  sync 0.0200 s  0.10 GB/s       ")
     assert line.endswith(" tokens/s  eval 0.750  0:00:00 left")
 
 
-def saved(run):
-    return json.loads((run.path / "args.json").read_text())
-
-
-def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, stand_in, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    monkeypatch.setenv(MARK, "a session's")
-    wandb, args = stand_in("wandb"), arguments(tmp_path, "wandb", "none")
-    with pytest.raises(ZeroDivisionError), RunFolder(args, "test") as run:
-        (run.path / "wandb" / "run-20260101_000000-other").mkdir(parents=True)  # of a run that was not resumed
-        run.start_metrics(0)
-        run.log_step(1, batch(1.0, 0.0), METRICS)
-        _ = 1 / 0
-    started, completions, metrics, finished = wandb.calls
-    options = {"project": "mine", "name": "run", "dir": str(run.path), "config": saved(run), "resume": "allow"}
-    assert started == ("init", options | {"id": None})
-    assert os.environ[MARK] == "a session's"
-    assert completions[1]["completions"][1].items() >= {"text": "a|1\n", "rewards": '{"exact": 0.0}'}.items()
-    assert metrics[1].items() >= {"reward/mean": 0.5, "rewards/exact/mean": 0.5}.items()
-    assert [completions[2], metrics[2], finished] == [1, 1, ("finish", {"exit_code": 1})]
-
-    (run.path / "wandb" / "offline-run-20260102_000000-abc1").mkdir()  # the stand-in makes none
-    args.resume = run.path
+def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys):
+    args = arguments(tmp_path, "none")
     with RunFolder(args, "test") as run:
-        run.start_metrics(1)
-    assert wandb.calls[-2][1] == options | {"id": "abc1", "config": saved(run)}
-    assert wandb.calls[-1] == ("finish", {"exit_code": 0})
+        run.start_metrics(0, args)
+        unknown = {name: value for name, value in METRICS.items() if not name.startswith("reward")}
+        run.log_step(1, batch(None, None), REPORT, unknown)
+        assert run.summary(batch(1.0, 0.0).rollouts).startswith("OK: reward nan -> 0.500 in 1 steps")
+        assert run.draw().exists()
+    assert capsys.readouterr().out.startswith("step 1/3  mismatch 1.0e-07")
 
 
-def test_trackio_takes_fewer_options(tmp_path, stand_in, monkeypatch):
+def test_samples_on_the_screen_are_cut_to_a_line_each(tmp_path, capsys):
+    with RunFolder(arguments(tmp_path, "none"), "test") as run:
+        run.show(batch(0.5, 1.0))
+        run.show(batch(None, prompt="p" * 101, text="two\nlines " * 100))
+    short, long = capsys.readouterr().out.splitlines()
+    assert short == r"   0.50  '3+4=' -> 'a|0\n'"
+    assert long == f"  '{'p' * 100}...' -> '" + r"two\nlines " * 10 + "...'"
+
+
+# --- Trackers ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_the_metrics_and_those_of_repeated_steps_once(tmp_path):
+    args = arguments(tmp_path, "tensorboard")
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+        run.log_metrics(0, {"eval/reward": 0.25})
+        for step in (1, 2):
+            run.log_step(step, batch(1.0, 0.0), REPORT, METRICS)
+    args = replace(args, resume=run.path)
+    with RunFolder(args, "test") as run:
+        run.start_metrics(1, args)
+        run.log_step(2, batch(1.0, 0.0), REPORT, METRICS | {"reward/mean": 0.75})
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("eval/reward")] == [(0, 0.25)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75)]
+    assert [event.value for event in events.Scalars("rewards/exact/mean")] == [0.5, 0.5]
+
+
+def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, installed, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    calls, args = installed("wandb"), arguments(tmp_path, "wandb", "none")
+    with pytest.raises(ZeroDivisionError), RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+        run.log_step(1, batch(1.0, None), REPORT, METRICS)
+        _ = 1 / 0
+    saved = json.loads((run.path / "args.json").read_text())
+    started, config, completions, metrics = calls  # and wandb itself sees that this process fails
+    options = {"project": "mine", "name": "run", "dir": str(run.path), "resume": "allow", "id": saved["run_id"]}
+    assert started == ("init", options)
+    assert config == ("config", {name: as_text(value) for name, value in saved.items()})
+    first = {"text": "a|0\n", "rewards": '{"exact": 1.0}', "parsed": 0}
+    first["prompt"] = '[{"role": "user", "content": "3+4="}]'
+    assert completions[1]["completions"][0].items() >= first.items()
+    assert completions[1]["completions"][1]["rewards"] == '{"exact": null}'
+    assert metrics[1].items() >= {"reward/mean": 0.5, "rewards/exact/mean": 0.5, "sync/GBps": 0.1}.items()
+    assert [completions[2], metrics[2]] == [1, 1]
+
+    args = replace(args, resume=run.path)
+    with RunFolder(args, "test") as run:
+        run.start_metrics(1, args)
+    assert calls[4:] == [("init", options), ("config", config[1]), ("finish",)]
+
+
+def test_trackio_has_no_tables(tmp_path, installed, monkeypatch):
     monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
-    trackio = stand_in("trackio")
-    with RunFolder(arguments(tmp_path, "trackio"), "test") as run:
-        run.start_metrics(0)
-    (_, started), finished = trackio.calls
-    assert started.keys() == {"project", "name", "config", "resume"}
-    assert (started["project"], started["resume"], finished) == ("rlhf", "never", ("finish", {}))
+    calls, args = installed("trackio"), arguments(tmp_path, "trackio")
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+        run.log_step(1, batch(1.0, 0.0), REPORT, METRICS)
+    started, config, metrics, finished = calls
+    assert started == ("init", {"project": "rlhf", "name": "run", "resume": "never"})
+    assert config[1]["group_size"] == 2
+    assert metrics[1].items() >= METRICS.items()
+    assert finished == ("finish",)
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_package_that_is_not_there_is_one_error_and_leaves_nothing(tmp_path, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RunError, match=rf"^--report-to {name}: .*pip install {name}"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandb", "its package is not installed (pip install wandb)"),
+        ("trackio", "its package is not installed (pip install trackio)"),
+        ("wandbb", "is none of none, "),
+    ],
+)
+def test_tracker_that_is_not_there_is_one_error_and_leaves_nothing(tmp_path, monkeypatch, name, message):
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TENSORBOARD])
+    with pytest.raises(RunError) as error:
         RunFolder(arguments(tmp_path, "tensorboard", name), "test")
+    assert str(error.value).startswith(f"--report-to {name}")
+    assert message in str(error.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_unknown_tracker_is_a_usage_error(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["rlhf.py", "--report-to", "tensorboard", "wandbb"])
-    with pytest.raises(SystemExit):
-        parse(rlhf.Arguments, "a test")
-    assert "wandbb is none of tensorboard, wandb, trackio, none" in capsys.readouterr().err

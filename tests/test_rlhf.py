@@ -1,33 +1,37 @@
 """rlhf.py as a user runs it, with the real engine on whatever hardware there is.
 
 pytest tests/test_rlhf.py            the default run, and what is refused before one starts
-pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; the addition run
+pytest tests/test_rlhf.py -m slow    a copy of the script, resumed twice; two ranks and two engines; the addition run
 """
 
-import io
 import json
 import random
 import runpy
 import shutil
 import sys
-import threading
 import time
 
 import psutil
 import pytest
 from conftest import ROOT, Script, cpu_only
+from pair import CORE_IN_PROCESS
 from test_extending import SYNC, copy
 
-from recipe.checkpoint import last_checkpoint, write_checkpoint
 from recipe.errors import RunError
-from recipe.run_folder import Screen
-from recipe.tiny_model import build_tiny_model
+from recipe.run.checkpoint import last_checkpoint, write_checkpoint
+from recipe.tasks.tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 
 
 def rows(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run):
+    """The run's metrics, but for those that depend on time."""
+    times = ("time/", "tokens/", "sync/", "memory/")
+    return [{name: row[name] for name in row if not name.startswith(times)} for row in rows(run)]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,7 @@ def default_run(tmp_path_factory):
     assert time.monotonic() - started < 180
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "the trainer's attention: sdpa, whose logits are eager's but for rounding\n" in text
+    assert not [line for line in text.splitlines() if "INFO" in line or "pid=" in line], text
     return folder / "run"
 
 
@@ -52,6 +57,7 @@ def test_default_run_learns_and_proves_every_sync(default_run):
     assert {p.name for p in default_run.iterdir()} >= {
         "args.json", "reward.png", "run.log", "tensorboard", "checkpoint-000020", "checkpoint-000030",
     }  # fmt: skip
+    assert "(EngineCore pid=" in (default_run / "run.log").read_text()  # what vLLM says
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,48 +66,93 @@ def test_default_run_learns_and_proves_every_sync(default_run):
 
 
 REWARD = """
-import recipe.uppercase as task
-calls = []
+import mmap, subprocess, sys
+import recipe.tasks.uppercase as task
+
+def open_shared_memory(path):
+    with open(path, 'r+b') as file:
+        return mmap.mmap(file.fileno(), 0)
+
+shared, calls = [], []
 
 def uppercase(completions, **_):
+    if not calls:
+        shared.append(open_shared_memory(PATH))
+        code = 'import time, mine; shared = mine.open_shared_memory(mine.PATH); time.sleep(3600)'
+        shared.append(subprocess.Popen([sys.executable, '-c', code]))
     calls.append(1)
     print('printed by the reward')
-    if len(calls) > 10:
+    if len(calls) > 10 * 8:
         raise ValueError('no luck')
     return task.uppercase(completions)
 """
+FAILS_AT_STEP_25 = """if self.learner.step == 24:
+            raise KeyError("of the trainer")
+        """
 
 
 @pytest.mark.slow
-def test_copied_script_resumes_as_if_never_interrupted_until_the_reward_raises(default_run, tmp_path):
+def test_copied_script_resumes_as_if_never_interrupted_until_a_trainer_and_then_the_reward_raises(
+    default_run, tmp_path, shared_memory_file
+):
     """It runs from another folder than it lies in, and shows what a user prints, not what Ray and vLLM do."""
     copied = copy(tmp_path / "project", *SYNC, "recipe", "rlhf.py") / "rlhf.py"
     text = copied.read_text()
-    for method in ("return self.learner.learn(", "return sample(self.llm"):
-        assert method in text
+    for method in ("return self.learner.learn(", "return self.take_weights("):
+        assert text.count(method) == 1
         text = text.replace(method, f"print('printed by {method[7:-1]}')\n        {method}")
-    copied.write_text(text)
+    copied.write_text(text.replace("return self.learner.learn(", FAILS_AT_STEP_25 + "return self.learner.learn("))
 
     shutil.copytree(default_run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-000030")  # as if it had been killed before
-    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "mine.py").write_text(f"PATH = {str(shared_memory_file)!r}{REWARD}")
     run = Script(tmp_path, sys.executable, str(copied), "--resume", "run", "--reward", "mine:uppercase")
     run.wait_for_step(tmp_path / "run", 21)
     family = run.descendants()
     text = run.finish(180)
     run.assert_failed_cleanly(text, family)
-    assert text.splitlines()[-1] == "error: the reward uppercase raised ValueError: no luck (mine.py, line 9)"
-    for what in ("self.learner.learn", "sample(self.ll", "the reward"):
+    assert text.splitlines()[-1] == "error: the trainer failed while learning: KeyError: 'of the trainer'"
+    assert 'raise KeyError("of the trainer")' in text  # above it, with the rest of the traceback
+    assert "not as in that run: --reward ['mine:uppercase']" in text
+    assert_shows_only_what_a_user_prints(text)
+    assert timeless(default_run)[:24] == timeless(tmp_path / "run")
+
+    copied.write_text(copied.read_text().replace(FAILS_AT_STEP_25, ""))
+    run = Script(tmp_path, sys.executable, str(copied), "--resume", "run", **CORE_IN_PROCESS)
+    text = run.finish(180)
+    assert text.splitlines()[-1] == "error: the reward uppercase raised ValueError: no luck (mine.py, line 19)"
+    assert_shows_only_what_a_user_prints(text)
+    assert timeless(default_run) == timeless(tmp_path / "run")
+    assert shared_memory_file.read_bytes() == b"of another program"
+
+
+def assert_shows_only_what_a_user_prints(text):
+    for what in ("self.learner.learn", "self.take_weights", "the reward"):
         assert f"printed by {what}" in text
+    actors = [line for line in text.splitlines() if "pid=" in line and "ray::" not in line]  # but for a traceback
+    assert all("printed by" in line for line in actors), actors
     assert "INFO" not in text
-    timeless = [
-        [
-            {name: value for name, value in row.items() if not name.startswith(("time/", "tokens/", "sync/"))}
-            for row in rows(run)
-        ]
-        for run in (default_run, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_two_ranks_feed_two_engines_what_one_and_one_had(script, tmp_path):
+    """As many prompts for each, the same samples, and the same updates but for rounding."""
+    options = "--tensor-parallel-size", 1, "--steps", 3, "--save-every", 0
+    one = script("rlhf.py", *options, "--output", "one", **CORE_IN_PROCESS).finish(180)
+    two = "--trainers", 2, "--engines", 2
+    text = script("rlhf.py", *options, *two, "--output", "two", **CORE_IN_PROCESS).finish(180)
+    assert one.splitlines()[-1].startswith("OK: reward "), one
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert not [line for line in text.splitlines() if "pid=" in line], text
+    texts = [
+        [json.loads(line)["text"] for line in (tmp_path / run / "completions.jsonl").read_text().splitlines()]
+        for run in ("one", "two")
     ]
-    assert timeless[0] == timeless[1]
+    assert texts[0][:64] == texts[1][:64]
+    for before, now in zip(timeless(tmp_path / "one"), timeless(tmp_path / "two"), strict=True):
+        assert now["logprobs/mismatch"] < 1e-5
+        assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=0.05)
+        assert now["reward/mean"] == pytest.approx(before["reward/mean"], abs=0.05)
 
 
 @pytest.mark.slow
@@ -115,18 +166,58 @@ def test_addition_rises_on_sums_that_no_step_learned_from(script, tmp_path):
     assert evaluated[-1] > evaluated[0] + 0.1
 
 
-def test_too_few_gpus_is_an_error_that_says_how_many_there_are(monkeypatch):
+@pytest.fixture
+def placed(monkeypatch):
+    """Where rlhf.py places its actors on so many GPUs: the bundles, and the seats of trainers and engines."""
     import rlhf
 
-    monkeypatch.setattr(rlhf.ray, "cluster_resources", lambda: {"GPU": 2.0})
-    with pytest.raises(rlhf.RunError, match=r"wants 3 GPUs.*there\s+are 2.*rlhf_colocate\.py"):
-        rlhf.place(rlhf.Arguments())
+    def place(gpus, **arguments):
+        reserved = []
+        monkeypatch.setattr(rlhf.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
+        monkeypatch.setattr(rlhf, "reserve", lambda bundles, strategy: reserved.append((bundles, strategy)))
+        _, unused, trainers, engines = rlhf.place(rlhf.Arguments(**arguments))
+        return reserved, unused, trainers, engines
+
+    return place
+
+
+def bundle_of(seat) -> int:
+    return seat.options["scheduling_strategy"].placement_group_bundle_index
+
+
+def test_every_rank_and_every_worker_has_a_gpu(placed):
+    reserved, unused, trainers, engines = placed(8, trainers=3, engines=2, tensor_parallel_size=2)
+    assert reserved == [([{"GPU": 1}] * 7, "PACK")]
+    assert unused == 1
+    assert [bundle_of(seat) for seat in trainers] == [0, 1, 2]
+    assert [seat.bundles for seat in engines] == [[3, 4], [5, 6]]
+    assert [bundle_of(seat) for seat in engines] == [3, 5]
+    assert {seat.options["num_gpus"] for seat in trainers} == {1}
+    assert not any("num_gpus" in seat.options for seat in engines)  # its workers have them
+
+
+def test_without_gpus_trainers_and_engines_share_a_core_each(placed):
+    reserved, unused, trainers, engines = placed(0, trainers=2, engines=4)
+    assert reserved == [([{"CPU": 0.5}] * 2 + [{"CPU": 0.25}] * 4, "SPREAD")]
+    assert unused == 0
+    assert [bundle_of(seat) for seat in trainers + engines] == [0, 1, 2, 3, 4, 5]
+    assert [seat.bundles for seat in engines] == [[2, 3], [4, 5], [6, 7], [8, 9]]  # of cores
+
+
+def test_too_few_gpus_is_an_error_that_says_how_many_there_are(placed):
+    with pytest.raises(RunError, match=r"wants 3 GPUs, 1 .* 2 .*there\s+are 2.*rlhf_colocate\.py"):
+        placed(2)
+    with pytest.raises(RunError, match=r"wants 6 GPUs, 2 .* 2 .*there\s+are 5"):
+        placed(5, trainers=2, engines=2)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompts", "none.jsonl"], "error: cannot read none.jsonl: [Errno 2] No such file"),
+        (
+            ["--prompts", "none.jsonl", "--reward", "x:y"],
+            "error: cannot load the dataset none.jsonl: FileNotFoundError",
+        ),
         (["--reward", "nope:reward"], "error: --reward nope:reward cannot be imported"),
         (["--reward", "json:loads"], "error: --reward json:loads cannot be called as loads(prompts, completions, "),
         (["--resume", "nowhere"], "error: --resume nowhere: not a run folder"),
@@ -136,6 +227,8 @@ def test_too_few_gpus_is_an_error_that_says_how_many_there_are(monkeypatch):
             ["--gpu-memory-utilization", "80"],
             "error: argument --gpu-memory-utilization: Input should be less than or equal to 1",
         ),
+        (["--timeout", "0"], "error: argument --timeout: Input should be greater than 0, not 0"),
+        (["--report-to", "nobody"], "error: --report-to nobody is none of none, "),
     ],
 )
 def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys, arguments, message):
@@ -154,6 +247,7 @@ def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys,
     [
         (["--model", "/no/such/model"], "cannot load the model /no/such/model: no such folder"),
         (["--ray-address", "127.0.0.1:1"], "cannot reach Ray at 127.0.0.1:1"),
+        (["--ray-address", "[::1]:1"], "cannot reach Ray at [::1]:1"),
     ],
 )
 def test_what_is_not_there_ends_the_run_before_an_actor_starts(script, arguments, message):
@@ -173,23 +267,6 @@ def test_resume_refuses_another_model(tmp_path):
     assert last_checkpoint(tmp_path / "run", str(model)).name == "checkpoint-000007"
     with pytest.raises(RunError, match="checkpoint-000007 is a checkpoint of another model"):
         last_checkpoint(tmp_path / "run", str(tmp_path / "other"))
-
-
-def test_what_ray_says_of_its_own_goes_to_the_log():
-    said, log = [], io.StringIO()
-    screen = Screen(said.append, log)
-    # As threads of Ray do it: one passes on what actors print, the other that an actor has ended, also after the OK.
-    for thread, text in (
-        ("ray_print_logs", "(Trainer pid=7) printed\n"),
-        ("ray_print_logs", "(Engine pid=8) (EngineCore pid=9) vLLM\n"),
-        ("ray_listen_error_messages", "(raylet) A worker died\n"),
-        ("reward", "also printed\n"),
-    ):
-        writer = threading.Thread(target=screen.write, args=[text], name=thread)
-        writer.start()
-        writer.join()
-    assert said == ["(Trainer pid=7) printed", "also printed"]
-    assert log.getvalue() == "(Engine pid=8) (EngineCore pid=9) vLLM\n(raylet) A worker died\n"
 
 
 def test_importing_a_script_starts_nothing():

@@ -3,8 +3,11 @@
 pytest tests/test_shared_memory.py
 """
 
+import contextlib
 import os
+import socket
 import threading
+import time
 from datetime import timedelta
 
 import psutil
@@ -14,7 +17,6 @@ import torch.multiprocessing as mp
 import zmq
 from test_transport import Engine, Receiving, random_tensors, same_bits
 
-import rlhf_utils
 from rlhf_utils import (
     ColocateWorkerExtension,
     SharedMemoryChannel,
@@ -23,7 +25,7 @@ from rlhf_utils import (
     rebuild_ipc,
     share_tensor,
 )
-from weight_sync import buckets, channels
+from weight_sync import buckets, channels, example_protocols
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 
@@ -41,13 +43,23 @@ class Worker(ColocateWorkerExtension):
 
 
 class LoadingEngine(Engine):
-    """Takes tensors some at a time, as the protocols of vLLM's example bring them."""
+    """Needs some tensors, which the protocols of vLLM's examples bring, and refuses some."""
 
-    most = 0  # bytes at a time
+    def __init__(self, needed, refused=(), fail_at=None):
+        super().__init__(fail_at=fail_at)
+        self.needed, self.refused = set(needed), refused
 
-    def load_partial(self, weights):
-        self.most = max(self.most, sum(weight.nbytes for _, weight in weights))
-        self.load(weights)
+    def trace(self, metadata):
+        for name, _, _ in metadata:
+            if name in self.refused:
+                raise ValueError(f"cannot load {name}")
+        return {name: [name] if name in self.needed else [] for name, _, _ in metadata}, []
+
+    def expected(self, traced):
+        return traced.keys()
+
+    def missing(self, load):
+        return self.needed - load
 
 
 def test_worker_without_a_trainer_beside_it_says_so():
@@ -109,6 +121,26 @@ def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.2)
     with pytest.raises(WeightSyncError, match=r"worker on cpu:3 did not connect within 0\.2 s"):
         WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
+
+
+def test_strangers_do_not_prolong_the_wait_for_the_worker(monkeypatch):
+    monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.5)
+    channel, started = SharedMemoryChannel(CPU), time.monotonic()
+
+    def knock():
+        while os.path.exists(channel.folder):
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(channel.handles["cpu:0"])
+            time.sleep(0.1)
+
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    threading.Timer(5, channel.close, args=(None,)).start()
+    with pytest.raises(WeightSyncError, match=r"worker on cpu:0 did not connect within 0\.5 s"):
+        channel.accept([])
+    assert time.monotonic() - started < 3
+    channel.close(None)
+    knocking.join()
 
 
 def test_calls_of_a_worker_that_ran_into_their_timeout_do_not_disturb_the_next():
@@ -195,6 +227,8 @@ def _sharded_rank(rank, port, failures, done):
     for engines, loader in (
         ([ReplayingEngine(), ReplayingEngine()], "replay"),
         ([ReplayingEngine(refusal="not here"), ReplayingEngine()], "reload: not here"),
+        ([ReplayingEngine(), ReplayingEngine(refusal="nor here")], "reload: nor here"),
+        ([ReplayingEngine(refusal="not here"), ReplayingEngine(refusal="nor here")], "reload: not here"),
         ([ReplayingEngine(), ReplayingEngine(replayed=1)], "reload: replay did not reproduce it bit for bit"),
     ):
         channel = SharedMemoryChannel(CPU)
@@ -267,7 +301,8 @@ class PlainSender(threading.Thread):
 
 
 def test_buckets_over_zmq(tmp_path):
-    worker, tensors = Worker(LoadingEngine()), random_tensors()
+    tensors = random_tensors()
+    worker = Worker(LoadingEngine(tensors))
     sender = PlainSender(f"ipc://{tmp_path}/s", tensors, 64 << 10)
     worker.update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s", "cpu:1": "ipc://elsewhere"})
     sender.join(10)
@@ -276,35 +311,37 @@ def test_buckets_over_zmq(tmp_path):
     assert set(sender.answers) == {b""}
 
 
-def test_failure_over_zmq_is_answered_with_the_traceback(tmp_path):
-    worker = Worker(LoadingEngine(fail_at="b"))
+@pytest.mark.parametrize(("fault", "good"), [({"refused": "b"}, 2), ({"fail_at": "b"}, 4)])
+def test_failure_over_zmq_is_answered_with_the_traceback(tmp_path, fault, good):
+    worker = Worker(LoadingEngine("abc", **fault))
     sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, buffer_bytes=256)
     with pytest.raises(ValueError, match="cannot load b"):
         worker.update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
     sender.join(10)  # it comes to its end without a look at the answers
-    assert sender.answers[:2] == [b"", b""]
+    assert sender.answers[:good] == [b""] * good
     assert len(sender.answers) == 5
-    assert all(answer.endswith(b"ValueError: cannot load b\n") for answer in sender.answers[2:])
+    assert all(answer.endswith(b"ValueError: cannot load b\n") for answer in sender.answers[good:])
+    assert not worker.check_weights_changed()
 
 
 def test_trainer_over_zmq_that_leaves_at_a_failure_does_not_hide_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(rlhf_utils, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(example_protocols, "CONNECT_SECONDS", 0.2)
     sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, 256, heeds_answers=True)
     with pytest.raises(ValueError, match="cannot load b"):
-        Worker(LoadingEngine(fail_at="b")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
+        Worker(LoadingEngine("abc", refused="b")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
     sender.join(10)
     assert len(sender.answers) == 3
 
 
 def test_silent_trainer_over_zmq_is_an_error(tmp_path):
     with pytest.raises(WeightSyncError, match=r"the trainer sent nothing for 0\.1 s"):
-        Worker(LoadingEngine()).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"}, timeout=0.1)
+        Worker(LoadingEngine("a")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"}, timeout=0.1)
 
 
 def test_handles_by_name():
     buffer = shared_buffer(64, CPU)
     buffer.copy_(torch.arange(64, dtype=torch.uint8))
-    worker = Worker(LoadingEngine())
+    worker = Worker(LoadingEngine("w"))
     worker.update_weights_from_ipc_handles({"cpu:0": {"w": share_tensor(buffer)}})
     assert same_bits(worker.weight_model.weights["w"], buffer)
     rebuild_ipc(share_tensor(buffer), device_id=0)[3] = 77  # the same memory
@@ -312,12 +349,29 @@ def test_handles_by_name():
     assert worker.weight_model.weights["w"][3] == 3  # which the engine does not serve from
 
 
-def test_handles_take_no_second_model(monkeypatch):
-    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
-    buffers, worker = {str(i): shared_buffer(400, CPU).fill_(i) for i in range(5)}, Worker(LoadingEngine())
-    worker.update_weights_from_ipc_handles({"cpu:0": {name: share_tensor(buffers[name]) for name in buffers}})
-    assert all(same_bits(worker.weight_model.weights[name], buffer) for name, buffer in buffers.items())
-    assert worker.weight_model.most == 800
+def test_parts_are_loaded_once_all_have_come_and_vouched_for_no_sooner():
+    worker, parts = Worker(LoadingEngine("abc")), {name: torch.full((4,), i) for i, name in enumerate("abcd")}
+    for version in (1, 2):
+        for name in "dab":  # `d` is not for this worker
+            worker.load_parameter(name, parts[name])
+            assert worker.check_weights_changed() == (version == 2 and name == "d")
+        assert version == 2 or not worker.weight_model.weights
+        worker.load_parameter("c", parts["c"])
+        assert worker.check_weights_changed()
+        assert worker.weight_model.version == version
+    assert worker.weight_model.weights.keys() == set("abc")
+
+
+def test_session_of_a_sender_drops_parts_that_came_before_it():
+    channel = SharedMemoryChannel(CPU)
+    worker = Worker(LoadingEngine("ab"), channel.handles)
+    worker.load_parameter("a", torch.zeros(4))
+    receiving = Receiving(worker)
+    WeightSender(channel).send_weights([(name, torch.ones(4)) for name in "ab"])
+    receiving.join(10)
+    worker.load_parameter("b", torch.zeros(4))  # of another trainer, whose `a` has not come
+    assert (worker.weight_model.version, worker.check_weights_changed()) == (1, False)
+    assert worker.weight_model.weights["b"].equal(torch.ones(4))
 
 
 def test_expandable_segments_are_refused(monkeypatch):

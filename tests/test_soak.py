@@ -9,9 +9,7 @@ import time
 
 import psutil
 import pytest
-from conftest import Script, cpu_only, title_of
-
-from recipe.leftovers import shared_memory_of
+from conftest import Script, cpu_only, shared_memory_of, title_of
 
 pytestmark = cpu_only
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))

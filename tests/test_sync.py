@@ -12,7 +12,7 @@ from conftest import cpu_only
 from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, swap_layers
 
 from recipe.errors import MismatchError
-from recipe.tiny_model import build_tiny_model
+from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError, stateless_init_process_group
 from weight_sync import buckets
 
@@ -155,10 +155,11 @@ def trainer_with_other_weights(pair) -> list[int]:
 
 
 def test_one_parameter_protocol(pair):
-    expected = trainer_with_other_weights(pair)
+    expected, before = trainer_with_other_weights(pair), pair.rpc("digest")
     for name in pair.sync_one_parameter_at_a_time():
         if name == LAYERS + "0.fc1.bias":
-            assert pair.rpc("check_weights_changed") == [False, False]  # some are new, some are not
+            assert pair.rpc("check_weights_changed") == [False, False]
+            assert pair.rpc("digest") == before  # until all have come
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.rpc("digest") == expected
     pair.llm.reset_prefix_cache()

@@ -21,30 +21,32 @@ import pytest
 import torch
 from test_extending import code_of
 from tokenizers.processors import TemplateProcessing
-from transformers import TrainerState
+from transformers import OPTConfig, TrainerState
 
-from recipe.arguments import parse
-from recipe.dataset import Row
-from recipe.engine import generate
 from recipe.errors import TaskError
-from recipe.gsm8k import final_number
-from recipe.learner import Rollout
-from recipe.rewards import Group, Rewards
-from recipe.task import load_task
-from recipe.tiny_model import byte_tokenizer
-from recipe.uppercase import uppercase
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.engine import complete, resample
+from recipe.run.arguments import parse
+from recipe.tasks.dataset import Row
+from recipe.tasks.gsm8k import final_number
+from recipe.tasks.rewards import Batch, Group, Rewards, reward_metrics
+from recipe.tasks.task import load_task
+from recipe.tasks.tiny_model import byte_tokenizer
+from recipe.tasks.uppercase import uppercase
 from rlhf import Arguments
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """A task as the flags describe it, in an empty working folder whose modules are this test's."""
+    """A task as the flags describe it, in an empty working folder whose modules are this test's. If they name neither a
+    reward nor a task, there is a `reward`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     modules = set(sys.modules)
 
-    def load_from_flags(*flags):
-        monkeypatch.setattr(sys, "argv", ["rlhf.py", *map(str, flags)])
+    def load_from_flags(*flags, reward="recipe.tasks.uppercase:uppercase"):
+        own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
+        monkeypatch.setattr(sys, "argv", ["rlhf.py", *map(str, flags), *own])
         return load_task(parse(Arguments, "a test"))
 
     yield load_from_flags
@@ -67,15 +69,20 @@ def group(*texts, prompt="p", **columns):
 def rewards(monkeypatch):
     """Rewards of these functions, by name, for rows with these columns."""
 
-    def make(weights=None, columns=(), **functions):
+    def make(weights=None, columns=(), steps=1, **functions):
         monkeypatch.setitem(sys.modules, "graded", SimpleNamespace(**functions))
-        return Rewards([f"graded:{name}" for name in functions], weights, [Row("p", dict.fromkeys(columns), "row 7")])
+        rows = [Row("p", dict.fromkeys(columns), "row 7")]
+        return Rewards([f"graded:{name}" for name in functions], weights, rows, steps)
 
     return make
 
 
-def sums(groups):
-    return [rollout.reward for group in groups for rollout in group.rollouts]
+def score(rewards, *groups, **options):
+    return rewards.score(Batch(list(groups)), **options)
+
+
+def sums(batch):
+    return [rollout.reward for rollout in batch.rollouts]
 
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -97,17 +104,18 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt": 3}\n', 'line 2: not an object with a "prompt"'),
-        ('{"prompt": "a"}\n\n{"prompt": \n', "line 3: not JSON"),
-        ('{"prompt": "a"}\n["prompt"]\n', "line 2: not an object"),
-        ('{"prompt": []}\n', "line 1: not an object with"),
-        ('{"prompt": [{"role": "user"}]}\n', "line 1: not an object with"),
-        ('{"prompt": "a", "completions": "b"}\n', "line 1: a reward gets completions from the run itself"),
-        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "line 2: the prompt is not Unicode text"),  # half an emoji
+        ('{"prompt": "a"}\n{"prompt": 3}\n', 'row 1 of train: not an object with a "prompt"'),
+        ('{"prompt": "a"}\n\n{"prompt": \n', "row 2 of train: not JSON"),
+        ('{"prompt": "a"}\n["prompt"]\n', "row 1 of train: not an object"),
+        ('{"prompt": []}\n', "row 0 of train: not an object with"),
+        ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: not an object with"),
+        ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
         ("\n", "has no prompts"),
+        ("", "cannot load the dataset .*rows.jsonl: "),
     ],
 )
-def test_broken_row_is_named_by_its_line(load, text, message):
+def test_broken_row_is_named(load, text, message):
     Path("rows.jsonl").write_text(text)
     with pytest.raises(TaskError, match=message):
         load("--prompts", "rows.jsonl")
@@ -116,6 +124,12 @@ def test_broken_row_is_named_by_its_line(load, text, message):
 def test_byte_order_mark_is_no_part_of_the_first_prompt(load):
     Path("rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
     assert [row.prompt for row in load("--prompts", "rows.jsonl").rows] == ["a"]
+
+
+def test_texts_that_look_like_times_stay_texts(load):
+    write_lines("rows.jsonl", {"prompt": "2026-01-31", "answer": "2026-02-01T00:00:00"})
+    (row,) = load("--prompts", "rows.jsonl").rows
+    assert (row.prompt, row.columns) == ("2026-01-31", {"answer": "2026-02-01T00:00:00"})
 
 
 def test_columns_that_a_row_lacks_are_none(load):
@@ -140,14 +154,24 @@ def test_files_are_read_without_network_or_cache(load, monkeypatch, capfd, suffi
     }[suffix](f"rows.{suffix}")
     rows = load("--dataset", f"rows.{suffix}").rows
     assert [(row.prompt, row.columns) for row in rows] == [("a", {"answer": "x"}), ("b", {"answer": None})]
-    assert [row.place.rpartition("/")[2] for row in rows] == (
-        ["rows.jsonl, line 1", "rows.jsonl, line 2"]
-        if suffix == "jsonl"
-        else [f"rows.{suffix}, row 0 of train", f"rows.{suffix}, row 1 of train"]
-    )
+    names = [row.origin.rpartition("/")[2] for row in rows]
+    assert names == [f"rows.{suffix}, row 0 of train", f"rows.{suffix}, row 1 of train"]
     assert list(Path("temporary").iterdir()) == []
     assert not Path("cache").exists()
-    assert capfd.readouterr() == ("", "")
+    said, errors = capfd.readouterr()
+    assert (said.count("\n"), errors) == (1, "")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_splits_of_a_file_are_those_asked_for(load, suffix):
+    frame = pandas.DataFrame([{"prompt": str(i)} for i in range(9)])
+    frame.to_json(f"rows.{suffix}", orient="records", lines=suffix == "jsonl")
+    task = load("--dataset", f"rows.{suffix}", "--dataset-split", "train[:5]", "--eval-split", "train[7:]")
+    assert [row.prompt for row in task.rows] == list("01234")
+    assert [row.prompt for row in task.eval_rows] == list("78")
+    for flag in ("--dataset-split", "--eval-split"):
+        with pytest.raises(TaskError, match=r"cannot load the dataset .*: ValueError: Unknown split .nosuchsplit."):
+            load("--dataset", f"rows.{suffix}", flag, "nosuchsplit")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +217,7 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
     ("flags", "message"),
     [
         (["--task", "nowhere"], "--task nowhere cannot be imported: ModuleNotFoundError"),
-        (["--task", "engine"], "engine.py has no DEFAULTS"),
+        (["--task", "dataset"], "dataset.py has no DEFAULTS"),
         (["--task", "typo"], "--task typo: DEFAULTS has datasets, for which there is no flag"),
         (["--chat-template-kwargs", "[]"], "argument --chat-template-kwargs: Value error, a JSON object is wanted"),
         (["--eval-share", "1"], "argument --eval-share: Input should be less than 1"),
@@ -212,7 +236,9 @@ def test_evaluation_prompts_are_not_learned_from(load, capsys):
     task = load("--dataset", "rows.jsonl", "--eval-dataset", "test.jsonl")
     assert [row.prompt for row in task.rows] == list("aabbddee")
     assert [row.prompt for row in task.eval_rows] == ["c", "z"]
-    assert capsys.readouterr().out == "2 of 10 prompts are not learned from: they are among those to evaluate on\n"
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("8 prompts of ") and first.endswith("rows.jsonl; reward: 1 x uppercase")
+    assert second == "2 of 10 prompts are not learned from: they are among those to evaluate on"
 
     flags = ["--dataset", "rows.jsonl", "--eval-share", 0.4, "--seed"]
     task = load(*flags, 0)
@@ -226,7 +252,8 @@ def test_evaluation_prompts_are_not_learned_from(load, capsys):
 def test_function_and_folder_give_the_split_that_is_asked_for(load):
     Path("mine.py").write_text(
         "def rows(split):\n    return [{'prompt': f'{split} {i}'} for i in range(2)]\n"
-        "DEFAULTS = {'dataset': 'mine:rows', 'reward': ['recipe.uppercase:uppercase'], 'eval_split': 'held out'}\n"
+        "REWARD = 'recipe.tasks.uppercase:uppercase'\n"
+        "DEFAULTS = {'dataset': 'mine:rows', 'reward': [REWARD], 'eval_split': 'held out'}\n"
     )
     task = load("--task", "mine")
     assert [row.prompt for row in task.rows] == ["train 0", "train 1"]
@@ -237,6 +264,22 @@ def test_function_and_folder_give_the_split_that_is_asked_for(load):
     task = load("--task", "mine", "--dataset", "folder", "--eval-dataset", "folder")
     assert [row.prompt for row in task.rows] == ["train"]
     assert [row.prompt for row in task.eval_rows] == ["test"]
+
+
+def test_start_says_which_rewards_count_how_much(load, capsys):
+    Path("mine.py").write_text("def long(completions, **_):\n    return map(len, completions)\n")
+    load("--reward", "mine:long", "recipe.tasks.uppercase:uppercase", "--reward-weights", 2, 0.5)
+    assert capsys.readouterr().out.endswith("; reward: 2 x long + 0.5 x uppercase\n")
+
+
+def test_data_of_ones_own_want_a_reward_unless_a_task_is_asked_for(load, capsys):
+    write_lines("rows.jsonl", {"prompt": "a"})
+    with pytest.raises(TaskError, match=r"--reward is missing: .* a prompt of .*rows.jsonl worth"):
+        load("--dataset", "rows.jsonl", reward=None)
+    load("--task", "uppercase", "--dataset", "rows.jsonl", reward=None)
+    assert capsys.readouterr().out.endswith("rows.jsonl; reward: 1 x uppercase\n")
+    load(reward=None)
+    assert capsys.readouterr().out.endswith("reward: 1 x uppercase\n")
 
 
 GSM8K = [
@@ -256,7 +299,7 @@ def test_gsm8k_from_disk(load, suffix):
         {"role": "user", "content": "And 1000 more?"},
     ]
     groups = [Group(row, group("It is 42.", "#### 1,042.00").rollouts) for row in task.rows]
-    assert sums(task.rewards.score(groups)) == [1.0, 0.0, 0.0, 1.0]
+    assert sums(score(task.rewards, *groups)) == [1.0, 0.0, 0.0, 1.0]
     assert task.eval_rows == []  # those of the hub's dataset, which is another
 
 
@@ -299,28 +342,62 @@ def test_final_number(text, number):
 # --- Tokens -----------------------------------------------------------------------------------------------------------
 
 
+def save_model(tokenizer, embeddings=None):
+    """Saves what is read of a model before it is loaded, to a folder "model"."""
+    tokenizer.save_pretrained("model")
+    OPTConfig(vocab_size=embeddings or len(tokenizer)).save_pretrained("model")
+
+
 def test_prompt_without_a_token_is_named(load):
     from tokenizers.normalizers import Strip
 
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.normalizer = Strip()
-    tokenizer.save_pretrained("model")
+    save_model(tokenizer)
     write_lines("rows.jsonl", {"prompt": "some"}, {"prompt": " \n"})
-    with pytest.raises(TaskError, match=r"rows.jsonl, line 2: the model's tokenizer makes no token of .* ' \\n'"):
+    with pytest.raises(
+        TaskError, match=r"rows.jsonl, row 1 of train: the model's tokenizer makes no token of .* ' \\n'"
+    ):
         load("--prompts", "rows.jsonl").tokenize("model")
 
 
+def test_prompt_with_a_token_that_the_model_does_not_know_is_named(load):
+    save_model(byte_tokenizer(), embeddings=100)
+    write_lines("rows.jsonl", {"prompt": "A"}, {"prompt": "Ā"})
+    task = load("--prompts", "rows.jsonl")
+    largest = max(byte_tokenizer().encode("Ā"))
+    with pytest.raises(
+        TaskError,
+        match=rf"rows.jsonl, row 1 of train: the tokenizer of model makes token {largest} .* has embeddings for 100:",
+    ):
+        task.tokenize("model")
+
+
+def test_completions_that_the_context_ends_before_their_time_are_announced(load):
+    save_model(byte_tokenizer())
+    write_lines("rows.jsonl", {"prompt": "4444"}, {"prompt": "7 bytes"})
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model")
+    assert task.check_lengths(23, max_tokens=16) == ""
+    assert task.check_lengths(22, max_tokens=16) == (
+        "\nthe engine takes 22 tokens: after the longest prompt, of 7, a completion ends at 15, and not at"
+        " --max-tokens 16"
+    )
+
+
 def test_prompt_without_room_for_a_completion_is_named(load):
-    byte_tokenizer().save_pretrained("model")
+    save_model(byte_tokenizer())
     write_lines("rows.jsonl", {"prompt": "short"}, {"prompt": "7 bytes"})
     task = load("--prompts", "rows.jsonl")
     task.tokenize("model", 8)
-    with pytest.raises(TaskError, match=r"rows.jsonl, line 2: .* '7 bytes'\.\.\. has 7 tokens, .* room for 7"):
+    with pytest.raises(
+        TaskError, match=r"rows.jsonl, row 1 of train: .* '7 bytes'\.\.\. has 7 tokens, and the engine takes 7 "
+    ):
         task.check_lengths(7)
 
 
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
     "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
     "<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{% if think is false %}<quick>{% endif %}"
@@ -339,6 +416,7 @@ def chat_tokenizer(folder="model", tokenizer=None):
 
 def test_every_prompt_has_one_bos_and_messages_end_where_the_answer_begins(load):
     tokenizer = chat_tokenizer()
+    save_model(tokenizer)
     messages = [{"role": "user", "content": "Hi"}]
     write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": messages}, {"prompt": [*messages, *messages]})
     task = load("--prompts", "rows.jsonl", "--chat-template-kwargs", '{"think": false}', "--eval-share", 0.3)
@@ -352,6 +430,35 @@ def test_every_prompt_has_one_bos_and_messages_end_where_the_answer_begins(load)
     assert [row.prompt_ids.count(tokenizer.bos_token_id) for row in rows] == [1, 1, 1]
 
 
+def test_answer_that_a_prompt_begins_is_continued(load):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
+    save_model(tokenizer)
+    write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh,"}]})
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model")
+    assert tokenizer.decode(task.rows[0].prompt_ids) == "</s><user>Hi<end><assistant>Oh,"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_tools_reach_the_chat_template_as_they_are_in_their_row(load, suffix):
+    """`datasets` gives each object of a parquet file the keys of all others, with None."""
+    tokenizer = chat_tokenizer()
+    save_model(tokenizer)
+    tools = [[{"name": "add", "takes": {"x": "int"}}], [{"name": "say", "takes": {"text": "str"}}], None]
+    frame = pandas.DataFrame({"prompt": [[{"role": "user", "content": "Hi"}]] * 3, "tools": tools})
+    write = {"jsonl": lambda path: frame.to_json(path, orient="records", lines=True), "parquet": frame.to_parquet}
+    write[suffix](f"rows.{suffix}")
+    task = load("--dataset", f"rows.{suffix}")
+    task.tokenize("model")
+    assert [tokenizer.decode(row.prompt_ids) for row in task.rows] == [
+        '</s>[{"name": "add", "takes": {"x": "int"}}]<user>Hi<assistant>',
+        '</s>[{"name": "say", "takes": {"text": "str"}}]<user>Hi<assistant>',
+        "</s><user>Hi<assistant>",
+    ]
+    assert [row.columns["tools"] for row in task.rows] == tools
+
+
 def test_system_prompt_goes_before_messages_that_have_none(load):
     asked, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Sing."}
     write_lines("rows.jsonl", {"prompt": [asked]}, {"prompt": [system, asked]})
@@ -361,14 +468,17 @@ def test_system_prompt_goes_before_messages_that_have_none(load):
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [(None, "row.* line 2: the prompt is chat messages, and model has no chat template"), (TEMPLATE, "no such role")],
+    [
+        (None, "rows.jsonl, row 1 of train: the prompt is chat messages, and model has no chat template"),
+        (TEMPLATE, "no such role"),
+    ],
 )
 def test_messages_that_cannot_become_a_prompt_are_named(load, template, message):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    tokenizer.save_pretrained("model")
+    save_model(tokenizer)
     write_lines("rows.jsonl", {"prompt": "a"}, {"prompt": [{"role": "tool", "content": "b"}]})
-    with pytest.raises(TaskError, match=f"rows.jsonl, line 2: .*{message}" if template else message):
+    with pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: .*{message}" if template else message):
         load("--prompts", "rows.jsonl").tokenize("model")
 
 
@@ -383,10 +493,10 @@ def test_reward_gets_the_columns(load):
     write_lines("rows.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"})
     task = load("--prompts", "rows.jsonl", "--reward", "graded:reward")
     groups = [Group(row, group(text).rollouts) for row, text in zip(task.rows, ("ab", "xx"), strict=True)]
-    groups = task.rewards.score(groups)
-    assert sums(groups) == [1.0, 0.0]
-    assert [group.rollouts[0].rewards for group in groups] == [{"reward": 1.0}, {"reward": 0.0}]
-    assert task.rewards.metrics(groups) == {"rewards/reward/mean": 0.5}
+    batch = score(task.rewards, *groups)
+    assert sums(batch) == [1.0, 0.0]
+    assert [rollout.rewards for rollout in batch.rollouts] == [{"reward": 1.0}, {"reward": 0.0}]
+    assert batch.metrics == {"rewards/reward/mean": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -421,7 +531,7 @@ def test_reward_that_does_not_fit_the_columns_is_refused_without_a_call(rewards,
 )
 def test_reward_that_returns_nonsense(rewards, returned, message):
     with pytest.raises(TaskError, match=f"the reward mine {message}"):
-        rewards(mine=returned).score([group("x", "y")])
+        score(rewards(mine=returned), group("x", "y"))
 
 
 def test_rewards_are_weighted_and_none_leaves_one_out(rewards):
@@ -431,27 +541,29 @@ def test_rewards_are_weighted_and_none_leaves_one_out(rewards):
         second=lambda completions, **_: [4.0 if text in ("1", "x") else None for text in completions],
     )
     with pytest.raises(TaskError, match="the reward first raised ValueError: could not convert string to float: 'x'"):
-        functions.score([group("x")])
-    groups = functions.score([group("1", "0.1", "0.1"), group("3", "5", "-"), group("-", "-")])
-    # Left out by all: the mean of the group's others, or 0.
-    assert sums(groups) == [2 * 1 + 0.5 * 4, 0.2, 0.2, 6, 10, 8, 0, 0]
-    assert groups[0].rollouts[1].rewards == {"first": 0.1, "second": None}
-    assert [group.is_equal for group in groups] == [False, False, True]
-    assert functions.metrics(groups) == {"rewards/first/mean": pytest.approx(9.2 / 5), "rewards/second/mean": 4.0}
-    assert "rewards/second/mean" not in functions.metrics(groups[2:])
+        score(functions, group("x"))
+    batch = score(functions, group("1", "0.1", "0.1"), group("3", "5", "-"), group("-", "-"))
+    assert sums(batch) == [2 * 1 + 0.5 * 4, 0.2, 0.2, 6, 10, None, None, None]  # what all leave out is not known
+    assert batch.rollouts[1].rewards == {"first": 0.1, "second": None}
+    assert [group.is_equal for group in batch.groups] == [False, False, True]
+    assert batch.metrics == {"rewards/first/mean": pytest.approx(9.2 / 5), "rewards/second/mean": 4.0}
+    assert reward_metrics(batch.groups[2:]) == {}
+    assert [rollout.reward for rollout in batch.known_rollouts()] == [4, 0.2, 0.2, 6, 10]
+    with pytest.raises(TaskError, match="the rewards of all completions of this step are None"):
+        Batch(batch.groups[2:]).known_rollouts()
 
 
 def test_completion_left_out_does_not_make_equal_rewards_unequal(rewards):
-    score = rewards(mine=lambda completions, **_: [None if text == "-" else 0.1 for text in completions]).score
-    assert score([group(*"aaaaaaa-")])[0].is_equal  # 7 * 0.1 / 7 is another number
+    mine = rewards(mine=lambda completions, **_: [None if text == "-" else 0.1 for text in completions])
+    assert score(mine, group(*"aaaaaaa-")).groups[0].is_equal  # 7 * 0.1 / 7 is another number
 
 
 def test_rewards_of_the_same_name_are_told_apart(load):
     for name in ("one", "two"):
         Path(f"{name}.py").write_text(f"def reward(completions, **_):\n    return [len('{name}')] * len(completions)\n")
-    task = load("--reward", "one:reward", "--reward", "two:reward", "recipe.uppercase:uppercase")
-    groups = task.rewards.score([group("A")])
-    assert groups[0].rollouts[0].rewards == {"one:reward": 3.0, "two:reward": 3.0, "uppercase": 1.0}
+    task = load("--reward", "one:reward", "--reward", "two:reward", "recipe.tasks.uppercase:uppercase")
+    (rollout,) = score(task.rewards, group("A")).rollouts
+    assert rollout.rewards == {"one:reward": 3.0, "two:reward": 3.0, "uppercase": 1.0}
 
 
 def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
@@ -476,10 +588,27 @@ def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
 
     functions = rewards(third=third, first=first, second=second, fourth=Fourth())
     for _ in range(2):  # the second time in the same loop
-        assert list(functions.score([group("a")])[0].rollouts[0].rewards) == ["third", "first", "second", "fourth"]
+        assert list(score(functions, group("a")).rollouts[0].rewards) == ["third", "first", "second", "fourth"]
     assert len(loops) == 4
     assert len(set(loops)) == 1
     assert threads == [threading.main_thread()] * 2
+
+
+def test_each_call_has_one_prompts_completions_and_coroutines_of_all_prompts_run_at_once(rewards):
+    everyone, calls = threading.Barrier(3), []
+
+    async def judge(prompts, **_):
+        await asyncio.to_thread(everyone.wait, 20)
+        return [1.0] * len(prompts)
+
+    def plain(completions, answer, **_):
+        calls.append((completions, answer))
+        return [0.0] * len(completions)
+
+    groups = [group("a", "b", answer=1), group("c", answer=2), group("d", answer=3)]
+    batch = score(rewards(columns=["answer"], judge=judge, plain=plain), *groups)
+    assert calls == [(["a", "b"], [1, 1]), (["c"], [2]), (["d"], [3])]
+    assert sums(batch) == [1.0] * 4
 
 
 def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
@@ -501,9 +630,9 @@ def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
         raise KeyError("no")
 
     with pytest.raises(SystemExit):
-        rewards(quick=quick, slow=slow, waiting=waiting, mine=leaves).score([group("a")])
+        score(rewards(quick=quick, slow=slow, waiting=waiting, mine=leaves), group("a"))
     with pytest.raises(TaskError, match=r"the reward mine raised KeyError: 'no' \(test_task.py, line"):
-        rewards(quick=quick, slow=slow, waiting=waiting, mine=fails).score([group("a")])
+        score(rewards(quick=quick, slow=slow, waiting=waiting, mine=fails), group("a"))
     assert time.monotonic() - started < 30
     ended.set()
 
@@ -523,12 +652,12 @@ def test_messages_give_conversational_completions_and_what_trl_passes(rewards):
             log_metric("longest", value)
         return [1, True]
 
-    functions = rewards(mine=mine, columns=["answer"])
-    (scored,) = functions.score([group("ab", "c", prompt=MESSAGES, answer="1")], step=5, steps=9)
-    assert [rollout.reward for rollout in scored.rollouts] == [1.0, 1.0]
-    assert [rollout.extra for rollout in scored.rollouts] == [{"length": 2}, {"length": 1}]
-    assert functions.metrics([scored]) == {"longest": 1.5, "rewards/mine/mean": 1.0}
-    assert functions.metrics([scored]) == {"rewards/mine/mean": 1.0}
+    functions = rewards(mine=mine, columns=["answer"], steps=9)
+    for _ in range(2):  # nothing is left for the next step
+        scored = score(functions, group("ab", "c", prompt=MESSAGES, answer="1"), steps_done=4)
+        assert sums(scored) == [1.0, 1.0]
+        assert [rollout.extra for rollout in scored.rollouts] == [{"length": 2}, {"length": 1}]
+        assert scored.metrics == {"longest": 1.5, "rewards/mine/mean": 1.0}
 
 
 def test_column_that_completions_have_already_is_an_error(rewards):
@@ -538,7 +667,7 @@ def test_column_that_completions_have_already_is_an_error(rewards):
     with pytest.raises(
         TaskError, match="the reward mine raised ValueError: log_extra: completions have a column 'step'"
     ):
-        rewards(mine=mine).score([group("a")])
+        score(rewards(mine=mine), group("a"))
 
 
 def test_trls_own_rewards_run_unchanged(load):
@@ -554,7 +683,7 @@ def test_trls_own_rewards_run_unchanged(load):
     task = load("--prompts", "rows.jsonl", "--reward", *names)
     right, wrong = r"<think>half</think>So $\boxed{1}$", r"<think>$\boxed{2}$"
     groups = [Group(row, group(right, wrong).rollouts) for row in task.rows]
-    (first, second), (unknown, _) = (group.rollouts for group in task.rewards.score(groups))
+    first, second, unknown, _ = score(task.rewards, *groups).rollouts
     assert first.rewards == {
         "think_format_reward": 1.0,
         "accuracy_reward": 1.0,
@@ -575,17 +704,17 @@ def test_rewards_are_called_as_trls_trainer_calls_them(rewards, monkeypatch):
 
     calls = []
 
-    def spy(**arguments):
-        calls.append(arguments)
-        return [1.0, None, 3.0, 0.5]
+    def spy(completions, **arguments):
+        calls.append(arguments | {"completions": completions})
+        return [{"ab": 1.0, "c": None, "d": 3.0, "e": 0.5}[message["content"]] for (message,) in completions]
 
-    async def other(**_):
-        return [1, 2, 3, 4]
+    async def other(completions, **_):
+        return [{"ab": 1, "c": 2, "d": 3, "e": 4}[message["content"]] for (message,) in completions]
 
     groups = [group("ab", "c", prompt=MESSAGES, answer=1), group("d", "e", prompt=MESSAGES, answer=None)]
-    scored = rewards(columns=["answer"], spy=spy, other=other).score(groups)
-    rollouts = [rollout for group in scored for rollout in group.rollouts]
-    (ours,) = calls
+    scored = score(rewards(columns=["answer"], spy=spy, other=other), *groups)
+    once = {"trainer_state", "log_extra", "log_metric"}  # and of all else an entry for each completion
+    ours = {name: value if name in once else value + calls[1][name] for name, value in calls[0].items()}
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: tensor)
@@ -606,11 +735,12 @@ def test_rewards_are_called_as_trls_trainer_calls_them(rewards, monkeypatch):
         trainer, inputs, ours["prompts"], ours["completions"], ours["completion_ids"]
     )
     loop.call_soon_threadsafe(loop.stop)
-    assert calls[1].keys() == ours.keys()
-    assert vars(ours["trainer_state"]).items() <= vars(calls[1]["trainer_state"]).items()
-    for name in ours.keys() - {"trainer_state", "log_extra", "log_metric"}:
-        assert calls[1][name] == ours[name], name
-    own = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in rollouts]
+    (theirs,) = calls[2:]
+    assert theirs.keys() == ours.keys()
+    assert vars(ours["trainer_state"]).items() <= vars(theirs["trainer_state"]).items()
+    for name in ours.keys() - once:
+        assert theirs[name] == ours[name], name
+    own = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in scored.rollouts]
     torch.testing.assert_close(values, torch.tensor(own, dtype=torch.float32), equal_nan=True)
     assert sums(scored) == values.nansum(1).tolist()
 
@@ -624,29 +754,43 @@ def test_code_of_the_documentation_runs_as_printed(load):
     assert {row.prompt for row in task.eval_rows}.isdisjoint(row.prompt for row in task.rows)
     row = task.rows[0]
     right = row.columns["answer"]
-    groups = task.rewards.score([Group(row, group(f"{right} is it", "?").rollouts)])
-    assert [list(rollout.rewards.values()) for rollout in groups[0].rollouts] == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert task.rewards.metrics(groups)["completions/chars"] == (len(right) + 7) / 2
+    batch = score(task.rewards, Group(row, group(f"{right} is it", "?").rollouts))
+    assert [list(rollout.rewards.values()) for rollout in batch.rollouts] == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert batch.metrics["completions/chars"] == (len(right) + 7) / 2
 
 
 # --- Dynamic sampling -------------------------------------------------------------------------------------------------
 
 
-class Engine:
-    """Stands for an engine actor. A completion has the prompt's text, or its own number where that is a "?"."""
+class Engines:
+    """Stands for a group of engine actors. Each has an answer: answer(text, i) is the i-th completion of a prompt with
+    this text. `calls` are the arguments of each one's calls."""
 
-    def __init__(self):
-        self.sample, self.asked = SimpleNamespace(remote=self.complete), []
+    def __init__(self, *answers):
+        self.answers, self.calls, self.session = answers, [[] for _ in answers], self
 
-    def complete(self, prompts, args, seed, first, evaluation):
-        assert prompts  # an engine for which there are none is left alone
-        self.asked.append(len(prompts))
-        texts = ["".join(map(chr, ids)) for ids in prompts]
+    def __len__(self):
+        return len(self.answers)
+
+    def begin(self, method, each):
+        assert method == "sample"
+        return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
+
+    def sample(self, answer, calls, prompts, first, args, seed, evaluation):
+        calls.append((prompts, first, args, seed, evaluation))
         return [
-            Rollout(ids, [1], [0.0], None, str(i) if text == "?" else text)
-            for ids, text in zip(prompts, texts, strict=True)
+            Rollout(ids, [1], [0.0], None, answer("".join(map(chr, ids)), i))
+            for ids in prompts
             for i in range(args.group_size)
         ]
+
+    def wait(self, phase, calls):
+        return calls
+
+
+def its_number(text, i):
+    """A completion that is the prompt's text, or where that is a "?" its own number."""
+    return str(i) if text == "?" else text
 
 
 @pytest.mark.parametrize(
@@ -662,26 +806,39 @@ class Engine:
     ],
 )
 def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, prompts, asked, differ):
-    Path("graded.py").write_text("def reward(completions, **_):\n    return [text == '1' for text in completions]\n")
+    Path("graded.py").write_text(
+        "def reward(completions, trainer_state, log_metric, **_):\n"
+        "    log_metric('steps done', trainer_state.global_step)\n"
+        "    return [text == '1' for text in completions]\n"
+    )
     write_lines("rows.jsonl", *({"prompt": prompt, "number": i} for i, prompt in enumerate(prompts)))
     task = load("--prompts", "rows.jsonl", "--reward", "graded:reward", "--prompts-per-step", 4)
     for row in task.rows:
         row.prompt_ids = list(map(ord, row.prompt))
-    session, args = SimpleNamespace(wait=lambda _, **calls: calls.values()), Arguments(dynamic_sampling=rounds)
+    args = Arguments(dynamic_sampling=rounds)
+
+    def batch_of(engines, step):
+        batch = task.rewards.score(complete(engines, task.draw(step), args, step), step - 1)
+        return resample(engines, task, batch, args, step)
+
+    def content(batch):
+        return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]
+
     seen, counts = set(), set()
     for step in range(1, 20):
-        engine = Engine()
-        batch = generate(session, {"engine": engine}, task, args, step)
+        engine = Engines(its_number)
+        batch = batch_of(engine, step)
         kept, first = [group.row for group in batch.groups], task.draw(step)
         assert len({row.columns["number"] for row in kept}) == 4
         assert all(new is old for new, old in zip(kept, first, strict=True) if old.prompt == "?")  # and in its place
         replaced = sum(new is not old for new, old in zip(kept, first, strict=True))
-        assert batch.metrics.get("dynamic_sampling/replaced", 0) == replaced
-        assert batch.metrics["rewards/reward/mean"] == sum(sums(batch.groups)) / 32
-        seen.add(tuple(engine.asked))
+        assert batch.metrics["dynamic_sampling/replaced"] == replaced
+        assert batch.metrics["rewards/reward/mean"] == sum(sums(batch)) / 32
+        assert batch.metrics["steps done"] == step - 1
+        seen.add(tuple(len(prompts) for prompts, *_ in engine.calls[0]))
         counts.add(sum(not group.is_equal for group in batch.groups))
-        two = generate(session, {"engine0": Engine(), "engine1": Engine()}, task, args, step)
-        assert two == batch  # whatever was drawn before, and however many engines there are
+        two = batch_of(Engines(its_number, its_number), step)
+        assert content(two) == content(batch)  # whatever was drawn before, and however many engines there are
     assert asked in (None, seen)
     assert counts == differ
 

@@ -19,15 +19,16 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore, rendezvous
 
-from recipe.sharding import join_ranks
+from recipe.learning.sharding import join_ranks
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
 from weight_sync import buckets, link
 from weight_sync import groups as groups_module
-from weight_sync.buckets import ALIGN_BYTES, plan_buckets
-from weight_sync.channels import BroadcastChannel
+from weight_sync.buckets import ALIGN_BYTES, piece_of, plan_buckets
+from weight_sync.channels import BroadcastChannel, BroadcastStaging
 from weight_sync.groups import GlooCommunicator
 from weight_sync.link import BUSY_POLL_SECONDS
 from weight_sync.lora import LoRAWeight
+from weight_sync.ranks import Ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -38,21 +39,18 @@ class Engine:
 
     def __init__(self, dtypes=None, fail_at=None):
         self.dtypes, self.fail_at = dtypes or {}, fail_at
-        self.weights, self.version, self.digest, self.loading = {}, 0, None, False
-        self.loaded_buffers, self.sent = set(), SimpleNamespace(buffers=set())
+        self.weights, self.version, self.digest, self.sent, self.samples = {}, 0, None, None, None
 
     def preflight(self, metadata):
         problems = [f"{name}: unknown" for name, _, _ in metadata if name.startswith("unknown")]
         return [self.dtypes.get(name, dtype) for name, dtype, _ in metadata], problems
 
-    def load(self, weights):
-        for name, weight in weights:
-            if name == self.fail_at:
-                raise ValueError(f"cannot load {name}")
-            self.weights[name] = weight
-
-    def finish(self, complete=False):
-        pass
+    def reload(self, batches, sent):
+        for weights in batches:
+            for name, weight in weights:
+                if name == self.fail_at:
+                    raise ValueError(f"cannot load {name}")
+                self.weights[name] = weight
 
     def record(self, buckets, staging):
         return "a dictionary has no loader to record"
@@ -72,6 +70,7 @@ class Worker(WorkerExtension):
 
     def __init__(self, engine, communicator):
         self.weight_model, self.model_update_group = engine, communicator
+        self.weight_role = f"engine worker {communicator.rank - 1}"
 
 
 def communicator(store, rank, world_size):
@@ -175,6 +174,58 @@ def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
         assert thread.error is None
 
 
+@pytest.mark.parametrize("side", ["trainer", "worker"])
+@pytest.mark.parametrize(("bucket", "piece"), [(0, 0), (0, -1), (-1, -1)])
+def test_one_flipped_bit_on_the_way_ends_the_sync_on_both_sides(monkeypatch, side, bucket, piece):
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
+    trainer, *others = groups(3)
+    receiving = [Receiving(Worker(Engine(), other), syncs=2) for other in others]
+    sender, tensors = WeightSender(trainer), random_tensors()
+    sender.send_weights(tensors.items())
+    staging = sender.staging if side == "trainer" else receiving[1].worker.weight_staging
+    start, bucket = staging.start, bucket % len(staging.buckets)
+    flipped = staging.buckets[bucket][piece]
+
+    def flip():
+        staging.words(bucket, flipped)[flipped.nbytes - 1] ^= 1
+        return True
+
+    def starts(i):
+        if side == "trainer":
+            assert i != bucket or flip()
+            return start(i)
+        arrived = start(i)
+        return lambda: arrived() and (i != bucket or flip())
+
+    staging.start = starts
+    with pytest.raises(WeightSyncError, match=r"engine worker \d .* the weights that arrived are not those that"):
+        sender.send_weights(tensors.items())
+    receiving[1].join(10)
+    assert "the weights that arrived are not those that the trainer sent" in receiving[1].error
+    assert not receiving[1].worker.check_weights_changed()
+
+
+def test_wrong_word_of_a_merged_weight_ends_the_sync(monkeypatch):
+    trainer, other = groups(2)
+    receiving, sender = Receiving(Worker(Engine(), other), syncs=2), WeightSender(trainer)
+    adapted = LoRAWeight(torch.randn(3, 64), torch.randn(2, 64), torch.randn(3, 2), 0.7)
+    weights = [("embedding", torch.randn(9)), ("w", adapted)]
+    sender.send_weights(weights)
+    merge = LoRAWeight.merge
+
+    def merge_wrongly(*args):
+        merged = merge(*args)
+        merged[1, 17] *= 1.001
+        return merged
+
+    monkeypatch.setattr(LoRAWeight, "merge", merge_wrongly)
+    with pytest.raises(WeightSyncError, match=r"1 sampled elements of a merged weight are not base"):
+        sender.send_weights(weights)
+    receiving.join(10)
+    assert "the trainer" in receiving.error and "1 sampled elements of a merged weight" in receiving.error
+    assert not receiving.worker.check_weights_changed()
+
+
 @pytest.fixture
 def ipv6_port():
     try:
@@ -272,6 +323,30 @@ def test_group_that_does_not_come_together_is_an_error(monkeypatch):
             stateless_init_process_group("127.0.0.1", port, rank, 2, torch.device("cpu"))
 
 
+def test_workers_that_keep_a_tensor_in_different_dtypes_are_an_error():
+    trainer, *others = groups(3)
+    engines = [Engine(dtypes={"w": "float32"}), Engine(dtypes={"w": "bfloat16", "b": None})]
+    receiving = [Receiving(Worker(engine, other)) for engine, other in zip(engines, others, strict=True)]
+    with pytest.raises(
+        WeightSyncError, match=r"sent:\n  w: workers keep it in different dtypes, \['bfloat16', 'float32'\]$"
+    ):
+        WeightSender(trainer).send_weights([(name, torch.ones(4)) for name in "wb"])
+    for thread in receiving:
+        thread.join(10)
+
+
+def test_version_goes_on_from_the_latest_of_any_worker():
+    trainer, *others = groups(4)
+    workers = [Worker(Engine(), other) for other in others]
+    for worker, version in zip(workers, (3, 5, 4), strict=True):  # as failed syncs may leave them
+        worker.weight_model.version = version
+    receiving = [Receiving(worker) for worker in workers]
+    assert WeightSender(trainer).send_weights([("w", torch.ones(4))]).version == 6
+    for thread in receiving:
+        thread.join(10)
+    assert [worker.weight_model.version for worker in workers] == [6, 6, 6]
+
+
 def test_preflight_names_the_problem_on_both_sides():
     trainer, *others = groups(3)
     receiving = [Receiving(Worker(Engine(), other)) for other in others]
@@ -304,7 +379,7 @@ def test_worker_that_raises_ends_the_trainers_wait_with_its_traceback():
 def _worker_process(port, rank, world_size, ready):
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
     worker = Worker(Engine(), communicator(store, rank, world_size))
-    worker.weight_model.load = lambda weights: (ready.set(), time.sleep(60))  # dies while it loads
+    worker.weight_model.reload = lambda *_: (ready.set(), time.sleep(60))  # dies while it loads
     worker.receive_weights(timeout=20)
 
 
@@ -377,8 +452,100 @@ def test_peer_that_stops_in_the_middle_of_a_message_is_not_called_dead(monkeypat
         connection.recv(timeout=1)
 
 
+def linked():
+    """Both ends of a link."""
+    return [link.Link(each) for each in socket.socketpair()]
+
+
+@pytest.mark.parametrize("wait", ["for an answer", "for a transfer"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_any_peer_that_fails_ends_the_wait_for_the_others(wait, failing):
+    ours, theirs = zip(*(linked() for _ in range(2)), strict=True)
+    threading.Timer(0.2, theirs[failing].close, args=("no memory",)).start()
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match="the other side failed: no memory"):
+        if wait == "for an answer":
+            link.recv_all(ours[:1], 20, ours[1:])
+        else:
+            link.wait_until(lambda: False, ours, started + 20)
+    assert time.monotonic() - started < 5
+
+
+def test_answers_of_several_peers_are_theirs_and_the_silent_one_is_named():
+    ours, theirs = zip(*(linked() for _ in range(3)), strict=True)
+    ours[2].peer = "engine worker 2"
+    theirs[1].send(n=1)
+    theirs[0].send(n=0)
+    theirs[0].send(n=10)
+    theirs[0].close()  # having answered
+    with pytest.raises(WeightSyncError, match=r"engine worker 2 did not answer within 0\.1 s"):
+        link.recv_all(ours, 0.1)
+    theirs[2].send(n=2)
+    assert link.recv_all(ours, 5, expected_soon=True) == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert ours[0].recv(1) == {"n": 10}
+
+
+def test_failed_send_says_what_the_peer_had_said():
+    ours, theirs = linked()
+    theirs.close("no memory")
+    with pytest.raises(WeightSyncError, match="the other side failed: no memory"):
+        ours.send(text="x" * (1 << 20))
+
+
+@pytest.mark.parametrize("how", ["broadcast", "sum"])
+def test_error_of_gloo_is_raised_though_its_work_is_complete(monkeypatch, how):
+    def fails():
+        raise RuntimeError("gloo's")
+
+    work = SimpleNamespace(is_completed=lambda: True, wait=fails)
+    if how == "broadcast":
+        planned = plan_buckets([("w", torch.uint8, (4,))], 1024)
+        staging = BroadcastStaging(SimpleNamespace(start_broadcast=lambda *_, **__: work), planned, torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="gloo's"):
+            staging.start(0)()
+    else:
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: work)
+        with pytest.raises(RuntimeError, match="gloo's"):
+            Ranks(SimpleNamespace(size=lambda: 2)).sum(torch.ones(1), [], time.monotonic() + 5)
+
+
+def test_time_allowed_grows_with_the_bytes():
+    allowed = [
+        buckets.seconds_allowed(plan_buckets([(n, torch.uint8, (1 << 30,)) for n in "abcd"[:count]], 1 << 30))
+        for count in (1, 4)
+    ]
+    assert allowed[0] > link.CONNECT_SECONDS
+    assert allowed[1] - allowed[0] == pytest.approx(3 * (1 << 30) / buckets.SLOWEST_BYTES_PER_SECOND)
+
+
+def test_row_that_is_larger_than_a_bucket_must_lie_in_one_piece():
+    tensor = torch.arange(40).view(4, 10).t()
+    planned = plan_buckets([("w", tensor.dtype, tuple(tensor.shape))], 8 * 20)
+    assert [piece_of(tensor, bucket[0]).shape for bucket in planned] == [(5, 4), (5, 4)]
+    assert torch.cat([piece_of(tensor, bucket[0]) for bucket in planned]).equal(tensor)
+    (first, *_), *_ = plan_buckets([("w", tensor.dtype, tuple(tensor.shape))], 8 * 3)
+    with pytest.raises(WeightSyncError, match="w is not contiguous, and one row of it is larger than a bucket"):
+        piece_of(tensor, first)
+    assert piece_of(tensor.contiguous(), first).tolist() == [0, 10, 20]
+
+
+def test_views_of_one_storage_are_not_tied_unless_they_are_the_same():
+    trainer, other = groups(2)
+    receiving, whole = Receiving(Worker(Engine(), other)), torch.arange(32.0)
+    sent = {"low": whole[:16], "high": whole[16:], "rows": whole[:16].view(4, 4), "columns": whole[:16].view(4, 4).t()}
+    assert WeightSender(trainer).send_weights([*sent.items(), ("tied", whole[16:])]).tensors == 4
+    receiving.join(10)
+    received = receiving.worker.weight_model.weights
+    assert received.keys() == sent.keys()
+    assert all(same_bits(received[name], tensor.contiguous()) for name, tensor in sent.items())
+
+
 @pytest.mark.parametrize(
-    "greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x03abc", b""]
+    "greeting",
+    [
+        *[b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x02{}", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x03abc", b""],
+        b'\x00\x00\x00\x22{"peer": "a stranger", "token":""}',
+    ],
 )
 def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
     monkeypatch.setattr(link, "HELLO_SECONDS", 0.2)

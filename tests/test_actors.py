@@ -1,0 +1,298 @@
+"""Groups of actors, and the session that waits for them: with a Ray of its own, without an engine.
+
+pytest tests/test_actors.py
+"""
+
+import os
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray import cloudpickle
+
+import rlhf_async
+from recipe.errors import RunError, TaskError
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.async_rollouts import RolloutsAhead
+from recipe.run import actors
+from recipe.run.actors import ActorGroup, Seat, StepClock, measure, memory_table, reserve, seat
+from recipe.run.arguments import RunArguments
+from recipe.run.session import RaySession
+from recipe.tasks.dataset import Row
+from recipe.tasks.rewards import Rewards
+from rlhf_utils import WeightSyncError
+
+FAULT_SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def ray_session():
+    with RaySession(RunArguments(timeout=60.0), lambda *_: None) as session:
+        yield session
+
+
+@pytest.fixture
+def session(ray_session, monkeypatch):
+    """The session, without actors. What it says of its progress is in `said`."""
+    said = []
+    monkeypatch.setattr(ray_session, "progress", lambda *progress: said.append(progress))
+    ray_session.said = said
+    yield ray_session
+    ray_session.end(dict(ray_session.actors), patience=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pickled_by_value():
+    """What Ray sends of this module to actors, which do not find it."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+class Actor:
+    """Does as it is told."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def answer(self, *args) -> tuple:
+        return self.number, *args
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def sleep(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.number
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def die(self, seconds: float = 0) -> None:
+        """Now, or so long after the answer."""
+        threading.Timer(seconds, os._exit, [1]).start() if seconds else os._exit(1)
+
+    def rollouts(self, count: int) -> list:
+        return [rollout() for _ in range(count)]
+
+
+class Sampler:
+    """An engine that dies of the second step's prompts."""
+
+    def __init__(self, number: int):
+        pass
+
+    async def sample(self, prompts, first, args, *_) -> list:
+        if prompts == [[2]]:
+            os._exit(1)
+        return [rollout() for _ in range(args.group_size)]
+
+
+def rollout():
+    from recipe.learning.rollout import Rollout  # takes seconds, which most actors need not spend
+
+    ids = np.zeros(1, np.int32)
+    return Rollout(ids, ids, ids, text="A", versions=ids)
+
+
+def group(session: RaySession, name: str, count: int = 1, cls: type = Actor, **options) -> ActorGroup:
+    return ActorGroup(session, name, cls, [Seat({"num_cpus": 0, **options}, [i]) for i in range(count)])
+
+
+def test_a_call_goes_to_all_actors_and_its_answers_come_in_their_order(session):
+    trainers, engine = group(session, "trainer", 2), group(session, "engine")
+    assert (len(trainers), len(engine)) == (2, 1)
+    assert [*session.actors] == ["trainer 0", "trainer 1", "engine"]
+    assert trainers.call("learning", "answer", "a", [1]) == [(0, "a", [1]), (1, "a", [1])]
+    assert trainers.call("learning", "answer", "a", each=[("x",), ("y", 2)]) == [(0, "a", "x"), (1, "a", "y", 2)]
+    assert trainers.first("learning", "answer", "a") == (0, "a")
+    assert trainers.rank_0("learning", "answer") == (0,)
+    assert engine.call("learning", "answer", each=[("own",)]) == [(0, "own")]
+
+    begun = engine.begin("sleep", 1) | trainers.begin("answer")
+    assert [*begun] == ["engine", "trainer 0", "trainer 1"]
+    assert session.wait("learning", begun) == [0, (0,), (1,)]
+
+    pid = engine.first("learning", "pid")
+    engine.end()
+    assert [*session.actors] == ["trainer 0", "trainer 1"]
+    assert trainers.call("learning", "sleep", 2) == [0, 1]  # with a look at those that are left
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.fixture
+def unpickled(monkeypatch):
+    """The rollouts that arrive in this process."""
+    arrived = []
+
+    def note(rollout, state) -> None:
+        arrived.append(rollout)
+        vars(rollout).update(state)
+
+    monkeypatch.setattr(Rollout, "__setstate__", note, raising=False)
+    return arrived
+
+
+def test_an_answer_is_fetched_once(session, unpickled):
+    (answer,) = group(session, "engine").call("generating", "rollouts", 5)
+    assert len(answer) == len(unpickled) == 5
+
+
+def one(completions, **_):
+    return [1.0] * len(completions)
+
+
+def test_rollouts_ahead_are_fetched_once_and_an_engine_that_dies_ends_the_step_that_waits_for_it(session, unpickled):
+    task = SimpleNamespace(
+        draw=lambda step: [Row(f"{step}", {}, "", [step])] * 2, rewards=Rewards([f"{__name__}:one"], None, [])
+    )
+    args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=2, max_staleness=0)
+    with RolloutsAhead(group(session, "engine", 2, Sampler), task, args, 0) as ahead:
+        assert len(ahead.take(1).rollouts) == len(unpickled) == 4
+        with pytest.raises(RunError, match=r"^the engine [01] died while generating$"):
+            ahead.take(2)
+
+
+@pytest.mark.parametrize("waiting_for", ["actor", "thread"])
+def test_a_death_of_an_actor_that_nobody_waits_for_ends_the_wait(session, waiting_for):
+    trainer, engine = group(session, "trainer"), group(session, "engine")
+    pid = engine.first("generating", "pid")
+    trainer.call("learning", "answer")
+    psutil.Process(pid).kill()
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"^the engine died while learning$"):
+        if waiting_for == "thread":
+            session.wait_for_thread(Future(), lambda: "learning")
+        else:
+            trainer.call("learning", "sleep", 60)
+    assert time.monotonic() - started < FAULT_SECONDS
+
+
+def test_a_death_of_an_actor_that_has_answered_already_ends_the_wait(session):
+    trainer, engine = group(session, "trainer"), group(session, "engine")
+    started = time.monotonic()
+    with pytest.raises(RunError, match=r"^the engine died while starting$"):
+        session.wait("starting", engine.begin("die", 1) | trainer.begin("sleep", 60))
+    assert time.monotonic() - started < FAULT_SECONDS
+
+
+def test_a_death_comes_before_a_failed_sync_and_that_before_all_other_errors(session):
+    trainer, engine, critic = (group(session, name) for name in ("trainer", "engine", "critic"))
+    sync, other = WeightSyncError("the engine's connection closed"), ValueError("of another kind")
+    for calls, error, message in (
+        (critic.begin("fail", other) | trainer.begin("fail", sync), WeightSyncError, "the engine's connection closed"),
+        (critic.begin("fail", other) | engine.begin("fail", TaskError("my words")), TaskError, "my words"),
+        (critic.begin("fail", other), RunError, "the critic failed while syncing: ValueError: of another kind"),
+        (trainer.begin("fail", sync) | engine.begin("die"), RunError, "the engine died while syncing"),
+    ):
+        with pytest.raises(error) as raised:
+            session.wait("syncing", calls)
+        assert str(raised.value) == message
+        shown = getattr(raised.value, "details", "")  # of what nobody expected
+        assert ("test_actors.py" in shown and "raise error" in shown) == ("of another kind" in message)
+
+
+@pytest.mark.parametrize("waiting_for", ["actor", "thread"])
+def test_a_phase_takes_no_longer_than_the_timeout_and_says_what_it_is(session, waiting_for, monkeypatch):
+    monkeypatch.setattr(session, "timeout", 2.5)
+    with pytest.raises(RunError, match=r"^learning was not done within 2\.5 s \(--timeout\)$"):
+        if waiting_for == "thread":
+            session.wait_for_thread(Future(), lambda: "learning")
+        else:
+            group(session, "trainer").call("learning", "sleep", 60)
+    assert session.said[:2] == [("learning", 1), ("learning", 2)]  # every second
+
+
+def test_each_phase_of_a_thread_has_its_own_time(session, monkeypatch):
+    monkeypatch.setattr(session, "timeout", 2.5)
+    phases, done = iter(["generating", "generating", "rewarding", "rewarding"]), Future()
+    threading.Timer(3.5, done.set_result, ["batch"]).start()
+    session.wait_for_thread(done, lambda: next(phases))
+    assert session.said[:3] == [("generating", 1), ("generating", 2), ("rewarding", 1)]
+
+
+def test_what_ray_does_not_have_is_said_and_not_waited_for(session, monkeypatch):
+    monkeypatch.setattr(actors, "RESERVE_SECONDS", 1)
+    with pytest.raises(
+        RunError, match=r"^Ray could not reserve \[\{'GPU': 1\}\] within 1 s: another run may hold them"
+    ):
+        reserve([{"GPU": 1}], "PACK")
+
+
+def test_an_actor_and_its_workers_take_the_bundles_of_its_seat(session):
+    bundles = reserve([{"CPU": 0.5}, {"CPU": 0.25}], "PACK")
+    try:
+        own = seat(bundles, 1, num_cpus=0.25)
+        assert (own.bundles, seat(bundles, 0, [0, 1]).bundles) == ([1], [0, 1])
+        assert group(session, "trainer", **own.options).first("starting", "answer") == (0,)
+    finally:
+        ray.util.remove_placement_group(bundles)
+
+
+# What a step takes
+
+
+def on_gpu(device, own, kept, used, gpu=140.0):
+    return {"device": device, "own": own, "kept": kept, "used": used, "gpu": gpu}
+
+
+def session_of(memories: dict[str, dict]):
+    """A session whose actors take this memory."""
+    actors = {
+        name: SimpleNamespace(memory=SimpleNamespace(remote=lambda answer=answer: answer))
+        for name, answer in memories.items()
+    }
+    return SimpleNamespace(actors=actors, wait=lambda phase, calls: [*calls.values()])
+
+
+def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
+    memories = {"trainer 0": on_gpu("a", 30.0, 20.0, 50.0), "critic": on_gpu("a", 9.0, 5.0, 50.0), "engine": {"own": 0}}
+    measured = {"memory/train/trainer": 30.0, "memory/train/critic": 9.0, "memory/train/engine": 25.0}
+    assert measure(session_of(memories), "train") == measured | {"memory/gpu": 140.0}
+    memories["engine"] = {}  # it has GPUs of its own
+    del measured["memory/train/engine"]
+    assert measure(session_of(memories), "train") == measured | {"memory/gpu": 140.0}
+
+
+def test_memory_is_the_largest_of_a_group_and_the_smallest_gpus():
+    memories = {"trainer 0": on_gpu("a", 30.0, 2.0, 62.0), "trainer 1": on_gpu("b", 9.0, 1.0, 6.0, 150.0)}
+    found = measure(session_of(memories | {"engine": {"own": 0.0}}), "rollout")
+    assert found == {"memory/rollout/trainer": 30.0, "memory/rollout/engine": 60.0, "memory/gpu": 140.0}
+    on_cpu = {"trainer 0": {"own": 1.5}, "trainer 1": {"own": 2.5}, "engine 0": {"own": 3.5}, "engine 1": {"own": 3.0}}
+    assert measure(session_of(on_cpu), "load") == {"memory/load/trainer": 2.5, "memory/load/engine": 3.5}
+
+
+def test_a_clock_has_the_seconds_of_each_phase_and_the_memory_in_it_where_devices_are_shared():
+    clock = StepClock()
+    time.sleep(0.2)
+    clock.end("rollout")
+    clock.end("train")
+    assert [*clock.metrics] == ["time/rollout", "time/train"]
+    assert 0.2 <= clock.metrics["time/rollout"] < 0.5
+    assert clock.metrics["time/train"] < 0.1
+
+    session = session_of({"trainer": {"own": 1.0}, "engine": {"own": 2.0}})
+    wait = session.wait
+    session.wait = lambda *args: time.sleep(0.2) or wait(*args)
+    clock = StepClock(session)
+    clock.end("rollout")
+    clock.end("train")
+    assert clock.metrics["memory/rollout/trainer"] == clock.metrics["memory/train/trainer"] == 1.0
+    assert clock.metrics["time/train"] < 0.1  # without the time that measuring takes
+
+
+def test_memory_is_shown_in_a_table_of_phases_and_groups():
+    metrics = {"reward/mean": 0.5, "memory/gpu": 140.0, "time/rollout": 1.0}
+    for phase, sizes in (("load", (1.0, 2.25)), ("rollout", (30.0, 62.0))):
+        metrics |= {f"memory/{phase}/{group}": size for group, size in zip(("trainer", "engine"), sizes, strict=True)}
+    assert [line.split() for line in memory_table(metrics).splitlines()] == [
+        ["GB", "trainer", "engine"],
+        ["load", "1.0", "2.2"],
+        ["rollout", "30.0", "62.0"],
+    ]

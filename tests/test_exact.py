@@ -1,0 +1,139 @@
+"""The operations of an exact trainer, with torch's arithmetic in the place of vLLM's kernels. The kernels themselves,
+and an exact run, are in test_gpu.py.
+
+pytest tests/test_exact.py
+"""
+
+import pytest
+import torch
+from test_learning import CPU, MODELS, config, rollouts, write_model
+from transformers import AutoConfig
+
+from recipe.learning import exact
+from recipe.learning.grpo import GRPOLearner
+from recipe.learning.model import Model
+
+EXACT = {"Llama": MODELS["Llama"], "Qwen2": MODELS["Llama"], "Mistral": MODELS["Llama"]}
+EXACT["Qwen3"] = {**MODELS["Llama"], "head_dim": 32}
+
+
+@pytest.fixture(autouse=True)
+def torch_arithmetic(monkeypatch):
+    """vLLM's kernels want a GPU."""
+
+    def rms_norm(x, weight, eps, first):
+        x = x.float()
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(weight.dtype)
+
+    def rotate(q, k, positions, table):
+        cos, sin = (half.repeat(1, 2)[positions][:, None] for half in table.chunk(2, -1))
+        halves = (torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) for x in (q, k))
+        return tuple(x * cos + half * sin for x, half in zip((q, k), halves, strict=True))
+
+    def attend(q, k, v, scale, window):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def attend_backward(grad, q, k, v, out, lse, scale, window):
+        with torch.enable_grad():
+            own = [x.detach().requires_grad_() for x in (q, k, v)]
+            attend(*own, scale, window)[0].backward(grad)
+        return tuple(x.grad for x in own)
+
+    def table(config, device):
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        positions = torch.arange(config.max_position_embeddings)[None]
+        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+        half = cos.shape[-1] // 2
+        return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+
+    monkeypatch.setattr(exact, "rms_norm_kernel", rms_norm)
+    monkeypatch.setattr(exact, "rotary_kernel", rotate)
+    monkeypatch.setattr(exact, "attention_kernel", attend)
+    monkeypatch.setattr(exact, "attention_backward_kernel", attend_backward)
+    monkeypatch.setattr(exact, "rotary_table", table)
+    monkeypatch.setattr(
+        exact,
+        "logprob_kernel",
+        lambda logits, targets, temperature: (
+            (logits.float() / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        ),
+    )
+
+
+@pytest.mark.parametrize("architecture", EXACT)
+def test_exact_model_computes_what_transformers_computes_and_has_its_gradients(tmp_path, architecture):
+    path = write_model(architecture, tmp_path, **EXACT[architecture])
+    plain, exactly = (GRPOLearner(path, config(temperature=0.7), CPU) for _ in range(2))
+    batch = rollouts(plain)
+    exactly.make_exact("on")
+    gradients = []
+    for learner in (plain, exactly):
+        logprobs, entropies = learner.model.score(batch, 8, entropy=True)
+        logprobs.square().sum().backward()
+        gradients.append((logprobs, entropies, {n: p.grad for n, p in learner.model.module.named_parameters()}))
+    (logprobs, entropies, expected), (own, own_entropies, found) = gradients
+    torch.testing.assert_close(own, logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(own_entropies, entropies, atol=1e-5, rtol=1e-5)
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
+
+
+def test_model_is_plain_again_where_it_is_told_so(tmp_path):
+    model = Model(write_model("Llama", tmp_path, **EXACT["Llama"]), config(), CPU)
+    ids = torch.arange(2, 20)[None]
+    with torch.no_grad():
+        before = model.module(ids).logits
+        model.make_exact(True)
+        assert model.module.config._attn_implementation == "exact"
+        model.make_exact(False)
+        assert model.module(ids).logits.equal(before)
+
+
+def test_another_model_of_the_family_stays_plain(tmp_path):
+    path = write_model("Llama", tmp_path, **EXACT["Llama"])
+    other = Model(path, config(), CPU)
+    ids = torch.arange(2, 20)[None]
+    with torch.no_grad():
+        before = other.module(ids).logits
+        Model(path, config(), CPU).make_exact(True)
+        assert other.module(ids).logits.equal(before)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "missing"),
+    [
+        *((name, "") for name in (*EXACT, "OPT")),
+        ("Gemma2", "its activation gelu_pytorch_tanh"),
+        ("Cohere", "CohereAttention"),
+    ],
+)
+def test_operation_that_is_not_known_is_named(tmp_path, architecture, missing):
+    options = EXACT.get(architecture) or MODELS[architecture]
+    found = exact.missing_operation(AutoConfig.from_pretrained(write_model(architecture, tmp_path, **options)))
+    assert found.endswith(missing) and bool(found) == bool(missing)
+
+
+def test_token_that_differs_is_an_error_or_said_once(tmp_path, capsys):
+    from dataclasses import replace
+
+    from recipe.errors import MismatchError
+
+    learner = GRPOLearner(write_model("Llama", tmp_path, **EXACT["Llama"]), config(), CPU)
+    learner.make_exact("on")
+    batch = rollouts(learner)
+    assert learner.learn(batch)["logprobs/different_tokens"] == 0
+    wrong = rollouts(learner)
+    shifted = list(wrong[2].logprobs)
+    shifted[0] += 1e-6
+    wrong[2] = replace(wrong[2], logprobs=shifted)
+    with pytest.raises(MismatchError, match=r"--exact on: at step 2 1 of .* token 0 of completion 2 by "):
+        learner.learn(wrong)
+    learner.make_exact("auto")
+    for _ in range(2):
+        assert learner.learn(wrong)["logprobs/different_tokens"] >= 1
+    assert capsys.readouterr().out.count("importance weights correct for that") == 1

@@ -1,0 +1,121 @@
+"""A worker that reads the trainer's own memory, as by CUDA IPC: what a sample finds. Triton's interpreter runs the
+kernel, on memory of the CPU.
+
+pytest tests/test_samples.py
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MAPPED = """
+import threading
+
+import torch
+from test_replay import Engine, Model, tensors
+from test_shared_memory import CPU, Worker
+from test_transport import Receiving
+
+import rlhf_utils
+from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, rebuild_ipc
+from weight_sync import copies, samples
+from weight_sync.channels import TrainerMemory
+from weight_sync.groups import shared_buffer
+
+DIFFERS = "a sample of what the last sync left in the engine was not what the trainer had"
+copies._has_kernel, copies.SHORTEST_RUN, samples.SAMPLED_BLOCKS = lambda device: True, 32, 16
+SharedMemoryChannel.can_map = lambda self, tensors: True
+lock, run = threading.Lock(), copies.Table.run  # the interpreter runs one kernel at a time
+
+
+def run_alone(table, total):
+    with lock:
+        run(table, total)
+
+
+copies.Table.run = run_alone
+
+
+class Casting(Model):
+    # One rank's half of most tensors, of `embed` in bf16, and of `last` half a word, which torch copies.
+    def __init__(self, rank):
+        super().__init__(rank)
+        for name, tensor in (("embed", self.embed.bfloat16()), ("last", torch.zeros(1).bfloat16())):
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def load_last(self, weight):
+        self.last.data.copy_(weight)
+
+
+def values(seed):
+    made = tensors(seed) | {"last": torch.ones(1)}
+    return made | {"embed": made["embed"].bfloat16().float()}  # the interpreter truncates where a GPU rounds
+
+
+class Mapped:
+    def __init__(self, stale=None):
+        # A trainer whose memory a worker reads. Or the memory that the tensor `stale` had, and has left.
+        self.trainer, self.version = {}, 0
+        for name, value in values(0).items():
+            self.trainer[name] = shared_buffer(value.nbytes, CPU).view(value.dtype).view(value.shape)
+        mapped = iter(self.trainer)
+        rlhf_utils.rebuild_ipc = lambda *a: rebuild_ipc(*a).clone() if next(mapped) == stale else rebuild_ipc(*a)
+        channel = SharedMemoryChannel(CPU)
+        self.worker, self.sender = Worker(Engine(Casting(rank=1)), channel.handles), WeightSender(channel)
+
+    def sync(self):
+        self.version += 1
+        for name, value in values(self.version).items():
+            self.trainer[name].copy_(value)
+        receiving = Receiving(self.worker)
+        try:
+            assert self.sender.send_weights(self.trainer.items()).loader == "replay"
+        finally:
+            receiving.join(20)
+            self.error = receiving.error
+
+
+def assert_fails(pair):
+    try:
+        pair.sync()
+    except WeightSyncError as error:
+        assert "engine worker 0 (pid " in str(error) and DIFFERS in str(error), error
+    else:
+        raise AssertionError("the sync succeeded")
+
+
+pair = Mapped()
+pair.sync()
+assert isinstance(pair.sender.staging, TrainerMemory) and pair.worker.check_weights_changed()
+for version in (2, 3):
+    pair.sync()
+    model = pair.worker.weight_model
+    assert pair.error is None and model.digest is None  # nothing vouches for it yet
+    assert version % 2 or pair.worker.check_weights_changed()
+    expected = Casting(rank=1)
+    expected.load_weights(pair.trainer.items())
+    assert all(parameter.equal(expected.get_parameter(name)) for name, parameter in model.model.named_parameters())
+draws = [str(model.samples.draw(seed)[0]) for seed in (1, 1, 2)]
+assert draws[0] == draws[1] != draws[2]
+pair.sender.close()
+assert pair.worker.check_weights_changed() and pair.worker.check_weights_changed()
+
+for stale in ("q", "embed"):  # a copy, and a cast
+    pair = Mapped(stale)
+    pair.sync()
+    pair.sync()
+    assert not pair.worker.check_weights_changed() and not pair.worker.check_weights_changed()
+    assert_fails(pair)
+pair = Mapped("q")
+pair.sync()
+pair.sync()
+assert_fails(pair)
+assert DIFFERS in pair.error and not pair.worker.check_weights_changed()
+"""
+
+
+def test_sample_finds_a_worker_that_reads_other_memory_than_the_trainers():
+    tests = Path(__file__).resolve().parent
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
+    subprocess.run([sys.executable, "-c", MAPPED], env=environment, check=True, timeout=120)
