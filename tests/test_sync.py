@@ -43,7 +43,7 @@ def test_weights_count_as_changed_only_after_a_sync(pair):
     assert pair.rpc("check_weights_changed") == [False, False]
     report = pair.sync()
     assert report.version == 1
-    if torch.device("cpu") == pair.learner.device:  # where vLLM packs linear weights after loading
+    if torch.device("cpu") == pair.learner.model.device:  # where vLLM packs linear weights after loading
         assert report.loader.startswith("reload: ") and ".weight in another form" in report.loader, report.loader
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.rpc("digest") == from_disk
@@ -219,7 +219,7 @@ def test_worker_that_fails_ends_the_sync_and_the_next_one_recovers(pair, monkeyp
     assert all(error in answer["error"] for answer in pair.answers)
     assert not all(pair.rpc("check_weights_changed"))  # a worker that loaded nothing serves what it did
     with pytest.raises(WeightSyncError, match="closed by an earlier error"):
-        pair.sender.send_weights(pair.learner.named_tensors().items())
+        pair.sender.send_weights(pair.learner.model.named_tensors().items())
     pair.rpc("tamper_with_loads", "heal")
     pair.connect()
     pair.sync()
