@@ -251,7 +251,7 @@ def test_ways_get_the_first_visible_gpus(step, monkeypatch, visible, topology, g
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert step.choose_gpus(topology) == gpus
+    assert step.choose_gpus(step.Arguments(topology=topology)) == gpus
 
 
 def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
