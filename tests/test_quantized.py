@@ -3,7 +3,6 @@ runs it.
 
 pytest tests/test_quantized.py            syncs without the script
 pytest tests/test_quantized.py -m slow    a run of the script
-pytest tests/test_quantized.py -m long    its benchmark
 """
 
 import dataclasses
@@ -164,7 +163,7 @@ def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, 
     assert max(mismatch) < MAX_MISMATCH
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_table_of_a_config_file(script, tmp_path):
     from torchao.core.config import config_to_dict
     from torchao.quantization import Int8WeightOnlyConfig
