@@ -196,7 +196,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (None, "No such file"),
+        (None, r"neither JSON nor a file: it takes what torchao.s config_to_dict\(config\) gives"),
         ("{", "Expecting property name"),
         ("[]", "Expected dictionary"),
         ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),
