@@ -7,6 +7,7 @@ rollouts. All ranks get the same rollouts, and the result is that of a single ra
 """
 
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -295,9 +296,10 @@ def random_prompts(module) -> torch.Tensor:
 
 
 @torch.no_grad()
-def choose_attention(module, asked: str | None = None) -> tuple[str, str]:
+def choose_attention(module, asked: str | None = None, forward: Callable | None = None) -> tuple[str, str]:
     """The attention that this fp32 model is to compute with, and what is to be said of it: its own if its logits of
-    random prompts are eager's, or if it was asked for; else eager.
+    random prompts are eager's, or if it was asked for; else eager. `forward` is what to call for logits, if not the
+    model; a trunk's hidden states do as well.
 
     transformers' fast attention leaves out what it does not know, without a word, such as Gemma 2's soft-capping.
 
@@ -315,7 +317,7 @@ def choose_attention(module, asked: str | None = None) -> tuple[str, str]:
 
     def logits(attention: str) -> torch.Tensor:
         module.config._attn_implementation = attention  # its setter reaches models that set_attn_implementation refuses
-        return module(input_ids=ids, use_cache=False)[0]  # of a trunk alone, its hidden states
+        return (forward or module)(input_ids=ids, use_cache=False)[0]
 
     def nudge(_, inputs, embeddings: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(2, embeddings.shape, generator=generator).to(embeddings) * 2 - 1

@@ -37,10 +37,15 @@ class ValueModel(Model):
         return module
 
     def _settle(self, module) -> None:
-        self.attention = choose_attention(module.base_model, self.config.attention)
+        add_forward(module, "trunk", _trunk)
+        self.attention = choose_attention(module, self.config.attention, module.trunk)
 
     def _add_scores(self, module) -> None:
         add_forward(module, "token_scores", _token_values)
+
+
+def _trunk(module, **inputs):
+    return module.base_model(**inputs)
 
 
 def _token_values(module, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor]:
