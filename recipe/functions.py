@@ -1,4 +1,4 @@
-"""What a user's name stands for: a function, a module, a JSON object. And how a user's errors are said."""
+"""Functions, modules and JSON objects that a flag names, and the errors that a user's functions raise."""
 
 import importlib
 import json

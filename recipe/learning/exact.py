@@ -9,7 +9,7 @@ embeddings and LayerNorm. The rest runs on vLLM's own kernels here, each with a 
     attention           FlashAttention 3 for a head dimension of 128, else vLLM's Triton kernel
     log-probability     by the function with which vLLM's sampler takes the logarithm
 
-Whether it is exact is not believed but checked: by the script, after its first sync, and then with every token.
+The script checks that all this is exact: after its first sync, and then with every token.
 """
 
 import os

@@ -33,13 +33,13 @@ class LoRAArguments:
     """Which adapters learn, if not the whole model does."""
 
     lora_rank: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="learn adapters of this rank, with the model itself frozen (default: learn all weights)"
+        default=None, help="learn adapters of this rank, while the model stays frozen (default: learn all weights)"
     )
-    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="adapters are scaled by this over their rank")
+    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="alpha: adapters are scaled by alpha / rank")
     lora_targets: list[str] = HfArg(
-        default_factory=ALL.copy, help="layers that get adapters: names such as q_proj v_proj, or all but the head"
+        default_factory=ALL.copy, help="layers that get adapters, by name (q_proj v_proj); all-linear: all but the head"
     )
-    save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
+    save_merged: bool = HfArg(default=False, help="write the merged model, beside the adapters, to each checkpoint")
 
 
 def check_flags(args) -> None:

@@ -33,14 +33,14 @@ MAX_ROUNDING = 4  # times the measured rounding by which two implementations of 
 class ModelConfig(LoRAArguments):
     """How models compute."""
 
-    temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="of sampling; vLLM takes 0.01 at least")
+    temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="temperature of sampling, at least 0.01")
     micro_batch_tokens: Annotated[int, Ge(1)] = HfArg(
-        default=32768, help="tokens in one forward pass, at most, unless one sequence has more"
+        default=32768, help="tokens in a forward pass, at most, padding included; a longer sequence passes alone"
     )
     gradient_checkpointing: bool = HfArg(
         default=True, help="compute blocks again in backward, from their inputs: less memory, up to a third more time"
     )
-    compile: bool = HfArg(default=False, help="compile the trainer's blocks, which takes a while in the first steps")
+    compile: bool = HfArg(default=False, help="compile the trainer's blocks: the first steps take longer")
     attention: Literal["sdpa", "eager"] | None = HfArg(
         default=None, help="the trainer's attention (default: sdpa, or eager if sdpa's logits differ)"
     )

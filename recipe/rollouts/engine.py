@@ -32,14 +32,18 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 class EngineArguments:
     """How large an engine is, and how vLLM runs it."""
 
-    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(default=2, help="GPUs of an engine (CPU: groups of cores)")
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.8, help="share of each of its GPUs")
-    max_model_len: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="tokens of prompt and completion (default: the model's)"
+    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
+        default=2, help="GPUs that an engine is spread over (CPU: groups of cores)"
     )
-    enforce_eager: bool = HfArg(default=False, help="no CUDA graphs of decoding (CPU: there are none)")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
+        default=0.8, help="fraction of each GPU's memory that an engine takes"
+    )
+    max_model_len: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
+    )
+    enforce_eager: bool = HfArg(default=False, help="decode without CUDA graphs (CPU: always)")
     engine_args: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default="{}", help="more options of vllm.LLM, which override the script's: '{\"max_num_seqs\": 512}'"
+        default="{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
     ignore_eos: bool = field(default=False, init=False)  # completions go on to `max_tokens`; no flag
 

@@ -36,10 +36,12 @@ RESERVE_SECONDS = 60  # limit for Ray to reserve a placement group
 
 @dataclass
 class LayoutArguments:
-    """How many trainers and engines there are, on devices of their own."""
+    """How many trainers and engines there are, on separate devices."""
 
-    trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="ranks of the trainer, on a GPU each (FSDP2)")
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, which share the prompts")
+    trainers: Annotated[int, Ge(1)] = HfArg(
+        default=1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them"
+    )
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, among which the prompts of a step are divided")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Ray for the time of one run: start or join it, wait for actors, say who failed, leave no process behind."""
+"""Ray for the time of one run: start or join it, wait for actors, name the one that failed, leave no process behind."""
 
 import multiprocessing
 import os
