@@ -74,7 +74,7 @@ class Learner:
         self.own_state: dict[str, float] = {}  # of a subclass: what else a checkpoint keeps, by name
 
     def remarks(self) -> str:
-        """What is to be said at the start of a run."""
+        """Lines to print at the start of a run."""
         return self.model.remarks()
 
     def release_memory(self, offload_optimizer: bool = False) -> None:
@@ -196,7 +196,7 @@ class Proof:
 
 @dataclass(eq=False)
 class PolicyScores:
-    """What one pass through the policy says of B rollouts: [B, T] each, right-padded with zeros, on the CPU."""
+    """What one pass through the policy gives for B rollouts: [B, T] each, right-padded with zeros, on the CPU."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor

@@ -88,7 +88,7 @@ def adapter_parameters(model) -> list[torch.nn.Parameter]:
 
 
 def adapted_layers(model) -> str:
-    """The names of the layers with adapters, and what is to be said of others."""
+    """The names of the layers with adapters, with a remark if fused experts have none."""
     from peft.tuners.lora import LoraLayer
 
     adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LoraLayer)}

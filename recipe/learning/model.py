@@ -90,7 +90,7 @@ class Model:
         self.adapters = adapter_parameters(self.module)
 
     def remarks(self) -> str:
-        """What is to be said at the start of a run."""
+        """Lines to print at the start of a run."""
         text = f"the trainer's attention: {self.attention[1]}"
         if self.adapters:
             text += f"\nadapters of rank {self.config.lora_rank} on {adapted_layers(self.module)}"
@@ -296,8 +296,8 @@ def random_prompts(module) -> torch.Tensor:
 
 @torch.no_grad()
 def choose_attention(module, asked: str | None = None) -> tuple[str, str]:
-    """The attention that this fp32 model is to compute with, and what is to be said of it: its own if its logits of
-    random prompts are eager's, or if it was asked for; else eager.
+    """The attention that this fp32 model computes with from now on, and a remark on it: the model's default if its
+    logits of random prompts are eager's, or if it was asked for; else eager.
 
     transformers' fast attention leaves out what it does not know, without a word, such as Gemma 2's soft-capping.
 

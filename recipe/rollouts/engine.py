@@ -225,7 +225,7 @@ def _texts(tokenizer, outputs: list[tuple]) -> list[str]:
 
 
 def complete(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool = False) -> Batch:
-    """`group_size` completions of each of these rows, without rewards. The engines share the rows."""
+    """`group_size` completions of each of these rows, which are divided among the engines, without rewards."""
     bounds = [i * len(rows) // len(engines) for i in range(len(engines) + 1)]
     shares = [([row.prompt_ids for row in rows[begin:end]], begin) for begin, end in itertools.pairwise(bounds)]
     phase = "evaluating" if evaluation else "generating"

@@ -187,8 +187,8 @@ class LearnerActor(ModelActor):
     """A Ray actor around one rank of a learner."""
 
     def resume(self, checkpoint: Path | None) -> tuple[int, str]:
-        """Go on from this checkpoint's training state, if there is one. Returns the steps that are done, and what is to
-        be said of the learner."""
+        """Go on from this checkpoint's training state, if there is one. Returns the steps that are done, and lines to
+        print about the learner."""
         self.model = self.learner.model
         if checkpoint:
             self.learner.load_state(checkpoint)

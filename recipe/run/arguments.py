@@ -52,7 +52,7 @@ class RunArguments:
     verbose: bool = HfArg(
         default=False, help="show on the screen what vLLM and libraries log, instead of writing it to run.log"
     )
-    # Names of the arguments that were set, now or in the run to --resume, and what is to be said of those.
+    # Names of the arguments that were set, now or in the run to --resume, and remarks on those.
     given: list[str] = dataclasses.field(default_factory=list, init=False)
     remarks: list[str] = dataclasses.field(default_factory=list, init=False)
 
@@ -137,8 +137,7 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
 
 
 def resumed(cls: type, saved: dict, now: dict) -> tuple[dict, list[str]]:
-    """The flags given to a run that goes on, from its `saved` arguments, with those given `now`, and what is to be said
-    of them."""
+    """The flags given to a run that goes on, by its `saved` arguments and those given `now`, and remarks on them."""
     known, before = {field.name for field in dataclasses.fields(cls)}, {name: saved[name] for name in saved["given"]}
     gone = sorted(before.keys() - known)
     if {"reward", "reward_model"} & now.keys() and "reward_weights" not in now:

@@ -140,7 +140,7 @@ class RaySession:
 
 
 def explain(phase: str, actor: str, error: Exception) -> Exception:
-    """What to raise where a call of this actor has raised this."""
+    """The error to raise for what this actor has raised."""
     cause = _cause(error)
     if isinstance(cause, USER_ERRORS):
         return cause
