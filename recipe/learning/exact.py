@@ -156,7 +156,7 @@ def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of a rotary embedding's forward: what `_rotate` gets as cosines and sines."""
+    """In place of a rotary embedding's forward. `_rotate` gets these instead of cosines and sines."""
     return position_ids, table
 
 

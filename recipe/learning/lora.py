@@ -43,7 +43,7 @@ class LoRAArguments:
 
 
 def check_flags(args) -> None:
-    """Raise RunError for a flag that only adapters have, if there are to be none."""
+    """Raise RunError for a flag of adapters without --lora-rank."""
     flags = {field.name for field in fields(LoRAArguments)} & set(args.given)
     if flags and not args.lora_rank and not args.resume:
         raise RunError(f"--{min(flags).replace('_', '-')} is for adapters: it needs --lora-rank")

@@ -204,7 +204,7 @@ def importance_weights(
 def token_importance(
     old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `importance_weights`; of `cispo` the clipped ratio, which takes their place, before the first update."""
+    """As `importance_weights`, or the clipped ratio of `cispo`, which has no such weights: both before any update."""
     if config.loss != "cispo":
         return importance_weights(old_logprobs, engine_logprobs, mask, config)
     ratio, (low, high) = (old_logprobs - engine_logprobs).exp(), clip_range(config)

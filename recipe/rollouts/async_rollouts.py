@@ -224,7 +224,7 @@ class RolloutsAhead:
         return idle | {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
 
     def proof(self, step: int, batch: Batch) -> list[Rollout]:
-        """Short rollouts to prove the sync before this step with, if too few tokens of its own are as new as that."""
+        """Short rollouts to prove the sync before this step, if too few of the step's tokens are as new as that."""
         if sum(int((rollout.versions == step - 1).sum()) for rollout in batch.rollouts) >= PROOF_TOKENS:
             return []
         prompts = [group.row.prompt_ids for group in batch.groups]
