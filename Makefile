@@ -5,7 +5,7 @@ TORCH_CPU := torch==2.13.0+cpu
 PYTEST := .venv/bin/pytest
 PIP := .venv/bin/pip install --quiet
 
-.PHONY: help venv run test test-rest test-long test-all test-gpu quick lint
+.PHONY: help venv run test test-rest test-all test-gpu quick lint
 
 help:      ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -32,16 +32,13 @@ run: venv  ## rlhf.py to its end, on GPUs or without
 quick: venv  ## the tests without an engine, in under a minute
 	$(PYTEST) $(addprefix tests/test_,learning.py objectives.py copies.py transport.py shared_memory.py replay.py)
 
-test: lint  ## the linter and the main tests: at most 12 minutes on 2 cores
+test: lint  ## the linter and the main tests: at most 8 minutes on 2 cores
 	$(PYTEST)
 
-test-rest: venv  ## more runs of scripts, with faults, and families of models: at most 40 minutes
+test-rest: venv  ## more runs of scripts, with faults, and families of models: about 20 minutes
 	$(PYTEST) -m slow
 
-test-long: venv  ## kills in all phases and at random moments, more families and scripts: an hour or more, by hand
-	$(PYTEST) -m long
-
-test-all: test test-rest test-long  ## all tests that need no GPU
+test-all: test test-rest  ## all tests that need no GPU
 
 test-gpu: venv  ## the tests for GPUs; too few GPUs: skipped, with REQUIRE_GPU=1 a failure
 	$(PYTEST) -m gpu -rs

@@ -180,8 +180,7 @@ def main(args: Arguments) -> None:
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(run, trainers, engines, args)
-        if exact and (difference := check_exactness(engines, trainers, task, args, longest)):
-            run.say(f"not exact: {difference}; the engines start again, without that")
+        if exact and not check_exactness(run, engines, trainers, task, args, longest):
             trainers.call("connecting", "make_exact", "off")
             engines.end()
             engines, _ = start(session, engine_seats, models, args, device, exact=False)

@@ -6,15 +6,17 @@
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32
     python benchmarks/step.py --topology nccl --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 1024 \
         --mean-tokens 256 --steps 10                 # 2 GPUs
+    python benchmarks/step.py --topology nccl --trainers 2 --engines 2    # 4 GPUs
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
-Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU ("ours"), then (on a GPU) with
-learner and engine compiled ("compiled"). Then TRL's GRPOTrainer ("TRL"), if trl is installed, with vLLM on the same
-GPU. With `--topology nccl`, runs rlhf.py and rlhf_async.py instead, the trainer on one GPU and a TP=1 engine on
-another. Model, prompts, reward and batch are the same. The model has random weights, and its tokenizer's end token is
-none that it can sample, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of its
-vocabulary ends a completion. It samples all of them nearly equally often, so a completion may end anywhere, after M
-tokens on average, or else at `--tokens`.
+Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours").
+Then, on a GPU, with `--exact on` ("exact"), of which it prints what the steps have proven, and with learner and engine
+compiled ("compiled"). Then TRL's GRPOTrainer ("TRL"), if trl is installed, with vLLM on the same GPU. With `--topology
+nccl`, runs rlhf.py and rlhf_async.py instead, each trainer rank and each TP=1 engine on a GPU of its own. Model,
+prompts, reward and batch are the same. The model has random weights, and its tokenizer's end token is none that it can
+sample, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of its vocabulary ends a
+completion. It samples all of them nearly equally often, so a completion may end anywhere, after M tokens on average, or
+else at `--tokens`.
 
 Times are medians of the steps after the first. A step lasts until the next one begins, so the clock leaves nothing
 out: "rest" is what is in none of the other parts, and "sync" has sleeping and waking in it. Tokens/s are the median of
@@ -64,14 +66,16 @@ from recipe.run.session import run_main  # noqa: E402
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # "sync" with sleeping
 COMPILED = ["--compile", "--engine-args", '{"compilation_config": {}}']
-GPUS = {"ipc": 1, "nccl": 2}  # of each topology
+TOPOLOGIES = ("ipc", "nccl")
 
 
 @dataclass
 class Arguments:
     """The workload."""
 
-    topology: Literal[tuple(GPUS)] = HfArg(default="ipc", help="on CPU: shared memory, or gloo")
+    topology: Literal[TOPOLOGIES] = HfArg(default="ipc", help="on CPU: shared memory, or gloo")
+    trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="trainer ranks, each on a GPU, with --topology nccl")
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, each on a GPU, with --topology nccl")
     ways: list[str] | None = HfArg(default=None, help="ways to time, by name (default: all of the topology)")
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
     prompts: Annotated[int, Ge(1)] = HfArg(default=16, help="prompts in a step")
@@ -134,14 +138,15 @@ def learning_flops(args: Arguments) -> float:
     return sequences * ((4 if args.lora_rank else 6) * weights + 6 * attention * length)
 
 
-def choose_gpus(topology: str) -> str:
+def choose_gpus(args: Arguments) -> str:
     """The first GPUs that are visible, as many as the topology takes. Raises RunError if there are fewer."""
     import torch
 
-    wanted, there = GPUS[topology], torch.cuda.device_count()
+    wanted, there = args.trainers + args.engines if args.topology == "nccl" else 1, torch.cuda.device_count()
     if there < wanted:
-        raise RunError(f"--topology {topology} takes {wanted} GPUs, and there are {there}")
-    return ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:wanted])
+        raise RunError(f"--topology {args.topology} takes {wanted} GPUs, and there are {there}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(there)))
+    return ",".join(visible.split(",")[:wanted])
 
 
 def run_way(folder: Path, command: list[str], gpus: str) -> float:
@@ -192,7 +197,7 @@ def our_step(
     flags = {"model": model, "dataset": model / "prompts.jsonl", "prompts-per-step": args.prompts, "steps": args.steps}
     flags |= {"group-size": args.completions, "max-tokens": args.tokens, "reward": "step_trl:reward", "save-every": 0}
     flags |= {"tensor-parallel-size": 1, "gpu-memory-utilization": args.gpu_memory_utilization}
-    flags |= {"engines": 1} if args.topology == "ipc" else {}
+    flags |= {"engines": args.engines} | ({"trainers": args.trainers} if args.topology == "nccl" else {})
     flags |= {"lora-rank": args.lora_rank} if args.lora_rank else {}
     options = [f"--{name}={value}" for name, value in flags.items()]
     command = [str(ROOT / script), *options, "--output", "run", *shlex.split(args.options), *more]
@@ -201,6 +206,7 @@ def our_step(
     for row in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
         step = {"whole": row["time/step"], "rollout": row["time/rollout"], "learn": row["time/train"]}
         step |= {"sync": row.get("time/sleep", 0.0) + row["time/sync"]}
+        step |= {"mismatch": row["logprobs/mismatch"], "different_tokens": row.get("logprobs/different_tokens", 0)}
         step |= {"tokens": step_tokens(folder.name, row["completions/mean_length"], args)}
         if args.topology == "nccl":
             waiting = step["rollout"] / step["whole"]
@@ -239,8 +245,9 @@ def choose_ways(args: Arguments, gpus: str) -> dict[str, Callable[[Path], tuple[
     if args.topology == "nccl":
         ways = {script: partial(run, script=script) for script in ("rlhf.py", "rlhf_async.py")}
     else:
-        ways = {"ours": partial(run, script="rlhf_colocate.py")}
+        ways = {"ours": partial(run, script="rlhf_colocate.py", more=["--exact", "off"])}
         if gpus:
+            ways["exact"] = partial(run, script="rlhf_colocate.py", more=["--exact", "on"])
             ways["compiled"] = partial(run, script="rlhf_colocate.py", more=COMPILED)
         if importlib.util.find_spec("trl"):
             ways["TRL"] = partial(trl_step, args=args, gpus=gpus)
@@ -271,7 +278,7 @@ def main(args: Arguments) -> None:
     if args.mean_tokens and args.mean_tokens >= args.tokens:
         raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
     device = device_kind()[0]
-    gpus = "" if device == "CPU" else choose_gpus(args.topology)
+    gpus = "" if device == "CPU" else choose_gpus(args)
     ways, flops = choose_ways(args, gpus), None if args.mean_tokens else learning_flops(args)
     folder = (args.output or Path("runs") / f"step-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     folder.mkdir(parents=True)
@@ -305,6 +312,9 @@ def main(args: Arguments) -> None:
             continue
         rows.append(summary(way, steps, peak, flops, PEAK_FLOPS.get(device)))
         print(line(rows[-1]))
+        if way == "exact":
+            worst, different = (max(step[name] for step in steps) for name in ("mismatch", "different_tokens"))
+            print(f"{'':15}mismatch at most {worst:g}, {different:g} different tokens in a step, of {len(steps)} steps")
     workload = {name: value for name, value in asdict(args).items() if name != "output"}
     results = {"device": device, "workload": workload, "learning_flops": flops, "ways": rows, "failed": failed}
     if ratio := over_bound(rows):

@@ -4,6 +4,7 @@
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU, which trainer and engine share
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
     python benchmarks/sync.py --shape qwen2.5-7b --quantized                 # into an engine that torchao quantizes
+    python benchmarks/sync.py --shape qwen2.5-7b --trainers 4 --engines 2    # 8 GPUs: FSDP2 shards -> 2 x TP=2, NCCL
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
 
 Models have random weights and are made from their configuration. Before each round of a way (except the ceiling), the
@@ -17,6 +18,9 @@ The output also says how long the transfer alone took, until the workers had tol
 the other ways, the last call resets the prefix cache. On GPUs, the engine has captured CUDA graphs, as in the scripts,
 unless --enforce-eager is given.
 
+With several trainers or engines, the other ways do not apply: only the ceiling and ours are timed. The ceiling then is
+one broadcast from rank 0 to all workers.
+
 Staging is the peak of GPU memory that a way allocates beyond the weights, trainer + worker, in the last round. If the
 first round differs, it is printed as well: there, the first sync verifies replay. Writes a table, sync.json and
 sync.png.
@@ -28,7 +32,7 @@ import statistics
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
@@ -41,10 +45,12 @@ import torch  # noqa: E402
 from annotated_types import Ge, Gt, Le  # noqa: E402
 from peers import AllocationPeak  # noqa: E402
 from shapes import SHAPES, BenchmarkArguments, device_kind  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from transformers.hf_argparser import HfArg  # noqa: E402
 
 from recipe.errors import RunError  # noqa: E402
 from recipe.learning.named_tensors import NamedTensors  # noqa: E402
+from recipe.learning.sharding import join_ranks  # noqa: E402
 from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options  # noqa: E402
 from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
 from recipe.run.actors import ActorGroup, LayoutArguments, Seat  # noqa: E402
@@ -65,7 +71,7 @@ from weight_sync.buckets import dtype_name  # noqa: E402
 from weight_sync.groups import shared_buffer  # noqa: E402
 
 CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
-CASES = {"nccl": "1 trainer -> TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
+CASES = {"nccl": "{trainers} trainer -> {engines} x TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
 ROOM_BYTES = 12 << 30  # memory of a GPU beyond the weights: contexts, activations, KV cache, staging
 ROUND_SECONDS = 300  # a longer round counts as stuck
 
@@ -86,8 +92,6 @@ class Arguments(LayoutArguments, EngineArguments, BenchmarkArguments):
     )
     model: None = field(default=None, init=False)  # it is made; no flag
     ray_address: None = field(default=None, init=False)  # both ends of a sync are timed by the clock of one machine
-    trainers: int = field(default=1, init=False)
-    engines: int = field(default=1, init=False)
 
 
 class BenchEngine(EngineActor):
@@ -104,7 +108,7 @@ class BenchEngine(EngineActor):
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        options = llm_options(args, device, bundles, **options)
+        options = llm_options(args, device, bundles, args.engines * len(bundles), **options)
         if ipc and device == "cuda":  # this actor has a share of the trainer's GPU, and runs its one worker itself
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
             options["distributed_executor_backend"] = "uni"
@@ -112,8 +116,8 @@ class BenchEngine(EngineActor):
         self.load(model, quantized | options)
         return self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
 
-    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        self.rpc("init_weight_update_group", address, port, 1, world_size)
+    def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
+        self.rpc("init_weight_update_group", address, port, rank_offset, world_size)
 
     def rpc(self, method: str, *args) -> list:
         return self.llm.collective_rpc(method, args=args)
@@ -158,30 +162,35 @@ class Watched:
 
 
 class BenchTrainer:
-    """The parameters of one model, and every way to send them to the engine. Each way's method returns seconds."""
+    """The parameters of one model, or a rank's shards of them, and every way to send them to the engines. Each way's
+    method returns seconds."""
 
-    def __init__(self, number: int):
-        self.number = number
+    def __init__(self, rank: int):
+        self.rank = rank
 
-    def load(self, model: str, args: Arguments, device: str, engine) -> None:
+    def load(self, model: str, args: Arguments, device: str, address: tuple[str, int], engines: list) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        torch.set_num_threads(os.cpu_count())
+        torch.set_num_threads(max(1, os.cpu_count() // args.trainers))
         torch.manual_seed(0)
         self.device, self.topology, self.group, self.handles = torch.device(device, 0), args.topology, None, []
-        self.engine, self.thread = Watched(engine), ThreadPoolExecutor(1)
+        self.engines, self.thread = [Watched(engine) for engine in engines if not self.rank], ThreadPoolExecutor(1)
+        join_ranks(*address, self.rank, args.trainers, self.device)
         dtype = getattr(torch, args.trainer_dtype)
         with self.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
         self.model = model.requires_grad_(False)
+        if args.trainers > 1:
+            fully_shard(self.model)
         self.named_tensors = NamedTensors(self.model)
 
     def run(self, method: str, *args):
-        """Run a method that calls the engine. Raises the engine's error, for which most methods would wait for ever."""
-        self.engine.calls.clear()
+        """Run a method that calls engines. Raises an engine's error, for which most methods would wait for ever."""
+        for engine in self.engines:
+            engine.calls.clear()
         running, deadline = self.thread.submit(getattr(self, method), *args), time.monotonic() + ROUND_SECONDS
         while not wait([running], timeout=5).done:  # rarely, since polling would slow the way down
-            for call in list(self.engine.calls):
+            for call in [call for engine in self.engines for call in engine.calls]:
                 try:
                     ray.get(call, timeout=0)
                 except ray.exceptions.GetTimeoutError:
@@ -197,8 +206,15 @@ class BenchTrainer:
 
         return ray.util.get_node_ip_address(), get_open_port()
 
+    @property
+    def engine(self) -> Watched:
+        """The one engine, for ways that know no more than one."""
+        (engine,) = self.engines
+        return engine
+
     def join(self, address: str, port: int, world_size: int) -> None:
-        self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
+        if self.rank == 0:
+            self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
 
     def last_report(self) -> SyncReport:
         """What is known of our last sync."""
@@ -214,9 +230,11 @@ class BenchTrainer:
 
     def ceiling(self, nbytes: int) -> float:
         """Broadcast, or copy on this device, one buffer until it has moved `nbytes`."""
+        if self.rank:
+            return 0.0
         buffer = torch.zeros(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
         if self.topology == "nccl":
-            ref = self.engine.rpc.remote("raw_broadcast", nbytes)
+            refs = [engine.rpc.remote("raw_broadcast", nbytes) for engine in self.engines]
             self.group.broadcast(buffer, src=0)  # both sides are ready now
         else:
             target = torch.empty_like(buffer)
@@ -227,7 +245,7 @@ class BenchTrainer:
         self._synchronize()
         seconds = time.perf_counter() - started
         if self.topology == "nccl":
-            ray.get(ref)
+            ray.get(refs)
         return seconds * nbytes / (nbytes // buffer.numel() * buffer.numel())
 
     def one_rpc_a_parameter(self) -> float:
@@ -307,13 +325,13 @@ class BenchTrainer:
         self.sender = WeightSender(channel if self.topology == "ipc" else self.group, replay=replay)
 
     def ours(self, expected_loader: str) -> float:
-        """Our `WeightSender`. As during a learning step, the engine already waits, with an empty prefix cache."""
-        ref = self.engine.receive_weights.remote(*self.handles)
+        """Our `WeightSender`. As during a learning step, engines already wait, with an empty prefix cache."""
+        refs = [engine.receive_weights.remote(*self.handles) for engine in self.engines]
         time.sleep(0.05)
         started = time.monotonic()
         self.report = self.sender.send_weights(self.named_tensors().items())
         known = time.monotonic()
-        seconds = max(known, ray.get(ref)) - started  # the other side may know first
+        seconds = max([known, *ray.get(refs)]) - started  # the other side may know first
         assert self.report.loader.startswith(expected_loader), self.report.loader
         return seconds
 
@@ -346,7 +364,7 @@ def check_memory(args: Arguments, total: int) -> None:
 
 
 class Bench:
-    """One trainer, one engine, and the rows of the table so far."""
+    """The trainer's ranks, the engines, and the rows of the table so far."""
 
     def __init__(self, run: RunFolder, session: RaySession, args: Arguments):
         self.run, self.args, self.rows = run, args, []
@@ -363,9 +381,11 @@ class Bench:
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
         self.engine = ActorGroup(session, "engine", BenchEngine, engine_seats)
         self.trainer = ActorGroup(session, "trainer", BenchTrainer, trainer_seats)
-        starting = self.engine.begin("start", str(model), args, device, engine_seats[0].bundles)
-        starting |= self.trainer.begin("load", str(model), args, device, *self.engine.actors.values())
-        self.graphs, _ = session.wait("starting", starting)
+        bundles = [(seat.bundles,) for seat in engine_seats]
+        starting = self.engine.begin("start", str(model), args, device, each=bundles)
+        address, engines = self.trainer.rank_0("starting", "address"), list(self.engine.actors.values())
+        starting |= self.trainer.begin("load", str(model), args, device, address, engines)
+        self.graphs, *_ = session.wait("starting", starting)
 
     def run_way(self, method: str, *args):
         return self.trainer.first(method, "run", method, *args)
@@ -374,10 +394,10 @@ class Bench:
         return self.trainer.first(method, method, *args)
 
     def ask_workers(self, method: str, *args) -> list:
-        return self.engine.first(method, "rpc", method, *args)
+        return [answer for engine in self.engine.call(method, "rpc", method, *args) for answer in engine]
 
     def address(self) -> tuple[str, int, int]:
-        return *self.ask_trainer("address"), 1 + self.args.tensor_parallel_size
+        return *self.ask_trainer("address"), 1 + self.args.engines * self.args.tensor_parallel_size
 
     def release(self) -> None:
         self.ask_workers("release")
@@ -388,7 +408,9 @@ class Bench:
         self.release()
         if not self.ipc:
             address = self.address()
-            joining = self.trainer.begin("join", *address) | self.engine.begin("init_weight_update_group", *address)
+            offsets = [(1 + i * self.args.tensor_parallel_size,) for i in range(self.args.engines)]
+            joining = self.trainer.begin("join", *address)
+            joining |= self.engine.begin("init_weight_update_group", *address, each=offsets)
             self.trainer.session.wait("connecting", joining)
 
     def open_sender(self, replay: bool) -> None:
@@ -421,11 +443,14 @@ class Bench:
 def main(args: Arguments) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
+        if args.trainers > 1 or args.engines > 1:
+            raise RunError("--trainers and --engines are for --topology nccl")
         args = replace_flags(args, tensor_parallel_size=1)
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
     with RunFolder(args, "sync") as run, RaySession(args, run.progress) as session:
         bench = Bench(run, session, args)
-        case = CASES[args.topology].format(tp=args.tensor_parallel_size)
+        case = CASES[args.topology].format(**asdict(args), tp=args.tensor_parallel_size)
+        alone = args.trainers == args.engines == 1
         bench.open_sender(replay=False)
         bench.run_way("ours", "reload")
         bench.nbytes = bench.ask_trainer("last_report").nbytes
@@ -435,13 +460,13 @@ def main(args: Arguments) -> None:
         bench.reference = bench.ask_workers("digest")
         bench.reconnect()
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
-        if args.quantized:
+        if args.quantized or not alone:
             pass  # vLLM's examples load in parts; for a model that torchao quantizes, vLLM needs one call with all
         elif bench.ipc:
             bench.measure("ZMQ + IPC buckets", "zmq_buckets", *bench.ask_workers("report_device_id"))
         else:
             bench.measure("one RPC a parameter", "one_rpc_a_parameter")
-        for packed in (False, True) if bench.gpu else ():
+        for packed in (False, True) if bench.gpu and alone else ():
             bench.release()
             bench.run_way("connect_native", packed, *bench.address())
             bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")
@@ -457,7 +482,8 @@ def finish(run: RunFolder, args: Arguments, rows: list[dict], nbytes: int) -> No
     """Write the results. Raises RunError if a way left other weights than a reload does."""
     results = {"shape": args.shape, "device": device_kind()[0], "nbytes": nbytes, "ways": rows}
     results |= {
-        name: getattr(args, name) for name in ("topology", "quantized", "trainer_dtype", "tensor_parallel_size")
+        name: getattr(args, name)
+        for name in ("topology", "quantized", "trainer_dtype", "tensor_parallel_size", "trainers", "engines")
     }
     (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, run.path / "sync.png")

@@ -1,10 +1,10 @@
 """Run a script, with a fault at a chosen moment: python fault.py "syncing 3 kill VLLM::Worker_TP1" rlhf.py --steps 30
 
-When the third `syncing` begins: `kill` a process whose title contains that, `interrupt` the run as Ctrl-C does,
-`terminate` its driver alone or its whole `group`, `fill` the disk of the folder `run`. A sync is over in 20 ms; the one
-of the fault is held open by stopping the engine's workers before it, until the fault has happened. What is to happen
-while `starting` does so as soon as there is such a process. When it happened, and the driver's processes of that
-moment, go to fault.json.
+When the third `syncing` begins: `kill` the first process whose title contains that (or the one of this number, from 0),
+`interrupt` the run as Ctrl-C does, `terminate` its driver alone or its whole `group`, `fill` the disk of the folder
+`run`. A sync is over in 20 ms; the one of the fault is held open by stopping the engine's workers before it, until the
+fault has happened. What is to happen while `starting` does so as soon as there is such a process. When it happened, and
+the driver's processes of that moment, go to fault.json.
 """
 
 import json
@@ -60,7 +60,7 @@ def fault_begins(phase: str, refs: dict) -> bool:
 
 def act() -> None:
     if ACT == "kill":
-        processes(TARGET[0])[0].kill()
+        processes(TARGET[0])[int(TARGET[1]) if TARGET[1:] else 0].kill()
     elif ACT == "interrupt":
         os.killpg(0, signal.SIGINT)  # every process of the terminal's foreground group
     elif ACT == "terminate":

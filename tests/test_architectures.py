@@ -2,7 +2,6 @@
 
 pytest tests/test_architectures.py             one of them, at TP=2
 pytest tests/test_architectures.py -m slow     the others
-pytest tests/test_architectures.py -m long     three of them, at TP=1 as well
 """
 
 import pytest
@@ -106,20 +105,16 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
 
 def case(architecture: str, size: int):
     """Every day: transposed weights."""
-    quick, again = architecture == "GPT2", size == 1 and architecture in ARCHITECTURES
     marks = [pytest.mark.gpu(1 + size, or_cpu=True)]
-    marks += [pytest.mark.long] if again else [] if quick else [pytest.mark.slow]
+    marks += [] if architecture == "GPT2" else [pytest.mark.slow]
     marks += [DIFFERENCES[architecture]] if architecture in DIFFERENCES else []
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 
 
-SIZES = dict.fromkeys(ARCHITECTURES, (2,)) | dict.fromkeys(("GPT2", "Qwen2", "Phi3"), (1, 2))
-SIZES |= dict.fromkeys(MORE_ARCHITECTURES, (1,)) | {"Llama-odd": (2,)}
+SIZES = dict.fromkeys(ARCHITECTURES, 2) | dict.fromkeys(MORE_ARCHITECTURES, 1) | {"Llama-odd": 2}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "tensor_parallel_size"), [case(name, size) for name in SIZES for size in SIZES[name]]
-)
+@pytest.mark.parametrize(("architecture", "tensor_parallel_size"), [case(*each) for each in SIZES.items()])
 def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_size):
     build(architecture, tmp_path)
     with Pair(tmp_path, tensor_parallel_size, **ENGINE_OPTIONS.get(architecture, {})) as pair:

@@ -44,14 +44,8 @@ def assert_every_way_is_exact(run, expected):
 
 
 @cpu_only
-@pytest.mark.parametrize(
-    ("topology", "quantized"),
-    [
-        pytest.param("nccl", True, marks=pytest.mark.slow),
-        pytest.param("ipc", False, marks=pytest.mark.slow),
-        pytest.param("nccl", False, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("topology", "quantized"), [("nccl", True), ("ipc", False), ("nccl", False)])
+@pytest.mark.slow
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
     arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized
     text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
@@ -166,7 +160,17 @@ def test_whole_step_is_timed_beside_trls(script, tmp_path):
 
 
 @cpu_only
-@pytest.mark.long
+@pytest.mark.slow
+def test_several_ranks_feed_several_engines_beside_their_ceiling(script, tmp_path):
+    arguments = "--trainers", 2, "--engines", 2, "--tensor-parallel-size", 1, "--rounds", 2, "--output", "run"
+    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
+    assert text.splitlines()[-1].startswith("OK: "), text
+    assert "2 trainer -> 2 x TP=1, NCCL" in text
+    assert_every_way_is_exact(tmp_path / "run", ["raw broadcast", "ours, reload", "ours, default"])
+
+
+@cpu_only
+@pytest.mark.slow
 def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_path):
     flags = {"--topology": "nccl", "--prompts": 2, "--completions": 4, "--tokens": 32, "--mean-tokens": 8}
     arguments = [text for flag in (flags | {"--prompt-tokens": 8, "--steps": 3}).items() for text in flag]
@@ -251,7 +255,7 @@ def test_ways_get_the_first_visible_gpus(step, monkeypatch, visible, topology, g
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert step.choose_gpus(topology) == gpus
+    assert step.choose_gpus(step.Arguments(topology=topology)) == gpus
 
 
 def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):

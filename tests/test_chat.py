@@ -1,7 +1,6 @@
 """Each script with a chat model, rows of GSM8K's form and several rewards, one of them TRL's.
 
-pytest tests/test_chat.py -m slow    one script
-pytest tests/test_chat.py -m long    the others, and one resumed
+pytest tests/test_chat.py -m slow    two scripts, and one resumed
 """
 
 import json
@@ -83,17 +82,14 @@ def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
     ("name", "max_mismatch"),
     [
         pytest.param("rlhf.py", 1e-5, marks=pytest.mark.slow),
-        pytest.param("rlhf_async.py", 1e-5, marks=pytest.mark.long),
-        pytest.param("rlhf_nccl.py", 1e-5, marks=pytest.mark.long),
-        pytest.param("rlhf_ppo.py", 1e-5, marks=pytest.mark.long),
-        pytest.param("rlhf_online_quant.py", 0.05, marks=pytest.mark.long),
+        pytest.param("rlhf_async.py", 1e-5, marks=pytest.mark.slow),
     ],
 )
 def test_script_learns_from_chats_with_trls_reward(script, folder, name, max_mismatch):
     run_two_steps(script, folder, name, max_mismatch)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_resumed_run_draws_the_prompts_that_the_uninterrupted_one_drew(script, folder):
     whole = run_two_steps(script, folder, "rlhf_colocate.py", 1e-5)
     shutil.rmtree(folder / "run" / "checkpoint-000002")  # as if it had been killed before

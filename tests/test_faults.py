@@ -1,6 +1,6 @@
 """Faults in a run: it ends within seconds, says what happened, leaves no process, and --resume goes on from there.
 
-pytest tests/test_faults.py            one of each kind: a worker killed in a sync, a run that is told to end
+pytest tests/test_faults.py            a worker killed in a sync, a run that is told to end
 pytest tests/test_faults.py -m slow    actors, engine cores and workers killed in all scripts; a full disk; interrupts
 """
 
@@ -28,7 +28,6 @@ IN_SYNC = r"engine worker 0 \(pid .*\) died: its connection to the weight sync c
 NOTICED = "the engine died while (learning|generating|proving|syncing)"  # by the first who waits for it
 EVERY_DAY = [
     ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", IN_SYNC.replace("worker 0", "worker 1")),
-    ("rlhf.py", "learning 1 group", "interrupted"),
 ]
 KILLS = [
     ("rlhf_colocate.py --engines 1", "saving 2 kill ray::Trainer", "the trainer died while saving"),
@@ -41,6 +40,11 @@ KILLS = [
     ("rlhf_async.py", "learning 2 kill VLLM::Worker", f"{NOTICED}|{IN_SYNC}"),
     ("rlhf.py", "starting 1 kill VLLM::Worker", "the engine (died|failed) while starting"),
 ]
+TWO_BY_TWO = "rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1"
+LAYOUTS = [
+    (TWO_BY_TWO, "learning 2 kill ray::Trainer 1", r"the trainer [01] died while learning"),
+    (TWO_BY_TWO, "generating 2 kill ray::Engine 1", r"the engine [01] died while generating"),
+]
 OTHERS = [
     (
         "rlhf.py --tensor-parallel-size 1",
@@ -49,6 +53,7 @@ OTHERS = [
     ),
     ("rlhf_async.py", "learning 2 interrupt", "interrupted"),
     ("rlhf.py", "syncing 3 terminate", "interrupted"),
+    ("rlhf.py", "learning 1 group", "interrupted"),
     ("rlhf.py", "starting 1 interrupt VLLM::Worker", "interrupted"),
 ]
 PPO = [
@@ -75,6 +80,7 @@ def small_disk(tmp_path):
     [
         pytest.param(EVERY_DAY, id="every-day"),
         pytest.param(KILLS, id="kills", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS, id="layouts", marks=pytest.mark.slow),
         pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
         pytest.param(PPO, id="ppo", marks=pytest.mark.slow),
     ],

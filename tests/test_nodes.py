@@ -146,7 +146,8 @@ def test_run_over_two_nodes_ends_when_the_cable_is_cut_and_goes_on_when_it_is_ba
         hosts.plug("up")
         start_ray(hosts, B, ray_folder, f"--address={A}:6379")
         step = max(int(path.name[-6:]) for path in (tmp_path / "run").glob("checkpoint-*"))
-        text = start_run(hosts, tmp_path, "--resume", "run", "--steps", str(step + 2)).finish(180)
+        two = "--trainers", "2", "--engines", "2"
+        text = start_run(hosts, tmp_path, "--resume", "run", *two, "--steps", str(step + 2)).finish(180)
         assert text.splitlines()[-1].startswith("OK: "), text
         for host in (A, B):
             assert not [

@@ -639,10 +639,9 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
 
 
 @cpu_only
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_ranks_beside_two_workers_learn(script, tmp_path):
-    text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--output", "run").finish(600)
+    text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--steps", 12, "--output", "run").finish(600)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     metrics = rows(tmp_path / "run")
-    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
-    assert metrics[-1]["ppo/explained_variance"] > 0.3
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.3

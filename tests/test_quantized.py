@@ -3,7 +3,6 @@ runs it.
 
 pytest tests/test_quantized.py            syncs without the script
 pytest tests/test_quantized.py -m slow    a run of the script
-pytest tests/test_quantized.py -m long    its benchmark
 """
 
 import dataclasses
@@ -68,7 +67,7 @@ def compare(pair, weights=None) -> tuple[int, int]:
 def test_weights_are_quantized_again_at_every_sync(pair):
     from_disk = pair.rpc("digest")
     report = pair.sync()
-    assert report.loader.startswith("reload: ")
+    assert report.loader.startswith("reload (")
     assert pair.rpc("digest") == from_disk  # what vLLM's own loading of the checkpoint gives, bit for bit
     pair.set(pair.perturbed(3))
     with pytest.raises(MismatchError):
@@ -164,7 +163,7 @@ def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, 
     assert max(mismatch) < MAX_MISMATCH
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_memory_table_of_a_config_file(script, tmp_path):
     from torchao.core.config import config_to_dict
     from torchao.quantization import Int8WeightOnlyConfig
@@ -197,7 +196,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (None, "No such file"),
+        (None, r"neither JSON nor a file: it takes what torchao.s config_to_dict\(config\) gives"),
         ("{", "Expecting property name"),
         ("[]", "Expected dictionary"),
         ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),

@@ -216,10 +216,10 @@ class ScalesInPlace(Model):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Scales, "reload: norm: its loader computes"),
-        (CastsUp, "reload: norm: its loader computes"),
-        (Concatenates, "reload: norm: its loader computes"),
-        (ScalesInPlace, "reload: norm: its loader computes"),
+        (Scales, "reload (norm: its loader computes"),
+        (CastsUp, "reload (norm: its loader computes"),
+        (Concatenates, "reload (norm: its loader computes"),
+        (ScalesInPlace, "reload (norm: its loader computes"),
     ],
 )
 def test_loader_that_does_more_than_copy_is_refused(model, reason):
@@ -246,8 +246,8 @@ def forgetful(monkeypatch):
 def test_replay_that_leaves_out_an_element_is_found_and_repaired():
     sync = Sync(syncs=2)
     weights = tensors(1)
-    assert sync(weights) == "reload: replay did not reproduce it bit for bit"
-    assert sync(weights) == "reload: replay did not reproduce it bit for bit"
+    assert sync(weights) == "reload (replay did not reproduce it bit for bit)"
+    assert sync(weights) == "reload (replay did not reproduce it bit for bit)"
 
 
 @pytest.mark.usefixtures("forgetful")
@@ -283,7 +283,7 @@ class AbsorbsIntoBuffer(Model):
 def test_replay_that_leaves_computed_tensors_stale_is_refused(model):
     sync = Sync(model, syncs=2)
     for seed in (1, 2):
-        assert sync(tensors(seed)) == "reload: replay did not reproduce it bit for bit"
+        assert sync(tensors(seed)) == "reload (replay did not reproduce it bit for bit)"
         assert all(engine.model.squared.equal(engine.model.norm.data**2) for engine in sync.engines)
 
 
@@ -342,7 +342,7 @@ class Renews(Model):
 def test_tensor_that_gives_way_to_a_new_one_at_each_load_stays_with_reload():
     sync = Sync(Renews, syncs=2)
     for seed in (1, 2):
-        assert sync(tensors(seed)) == "reload: replay did not reproduce it bit for bit"
+        assert sync(tensors(seed)) == "reload (replay did not reproduce it bit for bit)"
 
 
 class HeadBias(torch.nn.Module):
@@ -520,7 +520,7 @@ def test_recording_that_fails_leaves_the_sync_with_reload(monkeypatch):
         raise MemoryError("no room for scratch")
 
     monkeypatch.setattr(replay, "Copies", fails)
-    assert Sync()(tensors(1)) == "reload: MemoryError: no room for scratch"
+    assert Sync()(tensors(1)) == "reload (MemoryError: no room for scratch)"
 
 
 class PerRow:
@@ -636,13 +636,12 @@ def test_stale_scales_are_found(monkeypatch):
         layer.module.scale.data.copy_(scale)
 
     monkeypatch.setattr(replay.ProcessedLayer, "run", forgets)
-    assert quantized_sync(monkeypatch)(quantizable(1)) == "reload: replay did not reproduce it bit for bit"
+    assert quantized_sync(monkeypatch)(quantizable(1)) == "reload (replay did not reproduce it bit for bit)"
 
 
 def test_layer_that_keeps_more_than_parameters_is_refused(monkeypatch):
     loader = quantized_sync(monkeypatch, Notes)(quantizable(1))
-    reason = "the engine keeps qk.weight in another form: more than the layer's parameters would have to be copied"
-    assert loader == f"reload: {reason}"
+    assert loader == "reload (vLLM packs qk.weight on a CPU, so replay is off)"
 
 
 @pytest.mark.parametrize("enabled", [False, True])

@@ -1,7 +1,7 @@
 """rlhf.py as a user runs it, with the real engine on whatever hardware there is.
 
 pytest tests/test_rlhf.py            the default run, and what is refused before one starts
-pytest tests/test_rlhf.py -m slow    a copy of the script, resumed twice; two ranks and two engines; the addition run
+pytest tests/test_rlhf.py -m slow    a copy of the script, resumed twice; two ranks and engines; the addition run
 """
 
 import json
@@ -137,7 +137,7 @@ def assert_shows_only_what_a_user_prints(text):
 @pytest.mark.slow
 def test_two_ranks_feed_two_engines_what_one_and_one_had(script, tmp_path):
     """As many prompts for each, the same samples, and the same updates but for rounding."""
-    options = "--tensor-parallel-size", 1, "--steps", 3, "--save-every", 0
+    options = "--tensor-parallel-size", 1, "--steps", 3
     one = script("rlhf.py", *options, "--output", "one", **CORE_IN_PROCESS).finish(180)
     two = "--trainers", 2, "--engines", 2
     text = script("rlhf.py", *options, *two, "--output", "two", **CORE_IN_PROCESS).finish(180)
@@ -153,6 +153,9 @@ def test_two_ranks_feed_two_engines_what_one_and_one_had(script, tmp_path):
         assert now["logprobs/mismatch"] < 1e-5
         assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=0.05)
         assert now["reward/mean"] == pytest.approx(before["reward/mean"], abs=0.05)
+    text = script("rlhf.py", "--resume", "two", "--trainers", 1, "--engines", 1, "--steps", 4).finish(180)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert rows(tmp_path / "two")[-1]["logprobs/mismatch"] < 1e-5
 
 
 @pytest.mark.slow

@@ -226,10 +226,10 @@ def _sharded_rank(rank, port, failures, done):
             failures.put(rank)
     for engines, loader in (
         ([ReplayingEngine(), ReplayingEngine()], "replay"),
-        ([ReplayingEngine(refusal="not here"), ReplayingEngine()], "reload: not here"),
-        ([ReplayingEngine(), ReplayingEngine(refusal="nor here")], "reload: nor here"),
-        ([ReplayingEngine(refusal="not here"), ReplayingEngine(refusal="nor here")], "reload: not here"),
-        ([ReplayingEngine(), ReplayingEngine(replayed=1)], "reload: replay did not reproduce it bit for bit"),
+        ([ReplayingEngine(refusal="not here"), ReplayingEngine()], "reload (not here)"),
+        ([ReplayingEngine(), ReplayingEngine(refusal="nor here")], "reload (nor here)"),
+        ([ReplayingEngine(refusal="not here"), ReplayingEngine(refusal="nor here")], "reload (not here)"),
+        ([ReplayingEngine(), ReplayingEngine(replayed=1)], "reload (replay did not reproduce it bit for bit)"),
     ):
         channel = SharedMemoryChannel(CPU)
         receiving = Receiving(Worker(engines[rank], channel.handles), syncs=2)

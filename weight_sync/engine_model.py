@@ -186,12 +186,11 @@ class EngineModel:
         """Record a load of these buckets as steps for `replay`. Returns the reason if that is impossible."""
         self.replay_steps, self.replay_digests, self.samples = None, False, None
         traced, _ = self.trace(wire_of(buckets))
-        packed = (name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear"))
-        if layer := next(packed, None):
-            return f"vLLM packs {layer} on a CPU, so replay is off"
         try:
             recording = Recording(self.model, self._context, traced, buckets, staging)
             steps = [recording.steps(i) for i in range(len(buckets))]
+            if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
+                return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
             copies, served = [s for each in steps for s in each if isinstance(s, Copies)], list(self.served_tensors())
             self.replay_digests = not recording.layers and digest_together(copies, served)
             if isinstance(staging, TrainerMemory):

@@ -65,8 +65,10 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
     if torch.device(device).type == "cpu":
         return GlooCommunicator(group)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.utils.nccl import unpinned_nccl_env
 
-    communicator = PyNcclCommunicator(group, device=device)
+    with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT=1 sets NCCL's algorithm in workers alone: both ends would hang
+        communicator = PyNcclCommunicator(group, device=device)
     refuse_disabled(communicator)
     return communicator
 

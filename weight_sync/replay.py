@@ -64,7 +64,9 @@ class Recording:
         if layer is None or parameter not in layer.loadable:
             return None, self.served[write.target].data
         if not layer.scratch and (reason := layer.prepare(self.unused_scratch, self.device)):
-            raise NotImplementedError(f"the engine keeps {write.target} in another form{reason}")
+            if self.device.type == "cpu":
+                reason = " on a CPU, so replay is off"
+            raise NotImplementedError(f"vLLM packs {write.target}{reason}")
         return layer, layer.scratch[parameter]
 
 

@@ -35,7 +35,7 @@ class SyncReport:
     tensors: int  # sent, tied ones once
     nbytes: int  # sent, in the engine's dtypes
     seconds: float  # from the call of `send_weights` to the last worker's answer
-    loader: str  # of the next syncs: "replay", or "reload: " and the reason
+    loader: str  # of the next syncs: "replay", or "reload (REASON)"
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -181,7 +181,7 @@ class WeightSender:
         for link in (*self.links, *self.ranks.links):
             link.send(wire=wire, bucket_bytes=bucket_bytes, **handles)
         self.nbytes = sum(piece.nbytes for bucket in self.buckets for piece in bucket)
-        self.loader = "" if self.replay else "reload: replay is switched off"
+        self.loader = "" if self.replay else "reload (replay is switched off)"
         self.version = max(answer["version"] for answer in answers)  # a failed sync may leave different ones
 
     def _follow(self, metadata: list, device: torch.device) -> None:
@@ -231,11 +231,11 @@ class WeightSender:
     def _first_sync(self) -> None:
         """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did."""
         if refused := self._any_worker([answer["refused"] for answer in self._transmit("record")]):
-            self.loader = f"reload: {refused}"
+            self.loader = f"reload ({refused})"
         elif not self._any_worker([not answer["same"] for answer in self._transmit("verify")]):
             self.loader = "replay"
         elif not self._any_worker([not answer["same"] for answer in self._transmit("fallback")]):
-            self.loader = "reload: replay did not reproduce it bit for bit"
+            self.loader = "reload (replay did not reproduce it bit for bit)"
         else:
             raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
         for link in self.links:

@@ -85,9 +85,9 @@ def exact_options(model: str, extension: str) -> dict:
     return {"worker_extension_cls": f"{__name__}.{extension}", "attention_backend": backend}
 
 
-def check_exactness(engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> str:
-    """Have the engines sample a few long completions, and the trainers score them. Returns "" if all log-probabilities
-    are equal, else what is different."""
+def check_exactness(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> bool:
+    """Have the engines sample a few long completions, and the trainers score them. Returns whether all
+    log-probabilities are equal, and says so, or what is different. With `--exact on`, that is a MismatchError."""
     rows = task.draw(1)[:4]
     tokens = min(CHECKED_TOKENS, longest - max(len(row.prompt_ids) for row in rows))
     probe = replace(args, max_tokens=tokens, group_size=2)
@@ -99,6 +99,9 @@ def check_exactness(engines: ActorGroup, trainers: ActorGroup, task: Task, args,
     except MismatchError as difference:
         if args.exact == "on":
             raise
-        return str(difference).removeprefix("--exact on: ")
+        reason = str(difference).removeprefix("--exact on: ")
+        run.say(f"not exact: {reason}; the engines start again, without that")
+        return False
     trainers.call("proving", "make_exact", args.exact)
-    return ""
+    run.say(f"exact: in completions of {tokens} tokens, the trainers' log-probabilities are the engines', bit for bit")
+    return True

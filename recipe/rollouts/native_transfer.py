@@ -78,7 +78,7 @@ class NativeSender:
             torch.cuda.synchronize()  # vLLM packs in its own streams, which do not wait for the optimizer
         self._watched(self.transfer.send_weights, self.seconds_allowed)
         return SyncReport(
-            self.version, len(self.sizes), sum(self.sizes), time.perf_counter() - started, "reload: it is vLLM's"
+            self.version, len(self.sizes), sum(self.sizes), time.perf_counter() - started, "reload (it is vLLM's)"
         )
 
     def _watched(self, step: Callable, seconds: float):

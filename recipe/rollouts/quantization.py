@@ -16,8 +16,11 @@ def torchao_config(value: str) -> str:
     """
     from torchao.core.config import AOBaseConfig, config_from_dict
 
+    is_json = value.lstrip().startswith("{")
+    if not is_json and not Path(value).is_file():
+        raise ValueError("neither JSON nor a file: it takes what torchao's config_to_dict(config) gives, as JSON")
     try:
-        text = value if value.lstrip().startswith("{") else Path(value).read_text()
+        text = value if is_json else Path(value).read_text()
         if not isinstance(config_from_dict(json.loads(text)), AOBaseConfig):
             raise ValueError("that is no quantization")
     except Exception as error:  # torchao raises many types

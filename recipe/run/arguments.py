@@ -15,7 +15,7 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 from ..errors import TaskError
 from ..functions import import_module
 
-NOT_SAVED = {"resume", "output", "verbose", "ray_address", "remarks"}  # arguments that --resume does not take over
+NOT_SAVED = {"resume", "output", "ray_address", "remarks"}  # arguments that --resume does not take over
 PATHS = ("model", "critic_model", "reward_model", "dataset", "eval_dataset")  # which may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
 
@@ -48,9 +48,6 @@ class RunArguments:
     resume: Path | None = HfArg(default=None, help="folder of a run, to go on from its last checkpoint")
     timeout: Annotated[float, Gt(0)] = HfArg(
         default=3600.0, help="seconds that a phase (starting, generating, learning, syncing) may take"
-    )
-    verbose: bool = HfArg(
-        default=False, help="show on the screen what vLLM and libraries log, instead of writing it to run.log"
     )
     # Names of the arguments that were set, now or in the run to --resume, and remarks on those.
     given: list[str] = dataclasses.field(default_factory=list, init=False)
@@ -138,17 +135,23 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
 
 def resumed(cls: type, saved: dict, now: dict) -> tuple[dict, list[str]]:
     """The flags given to a run that goes on, by its `saved` arguments and those given `now`, and remarks on them."""
-    known, before = {field.name for field in dataclasses.fields(cls)}, {name: saved[name] for name in saved["given"]}
-    gone = sorted(before.keys() - known)
+    types = {field.name: field.type for field in dataclasses.fields(cls)}
+    before = {name: saved[name] for name in saved["given"]}
+    gone = [flag(name) for name in sorted(before.keys() - types.keys())]
+    for name in before.keys() & types.keys() - now.keys():
+        try:
+            TypeAdapter(types[name]).validate_python(before[name])
+        except ValidationError:
+            gone.append(f"{flag(name)} {before.pop(name)}")
     if {"reward", "reward_model"} & now.keys() and "reward_weights" not in now:
         before = {name: value for name, value in before.items() if name != "reward_weights"}  # of other rewards
     changed = [name for name, value in now.items() if name not in NOT_SAVED and saved.get(name, value) != value]
     remarks = []
     if gone:
-        remarks.append(f"that run had {', '.join(map(flag, gone))}, which this script does not know: left out")
+        remarks.append(f"that run had {', '.join(gone)}, which this script does not know: left out")
     if changed:
         remarks.append("not as in that run: " + ", ".join(f"{flag(n)} {now[n]} ({saved[n]})" for n in changed))
-    return {name: value for name, value in before.items() if name in known} | now, remarks
+    return {name: value for name, value in before.items() if name in types} | now, remarks
 
 
 def flag(name: str) -> str:

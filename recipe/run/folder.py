@@ -76,7 +76,7 @@ class RunFolder:
         self.rows: list[dict] = []
 
     def __enter__(self) -> "RunFolder":
-        self.redirected = redirect_stderr(sys.stderr if self.args.verbose else self.log)
+        self.redirected = redirect_stderr(self.log)
         self.redirected.__enter__()
         logging.getLogger("torch").setLevel(logging.ERROR)  # its handler holds on to the screen
         for remark in self.args.remarks:
