@@ -45,7 +45,7 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 @dataclass
 class Arguments(GRPOConfig, TaskArguments, AsyncArguments, LayoutArguments, EngineArguments, RunArguments):
-    """What the command line sets."""
+    """The flags of this script."""
 
 
 class Engine(AsyncEngineActor):

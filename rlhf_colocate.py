@@ -56,17 +56,21 @@ SPARE = 0.1  # the share of a GPU's memory that stays free where trainer and eng
 
 @dataclass
 class Arguments(GRPOConfig, TaskArguments, ExactArguments, EngineArguments, RunArguments):
-    """What the command line sets."""
+    """The flags of this script."""
 
-    engines: Annotated[int | None, Ge(1)] = HfArg(default=None, help="default: as many as fit (CPU: 2 workers)")
-    tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="workers of an engine (default: 2, or 1 if the GPUs are odd or none)"
+    engines: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="engines (default: as many as fit; CPU: 2 workers)"
     )
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.4, help="an engine's share of its GPUs")
+    tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="GPUs that an engine is spread over (default: 2; an odd number of GPUs, or none: 1)"
+    )
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
+        default=0.4, help="fraction of a GPU's memory that an engine takes"
+    )
     sleep: Literal["auto", "kv", "weights", "none"] = HfArg(
         default="auto",
-        help="memory that engines release while trainers learn: kv (the KV cache), weights (the weights as well), none,"
-        " or auto (kv, unless both fit awake)",
+        help="memory that engines release while trainers learn: the KV cache's (kv), the weights' as well (weights),"
+        " none, or the KV cache's unless all fits at once (auto)",
     )
 
 

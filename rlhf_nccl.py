@@ -66,13 +66,15 @@ IPC_SHARE = 0.5  # --backend ipc: the share of the GPU that Ray counts for the t
 
 @dataclass
 class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
-    """What the command line sets."""
+    """The flags of this script."""
 
-    tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(default=None, help="of the engine (default: 2; ipc: 1)")
-    gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1)] = HfArg(
-        default=None, help="share of each engine GPU (default: 0.8; ipc: 0.3)"
+    tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="GPUs of the engine (default: 2; ipc: 1)"
     )
-    backend: Literal["nccl", "ipc"] = HfArg(default="nccl", help="ipc: trainer and engine on one GPU; no GPU: gloo")
+    gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1)] = HfArg(
+        default=None, help="fraction of each GPU's memory that the engine takes (default: 0.8; ipc: 0.3)"
+    )
+    backend: Literal["nccl", "ipc"] = HfArg(default="nccl", help="vLLM's transport; ipc: trainer and engine on one GPU")
     quantization: Literal["fp8"] | None = HfArg(default=None, help="vLLM quantizes the engine's weights as they arrive")
 
     def __post_init__(self):

@@ -48,7 +48,7 @@ MAX_MISMATCH = {"cpu": 0.1, "cuda": 0.1}
 
 @dataclass
 class Arguments(GRPOConfig, TaskArguments, QuantizationArguments, LayoutArguments, EngineArguments, RunArguments):
-    """What the command line sets."""
+    """The flags of this script."""
 
 
 class Engine(EngineActor):

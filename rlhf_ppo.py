@@ -62,25 +62,28 @@ UNFINISHED = "unfinished-critic"  # the critic's folder in the run's, until the 
 
 @dataclass
 class Arguments(PPOConfig, RewardArguments, TaskArguments, EngineArguments, RunArguments):
-    """What the command line sets."""
+    """The flags of this script."""
 
     task: str = HfArg(
         default="tiny_reward_model",
-        help="a module of recipe/tasks/, or your own: its DEFAULTS set the defaults of other flags",
+        help="a module in recipe/tasks/ or in the working folder; its DEFAULTS are the defaults of other flags",
     )
     placement: Literal["colocated", "split"] = HfArg(
-        default="colocated", help="all actors on the same GPUs, or the engine on its own"
+        default="colocated", help="all actors on the same GPUs, or the engine on others (split)"
     )
     tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="GPUs of the engine; colocated, also of the others, which are sharded over them"
+        default=1, help="GPUs that the engine is spread over; colocated: the other models are sharded over them"
     )
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.4, help="the engine's share of its GPUs")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
+        default=0.4, help="fraction of a GPU's memory that the engine takes"
+    )
     sleep: Literal["kv", "weights", "none"] = HfArg(
         default="kv",
-        help="memory that an engine on shared GPUs releases: the KV cache's, the weights' as well, or none",
+        help="memory that an engine on shared GPUs releases while it generates nothing: the KV cache's (kv), the"
+        " weights' as well (weights), or none",
     )
     critic_model: str | None = HfArg(
-        default=None, help="to begin the critic with: a policy or reward model (default: the policy)"
+        default=None, help="the policy or reward model that the critic begins as (default: the policy)"
     )
 
 

@@ -74,23 +74,23 @@ class Arguments:
     """The workload."""
 
     topology: Literal[TOPOLOGIES] = HfArg(default="ipc", help="on CPU: shared memory, or gloo")
-    trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="ranks of the trainer, with --topology nccl")
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="with --topology nccl")
-    ways: list[str] | None = HfArg(default=None, help="to time, by name (default: all of the topology)")
-    shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="the model's")
-    prompts: Annotated[int, Ge(1)] = HfArg(default=16, help="in a step")
-    completions: Annotated[int, Ge(2)] = HfArg(default=8, help="of each prompt")
-    tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="of each completion")
+    trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="trainer ranks, each on a GPU, with --topology nccl")
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, each on a GPU, with --topology nccl")
+    ways: list[str] | None = HfArg(default=None, help="ways to time, by name (default: all of the topology)")
+    shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
+    prompts: Annotated[int, Ge(1)] = HfArg(default=16, help="prompts in a step")
+    completions: Annotated[int, Ge(2)] = HfArg(default=8, help="completions of each prompt")
+    tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="tokens of each completion")
     mean_tokens: Annotated[int | None, Ge(2)] = HfArg(
         default=None, help="completions end at random after so many on average, and after --tokens at most"
     )
-    prompt_tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="of each prompt")
-    steps: Annotated[int, Ge(2)] = HfArg(default=6, help="of each way; the first is not counted")
-    lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="of adapters on all linear layers")
+    prompt_tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="tokens of each prompt")
+    steps: Annotated[int, Ge(2)] = HfArg(default=6, help="steps of each way; the first is not counted")
+    lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="rank of adapters on all linear layers")
     options: str = HfArg(default="", help="more flags of our scripts")
     trl_batch: Annotated[int, Ge(1)] = HfArg(default=16, help="completions in a forward pass of TRL")
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.3, help="the engine's share of the GPU, ours and TRL's"
+        default=0.3, help="fraction of the GPU's memory that vLLM takes, in our scripts and in TRL"
     )
     output: Path | None = HfArg(default=None, help="folder for the results (default: a new one under runs/)")
 

@@ -80,11 +80,11 @@ ROUND_SECONDS = 300  # a longer round counts as stuck
 class Arguments(LayoutArguments, EngineArguments, BenchmarkArguments):
     """What to measure."""
 
-    shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="the model's")
+    shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
     topology: Literal[tuple(CASES)] = HfArg(default="nccl", help="on CPU: gloo, or shared memory")
-    trainer_dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16", help="of the weights that are sent")
+    trainer_dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16", help="dtype of the weights that are sent")
     quantized: bool = HfArg(default=False, help="an engine of FP8 weights (CPU: int8)")
-    rounds: Annotated[int, Ge(1)] = HfArg(default=6, help="of each way")
+    rounds: Annotated[int, Ge(1)] = HfArg(default=6, help="rounds of each way")
     max_model_len: Annotated[int | None, Ge(1)] = HfArg(default=256, help="tokens; the engine generates none")
     # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(

@@ -1,4 +1,4 @@
-"""What a user's name stands for: a function, a module, a JSON object. And how a user's errors are said."""
+"""Functions, modules and JSON objects that a flag names, and the errors that a user's functions raise."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ def import_module(what: str, module: str):
 
 
 def failed(what: str, error: Exception) -> TaskError:
-    """What to raise when a user's function has raised this."""
+    """The error to raise for what a user's function has raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
     return TaskError(f"{what} raised {type(error).__name__}: {error} ({line})")

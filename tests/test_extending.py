@@ -21,15 +21,13 @@ SYNC = ("rlhf_utils.py", "weight_sync")  # all that the sync needs
 PRELUDE = """
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from transformers import AutoModelForCausalLM
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.utils.network_utils import get_open_port
 
 import rlhf_utils
-from rlhf_utils import WeightSender, stateless_init_process_group
 
 if __name__ == "__main__":
     assert os.path.dirname(rlhf_utils.__file__) == os.getcwd()

@@ -770,7 +770,7 @@ def test_help_has_every_flag_once_under_what_it_belongs_to(flags, capsys, script
     parts = dict(zip(heads, re.split(r"^\S.*:$", text, flags=re.M)[1:], strict=True))
     assert "--dataset" in parts["Prompts and rewards"]
     assert "--kl-coef" not in parts["Prompts and rewards"]
-    assert "at most, unless one sequence has more (default: 32768)" in " ".join(text.split())
+    assert "a longer sequence passes alone (default: 32768)" in " ".join(text.split())
     assert "default: None" not in text
 
 

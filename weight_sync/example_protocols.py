@@ -17,7 +17,7 @@ from .trace import Write
 
 
 class Parts:
-    """The tensors that have come so far. One that comes again takes the place of the first."""
+    """The tensors that have come so far. One that comes again replaces the first."""
 
     def __init__(self, model: EngineModel):
         self.model, self.weights = model, {}

@@ -9,7 +9,7 @@ embeddings and LayerNorm. The rest runs on vLLM's own kernels here, each with a 
     attention           FlashAttention 3 for a head dimension of 128, else vLLM's Triton kernel
     log-probability     by the function with which vLLM's sampler takes the logarithm
 
-Whether it is exact is not believed but checked: by the script, after its first sync, and then with every token.
+The script checks that all this is exact: after its first sync, and then with every token.
 """
 
 import os
@@ -156,7 +156,7 @@ def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of a rotary embedding's forward: what `_rotate` gets as cosines and sines."""
+    """In place of a rotary embedding's forward. `_rotate` gets these instead of cosines and sines."""
     return position_ids, table
 
 

@@ -34,10 +34,10 @@ from .rollout import Rollout, known_rewards, rollout_metrics
 
 @dataclass
 class GRPOConfig(ObjectiveConfig, LearnerConfig):
-    """What GRPO is told."""
+    """GRPO's options."""
 
     dynamic_sampling: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="rounds, at most, in which other prompts replace those whose rewards are all equal (DAPO)"
+        default=0, help="rounds, at most, of replacing prompts whose rewards are all equal by others (DAPO)"
     )
 
 

@@ -31,23 +31,28 @@ LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters want ten times as
 
 @dataclass
 class LearnerConfig(ModelConfig):
-    """How a model learns, whatever its objective."""
+    """How a model learns: the optimizer and its updates."""
 
     learning_rate: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="AdamW's (default: 1e-6; of adapters 1e-5, of the built-in model 3e-3)"
+        default=None, help="AdamW's learning rate (default: 1e-6; adapters: 1e-5; the built-in model: 3e-3)"
     )
-    adam_eps: Annotated[float, Gt(0)] = HfArg(default=1e-15, help="AdamW's epsilon (ScaleRL's, arXiv:2510.13786)")
+    adam_eps: Annotated[float, Gt(0)] = HfArg(
+        default=1e-15, help="AdamW's epsilon; the default is ScaleRL's, arXiv:2510.13786"
+    )
     lr_scheduler: Literal["constant", "linear", "cosine"] = HfArg(
         default="constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
     )
-    warmup_steps: Annotated[int, Ge(0)] = HfArg(default=0, help="steps in which the learning rate rises, from 0")
-    max_grad_norm: Annotated[float, Gt(0)] = HfArg(default=1.0, help="gradients are clipped to this norm")
-    num_epochs: Annotated[int, Ge(1)] = HfArg(default=1, help="passes over the rollouts of a step")
-    num_mini_batches: Annotated[int, Ge(1)] = HfArg(default=1, help="updates in each of these passes")
+    warmup_steps: Annotated[int, Ge(0)] = HfArg(default=0, help="first steps, in which the learning rate rises from 0")
+    max_grad_norm: Annotated[float, Gt(0)] = HfArg(
+        default=1.0, help="largest norm of a gradient: larger ones are scaled down"
+    )
+    num_epochs: Annotated[int, Ge(1)] = HfArg(default=1, help="times that a step learns from all its rollouts")
+    num_mini_batches: Annotated[int, Ge(1)] = HfArg(default=1, help="mini-batches of an epoch; each makes one update")
     offload_optimizer: bool = HfArg(default=False, help="keep the optimizer's state in host memory between updates")
     max_mismatch: Annotated[float | None, Gt(0)] = HfArg(
         default=None,
-        help="largest mean |Δ logprob| of engine and trainer (default: the script's, or twice bf16's rounding)",
+        help="bound of the mean |Δ logprob| between engine and trainer, above which the run ends (default: the"
+        " script's, or twice what bf16 rounds, if that is more)",
     )
 
 
@@ -69,7 +74,7 @@ class Learner:
         self.own_state: dict[str, float] = {}  # of a subclass: what else a checkpoint keeps, by name
 
     def remarks(self) -> str:
-        """What is to be said at the start of a run."""
+        """Lines to print at the start of a run."""
         return self.model.remarks()
 
     def release_memory(self, offload_optimizer: bool = False) -> None:
@@ -191,7 +196,7 @@ class Proof:
 
 @dataclass(eq=False)
 class PolicyScores:
-    """What one pass through the policy says of B rollouts: [B, T] each, right-padded with zeros, on the CPU."""
+    """What one pass through the policy gives for B rollouts: [B, T] each, right-padded with zeros, on the CPU."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor

@@ -33,17 +33,17 @@ class LoRAArguments:
     """Which adapters learn, if not the whole model does."""
 
     lora_rank: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="learn adapters of this rank, with the model itself frozen (default: learn all weights)"
+        default=None, help="learn adapters of this rank, while the model stays frozen (default: learn all weights)"
     )
-    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="adapters are scaled by this over their rank")
+    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="alpha: adapters are scaled by alpha / rank")
     lora_targets: list[str] = HfArg(
-        default_factory=ALL.copy, help="layers that get adapters: names such as q_proj v_proj, or all but the head"
+        default_factory=ALL.copy, help="layers that get adapters, by name (q_proj v_proj); all-linear: all but the head"
     )
-    save_merged: bool = HfArg(default=False, help="checkpoints of adapters have the whole, merged model as well")
+    save_merged: bool = HfArg(default=False, help="write the merged model, beside the adapters, to each checkpoint")
 
 
 def check_flags(args) -> None:
-    """Raise RunError for a flag that only adapters have, if there are to be none."""
+    """Raise RunError for a flag of adapters without --lora-rank."""
     flags = {field.name for field in fields(LoRAArguments)} & set(args.given)
     if flags and not args.lora_rank and not args.resume:
         raise RunError(f"--{min(flags).replace('_', '-')} is for adapters: it needs --lora-rank")
@@ -88,7 +88,7 @@ def adapter_parameters(model) -> list[torch.nn.Parameter]:
 
 
 def adapted_layers(model) -> str:
-    """The names of the layers with adapters, and what is to be said of others."""
+    """The names of the layers with adapters, with a remark if fused experts have none."""
     from peft.tuners.lora import LoraLayer
 
     adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -34,14 +34,14 @@ MAX_ROUNDING = 4  # times the measured rounding by which two implementations of 
 class ModelConfig(LoRAArguments):
     """How models compute."""
 
-    temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="of sampling; vLLM takes 0.01 at least")
+    temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="temperature of sampling, at least 0.01")
     micro_batch_tokens: Annotated[int, Ge(1)] = HfArg(
-        default=32768, help="tokens in one forward pass, at most, unless one sequence has more"
+        default=32768, help="tokens in a forward pass, at most, padding included; a longer sequence passes alone"
     )
     gradient_checkpointing: bool = HfArg(
         default=True, help="compute blocks again in backward, from their inputs: less memory, up to a third more time"
     )
-    compile: bool = HfArg(default=False, help="compile the trainer's blocks, which takes a while in the first steps")
+    compile: bool = HfArg(default=False, help="compile the trainer's blocks: the first steps take longer")
     attention: Literal["sdpa", "eager"] | None = HfArg(
         default=None, help="the trainer's attention (default: sdpa, or eager if sdpa's logits differ)"
     )
@@ -91,7 +91,7 @@ class Model:
         self.adapters = adapter_parameters(self.module)
 
     def remarks(self) -> str:
-        """What is to be said at the start of a run."""
+        """Lines to print at the start of a run."""
         text = f"the trainer's attention: {self.attention[1]}"
         if self.adapters:
             text += f"\nadapters of rank {self.config.lora_rank} on {adapted_layers(self.module)}"
@@ -297,9 +297,9 @@ def random_prompts(module) -> torch.Tensor:
 
 @torch.no_grad()
 def choose_attention(module, asked: str | None = None, forward: Callable | None = None) -> tuple[str, str]:
-    """The attention that this fp32 model is to compute with, and what is to be said of it: its own if its logits of
-    random prompts are eager's, or if it was asked for; else eager. `forward` is what to call for logits, if not the
-    model; a trunk's hidden states do as well.
+    """The attention that this fp32 model computes with from now on, and a remark on it: the model's default if its
+    logits of random prompts are eager's, or if it was asked for; else eager. `forward` computes the logits, if that is
+    not the model's own; hidden states do as well.
 
     transformers' fast attention leaves out what it does not know, without a word, such as Gemma 2's soft-capping.
 

@@ -36,39 +36,42 @@ class PolicyLossConfig:
     """The loss of the policy."""
 
     loss: ClassVar[str] = "ppo"
-    max_tokens: Annotated[int, Ge(1)] = HfArg(default=16, help="T: length of a completion, at most")
+    max_tokens: Annotated[int, Ge(1)] = HfArg(default=16, help="tokens of a completion, at most (T)")
     clip_low: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="lower bound of the clipped ratio, below 1 (default: 0.2; gspo 3e-4, cispo 1)"
+        default=None, help="distance below 1 at which the ratio is clipped (default: 0.2; gspo: 3e-4; cispo: 1)"
     )
     clip_high: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="upper bound of the clipped ratio, above 1 (default: 0.28; PPO 0.2, gspo 4e-4, cispo 4)"
+        default=None,
+        help="distance above 1 at which the ratio is clipped (default: 0.28; PPO: 0.2; gspo: 4e-4; cispo: 4)",
     )
     mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] | None = HfArg(
         default=None,
-        help="the importance weight, trainer over engine: cap it (tis, the default), or drop tokens (icepop) or"
-        " completions (sequence_mask) out of bounds; cispo's clip takes its place",
+        help="what to do with the importance weight, trainer over engine: cap it (tis, the default), drop tokens out of"
+        " bounds (icepop) or whole completions (sequence_mask), or leave it out (none); cispo takes no such flag",
     )
     importance_cap: Annotated[float | None, Ge(1)] = HfArg(
-        default=None, help="upper bound of the importance weight (default: tis 2, icepop 5, sequence_mask 3)"
+        default=None, help="upper bound of the importance weight (default: tis: 2; icepop: 5; sequence_mask: 3)"
     )
     importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(
-        default=0.5, help="lower bound of icepop's importance weight"
+        default=0.5, help="lower bound of the importance weight, for icepop"
     )
 
 
 @dataclass
 class ObjectiveConfig(PolicyLossConfig):
-    """What is to be maximized."""
+    """Advantages, losses and the KL."""
 
-    group_size: Annotated[int, Ge(2)] = HfArg(default=8, help="G: completions of each prompt, which are compared")
+    group_size: Annotated[int, Ge(2)] = HfArg(
+        default=8, help="completions of each prompt, whose rewards are compared (G)"
+    )
     advantage: Literal["grpo", "dr_grpo", "reinforce++"] = HfArg(default="grpo", help="how rewards become advantages")
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = HfArg(
-        default="dapo", help="a token's loss and its weight (docs/objectives.md)"
+        default="dapo", help="the loss of a token, and its weight in the sum: docs/objectives.md"
     )
     mask_truncated_completions: bool = HfArg(
-        default=False, help="learn nothing from completions that max_tokens cut off"
+        default=False, help="learn nothing from completions that --max-tokens cut off"
     )
-    kl_coef: Annotated[float, Ge(0)] = HfArg(default=0.0, help="of the KL to the initial model; 0: none")
+    kl_coef: Annotated[float, Ge(0)] = HfArg(default=0.0, help="coefficient of the KL to the initial model; 0: no KL")
 
     def __post_init__(self):
         if self.loss == "cispo" and self.mismatch_correction:
@@ -201,7 +204,7 @@ def importance_weights(
 def token_importance(
     old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `importance_weights`; of `cispo` the clipped ratio, which takes their place, before the first update."""
+    """As `importance_weights`, or the clipped ratio of `cispo`, which has no such weights: both before any update."""
     if config.loss != "cispo":
         return importance_weights(old_logprobs, engine_logprobs, mask, config)
     ratio, (low, high) = (old_logprobs - engine_logprobs).exp(), clip_range(config)

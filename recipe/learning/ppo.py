@@ -35,21 +35,23 @@ KL_ERROR = 0.2  # of the adaptive coefficient: the relative error that counts, a
 
 @dataclass
 class PPOConfig(PolicyLossConfig, LearnerConfig):
-    """What PPO is told."""
+    """PPO's options."""
 
-    group_size: Annotated[int, Ge(1)] = HfArg(default=8, help="G: completions of each prompt")
-    num_mini_batches: Annotated[int, Ge(1)] = HfArg(default=2, help="updates in each of these passes")
-    cliprange_value: Annotated[float, Gt(0)] = HfArg(default=0.5, help="a value is kept within the old one ± this")
+    group_size: Annotated[int, Ge(1)] = HfArg(default=8, help="completions of each prompt (G)")
+    num_mini_batches: Annotated[int, Ge(1)] = HfArg(default=2, help="mini-batches of an epoch; each makes one update")
+    cliprange_value: Annotated[float, Gt(0)] = HfArg(default=0.5, help="values are clipped to the old ones ± this")
     gamma: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="discount of later rewards")
-    lam: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="GAE's: 1 is no bias, 0 is least variance")
-    kl_coef: Annotated[float, Ge(0)] = HfArg(default=0.01, help="of the KL to the initial model, in the reward")
-    kl_target: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="KL per token to which the coefficient is adapted (default: it stays)"
+    lam: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="lambda of GAE: 1 has no bias, 0 the least variance")
+    kl_coef: Annotated[float, Ge(0)] = HfArg(
+        default=0.01, help="coefficient of the KL to the initial model, in the reward"
     )
-    kl_horizon: Annotated[int, Ge(1)] = HfArg(default=10_000, help="completions in which the coefficient adapts")
-    reward_clip: Annotated[float, Gt(0)] = HfArg(default=10.0, help="scores are kept within ± this")
+    kl_target: Annotated[float | None, Gt(0)] = HfArg(
+        default=None, help="KL per token that the coefficient is adapted to (default: the coefficient stays)"
+    )
+    kl_horizon: Annotated[int, Ge(1)] = HfArg(default=10_000, help="completions over which the coefficient adapts")
+    reward_clip: Annotated[float, Gt(0)] = HfArg(default=10.0, help="scores are clipped to ± this")
     critic_learning_rate: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="the critic's (default: the policy's, but 1e-5 at least)"
+        default=None, help="the critic's learning rate (default: the policy's, but at least 1e-5)"
     )
 
 

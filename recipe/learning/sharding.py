@@ -96,7 +96,7 @@ def compile_blocks(model) -> None:
 
 
 def _blocks(model, needed_by: str = "shards") -> list[torch.nn.Module]:
-    """The model's blocks, by the class that it names. Raises ValueError if there are none."""
+    """The model's blocks: modules of the class that it names. Raises ValueError if there are none."""
     names = model._no_split_modules or ()
     blocks = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if not blocks:

@@ -48,10 +48,11 @@ class AsyncArguments:
     """How far generation runs ahead of learning."""
 
     max_staleness: Annotated[int, Ge(0)] = HfArg(
-        default=2, help="updates between the weights that sampled a token and those that learn from it; 0: on-policy"
+        default=2,
+        help="updates, at most, between the weights that sample a token and those that learn from it; 0: on-policy",
     )
     in_flight: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="prompts whose completions are generated at one time (default: those of two steps)"
+        default=None, help="prompts whose completions are generated at the same time (default: those of two steps)"
     )
     reward_timeout: Annotated[float, Gt(0)] = HfArg(
         default=600.0, help="seconds that the rewards of one prompt's completions may take"
@@ -223,7 +224,7 @@ class RolloutsAhead:
         return idle | {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
 
     def proof(self, step: int, batch: Batch) -> list[Rollout]:
-        """Short rollouts to prove the sync before this step with, if too few tokens of its own are as new as that."""
+        """Short rollouts to prove the sync before this step, if too few of the step's tokens are as new as that."""
         if sum(int((rollout.versions == step - 1).sum()) for rollout in batch.rollouts) >= PROOF_TOKENS:
             return []
         prompts = [group.row.prompt_ids for group in batch.groups]

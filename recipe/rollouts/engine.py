@@ -32,14 +32,18 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 class EngineArguments:
     """How large an engine is, and how vLLM runs it."""
 
-    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(default=2, help="GPUs of an engine (CPU: groups of cores)")
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(default=0.8, help="share of each of its GPUs")
-    max_model_len: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="tokens of prompt and completion (default: the model's)"
+    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
+        default=2, help="GPUs that an engine is spread over (CPU: groups of cores)"
     )
-    enforce_eager: bool = HfArg(default=False, help="no CUDA graphs of decoding (CPU: there are none)")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
+        default=0.8, help="fraction of each GPU's memory that an engine takes"
+    )
+    max_model_len: Annotated[int | None, Ge(1)] = HfArg(
+        default=None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
+    )
+    enforce_eager: bool = HfArg(default=False, help="decode without CUDA graphs (CPU: always)")
     engine_args: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default="{}", help="more options of vllm.LLM, which override the script's: '{\"max_num_seqs\": 512}'"
+        default="{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
     ignore_eos: bool = field(default=False, init=False)  # completions go on to `max_tokens`; no flag
 
@@ -221,7 +225,7 @@ def _texts(tokenizer, outputs: list[tuple]) -> list[str]:
 
 
 def complete(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool = False) -> Batch:
-    """`group_size` completions of each of these rows, without rewards. The engines share the rows."""
+    """`group_size` completions of each of these rows, which are divided among the engines, without rewards."""
     bounds = [i * len(rows) // len(engines) for i in range(len(engines) + 1)]
     shares = [([row.prompt_ids for row in rows[begin:end]], begin) for begin, end in itertools.pairwise(bounds)]
     phase = "evaluating" if evaluation else "generating"

@@ -32,7 +32,8 @@ class ExactArguments:
 
     exact: Literal["auto", "on", "off"] = HfArg(
         default="auto",
-        help="have trainers compute the engines' log-probabilities bit for bit: if they can, or it is an error (on)",
+        help="trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto), or the"
+        " run ends (on)",
     )
 
 

@@ -33,7 +33,8 @@ class QuantizationArguments:
     """How torchao quantizes an engine's weights."""
 
     quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = HfArg(
-        default=None, help="torchao's, as JSON or a file with it; int8 or FP8 (default: FP8, int8 on CPU)"
+        default=None,
+        help="a configuration of torchao, as JSON or a file with it: int8 or FP8 (default: FP8; CPU: int8)",
     )
 
 

@@ -24,14 +24,14 @@ class RewardArguments:
 
     reward_model: str | None = HfArg(
         default=None,
-        help="Hugging Face model or folder of a sequence classifier with one output, or module:function(folder, seed)"
-        " that writes one; with --reward, the weighted sum of both, and its weight comes last",
+        help="a sequence classifier with one output: on the Hugging Face hub, a folder, or module:function, which gets"
+        " (folder, seed) and writes one; its score is added to those of --reward, and its weight comes last",
     )
     reward_workers: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="Ray tasks, on any node, that share the completions of a step for each --reward"
+        default=1, help="Ray tasks, on any node, among which each --reward's prompts of a step are divided"
     )
     reward_resources: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default='{"CPU": 0}', help="of each such task, for Ray"
+        default='{"CPU": 0}', help="Ray's resources for each such task, as JSON"
     )
 
 

@@ -36,10 +36,12 @@ RESERVE_SECONDS = 60  # limit for Ray to reserve a placement group
 
 @dataclass
 class LayoutArguments:
-    """How many trainers and engines there are, on devices of their own."""
+    """How many trainers and engines there are, on separate devices."""
 
-    trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="ranks of the trainer, on a GPU each (FSDP2)")
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, which share the prompts")
+    trainers: Annotated[int, Ge(1)] = HfArg(
+        default=1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them"
+    )
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, among which the prompts of a step are divided")
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class ModelActor:
         return ray.util.get_node_ip_address(), get_open_port()
 
     def join(self, address: tuple[str, int], ranks: int, device: str, at_once: int = 1) -> torch.device:
-        """Join the other ranks, of which the first one listens at `address`, and take this rank's share of the cores,
+        """Join the other ranks, of which the first one listens at `address`, and take this rank's part of the cores,
         on which so many models compute `at_once`. Returns this rank's device."""
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks * at_once)))  # Ray sets one thread
         own = torch.device(device, 0)  # Ray makes one GPU visible
@@ -185,8 +187,8 @@ class LearnerActor(ModelActor):
     """A Ray actor around one rank of a learner."""
 
     def resume(self, checkpoint: Path | None) -> tuple[int, str]:
-        """Go on from this checkpoint's training state, if there is one. Returns the steps that are done, and what is to
-        be said of the learner."""
+        """Go on from this checkpoint's training state, if there is one. Returns the steps that are done, and lines to
+        print about the learner."""
         self.model = self.learner.model
         if checkpoint:
             self.learner.load_state(checkpoint)

@@ -26,26 +26,30 @@ class RunArguments:
 
     model: str | None = HfArg(
         default=None,
-        help="Hugging Face model or folder, or module:function(folder, seed) that writes one (default: the script's"
-        " choice for the hardware)",
+        help="a model on the Hugging Face hub, a folder, or module:function, which gets (folder, seed) and writes one"
+        " (default: facebook/opt-125m; CPU: a small built-in one)",
     )
     steps: Annotated[int, Ge(1)] = HfArg(default=30, help="learning steps")
-    seed: Annotated[int, Ge(0)] = HfArg(default=0, help="for the order of prompts, sampling and the built-in model")
+    seed: Annotated[int, Ge(0)] = HfArg(
+        default=0, help="of the order of prompts, of sampling and of the built-in model"
+    )
     ray_address: str | None = HfArg(
         default=None, help='address of a Ray cluster, or "auto" (default: start Ray here, for this run)'
     )
     output: Path | None = HfArg(default=None, help="run folder (default: a new one under runs/)")
     save_every: Annotated[int, Ge(0)] = HfArg(
-        default=10, help="steps between checkpoints, with one more at the end; 0: none"
+        default=10, help="save a checkpoint after every so many steps and at the end; 0: never"
     )
     report_to: list[str] = HfArg(
         default_factory=lambda: ["tensorboard"],
-        help="where metrics and completions go: tensorboard, wandb, trackio, mlflow and others that accelerate knows,"
-        " or none",
+        help="where metrics go, beside the run folder: tensorboard, wandb, trackio, mlflow or another of accelerate's"
+        " trackers, or none",
     )
-    resume: Path | None = HfArg(default=None, help="run folder: continue from its last checkpoint")
-    timeout: Annotated[float, Gt(0)] = HfArg(default=3600.0, help="seconds that no phase of a step may exceed")
-    # Names of the arguments that were set, now or in the run to --resume, and what is to be said of those.
+    resume: Path | None = HfArg(default=None, help="folder of a run, to go on from its last checkpoint")
+    timeout: Annotated[float, Gt(0)] = HfArg(
+        default=3600.0, help="seconds that a phase (starting, generating, learning, syncing) may take"
+    )
+    # Names of the arguments that were set, now or in the run to --resume, and remarks on those.
     given: list[str] = dataclasses.field(default_factory=list, init=False)
     remarks: list[str] = dataclasses.field(default_factory=list, init=False)
 
@@ -130,8 +134,7 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
 
 
 def resumed(cls: type, saved: dict, now: dict) -> tuple[dict, list[str]]:
-    """The flags given to a run that goes on, from its `saved` arguments, with those given `now`, and what is to be said
-    of them."""
+    """The flags given to a run that goes on, by its `saved` arguments and those given `now`, and remarks on them."""
     types = {field.name: field.type for field in dataclasses.fields(cls)}
     before = {name: saved[name] for name in saved["given"]}
     gone = [flag(name) for name in sorted(before.keys() - types.keys())]

@@ -148,7 +148,7 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Mo
 
 
 def replace_flags(args: RunArguments, **changes) -> RunArguments:
-    """The arguments with these values in place of theirs, which nobody gave."""
+    """A copy of the arguments in which flags that nobody gave have these values."""
     changed = replace(args, **changes)
     changed.given, changed.remarks = args.given, args.remarks
     return changed

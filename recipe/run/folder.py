@@ -3,11 +3,12 @@
 args.json             the arguments, and which of them were given: those are the defaults of --resume
 metrics.jsonl         one line per step; step 0 has the evaluation before the first
 completions.jsonl     one line per completion: step, prompt, text, rewards, advantage (PPO's are of tokens: none)
-tensorboard/          metrics as TensorBoard events, or wandb/ with --report-to wandb
+tensorboard/          metrics as TensorBoard events; with --report-to wandb also wandb/
 reward.png            reward, evaluation, mismatch and sync time over the steps
-run.log               what vLLM and libraries say, in all processes
+run.log               what vLLM and libraries log, in all processes
 lock                  locked during a run
-checkpoint-000010/    model or adapters in Hugging Face format, trainer_state.pt for --resume; the last two are kept
+checkpoint-000010/    model or adapters in Hugging Face format, and trainer_state.pt for --resume; several trainer ranks
+                      write a part each; the last two checkpoints are kept
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Ray for the time of one run: start or join it, wait for actors, say who failed, leave no process behind."""
+"""Ray for the time of one run: start or join it, wait for actors, name the one that failed, leave no process behind."""
 
 import multiprocessing
 import os
@@ -140,7 +140,7 @@ class RaySession:
 
 
 def explain(phase: str, actor: str, error: Exception) -> Exception:
-    """What to raise where a call of this actor has raised this."""
+    """The error to raise for what this actor has raised."""
     cause = _cause(error)
     if isinstance(cause, USER_ERRORS):
         return cause

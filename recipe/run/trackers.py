@@ -1,6 +1,6 @@
 """Where a run reports beside its own folder: accelerate's trackers, such as TensorBoard, Weights & Biases and Trackio.
 
-A tracker gets the metrics of each step and, where it has tables, the completions.
+A tracker gets the metrics of each step. Those that have tables (wandb, clearml) get the completions as well.
 """
 
 import json
@@ -13,7 +13,7 @@ NONE = "none"
 
 
 class Trackers:
-    """The trackers of these names. Raises RunError for a name that is none, or whose package is not there."""
+    """The trackers with these names. Raises RunError for an unknown name, and where a package is not installed."""
 
     def __init__(self, names: list[str]):
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers

@@ -36,7 +36,7 @@ def exact(completions: list[str], answer: list[str], **_) -> list[float]:
 
 
 def build_model(folder: Path, seed: int) -> None:
-    """Write the built-in model to `folder`, taught until a share `RIGHT` of its answers are right.
+    """Write the built-in model to `folder`, taught until the fraction `RIGHT` of its answers is right.
 
     What counts are its greedy answers in the last ten steps or so, before it learned from them.
     """

@@ -33,7 +33,8 @@ def load_rows(name: str, config: str | None, split: str, mapping: str | None, re
     """The rows of one split of a dataset, mapped by the function `mapping` ("module:function"), if there is one.
 
     Columns that some rows lack are None there, as TRL's rewards expect. A row that the function maps to None is left
-    out. Raises TaskError, which names the row, for a prompt that is none, or a column with a `reserved` name.
+    out. Raises TaskError, which names the row, for a prompt that is neither text nor messages, or a column with a
+    `reserved` name.
     """
     function, rows = named_function("--map", mapping) if mapping else None, []
     for number, record in enumerate(_records(name, config, split)):

@@ -31,7 +31,7 @@ FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "lo
 
 @dataclass
 class Group:
-    """A prompt and its completions, which are compared with each other. `logged` are numbers of the rewards' own."""
+    """A prompt and its completions, which are compared. `logged` are the numbers that rewards gave to `log_metric`."""
 
     row: Row
     rollouts: list[Rollout]

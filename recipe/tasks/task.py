@@ -27,43 +27,50 @@ class TaskArguments:
     """Prompts and rewards."""
 
     task: str = HfArg(
-        default="uppercase", help="a module of recipe/tasks/, or your own: its DEFAULTS set the defaults of other flags"
+        default="uppercase",
+        help="a module in recipe/tasks/ or in the working folder; its DEFAULTS are the defaults of other flags",
     )
     dataset: str | None = HfArg(
         default=None,
         aliases=["--prompts"],
-        help="file (.jsonl, .json, .parquet, .csv), folder or name for datasets.load_dataset, or module:function",
+        help="a file (.jsonl, .json, .parquet, .csv), a folder or a name for datasets.load_dataset, or module:function,"
+        " which gets the split and returns rows",
     )
-    dataset_config: str | None = HfArg(default=None, help="of a dataset from the hub")
-    dataset_split: str = HfArg(default="train", help='to learn from, also "train[:1000]"')
+    dataset_config: str | None = HfArg(default=None, help="configuration of a dataset from the hub")
+    dataset_split: str = HfArg(default="train", help='split to learn from, which may be a slice: "train[:1000]"')
     map: str | None = HfArg(
         default=None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'
     )
-    eval_dataset: str | None = HfArg(default=None, help="to evaluate on (default: --dataset, if --eval-split is given)")
-    eval_split: str | None = HfArg(default=None, help="of the dataset to evaluate on (default: test; of a file: train)")
-    eval_share: Annotated[float, Ge(0), Lt(1)] = HfArg(
-        default=0.0, help="share of the prompts that is evaluated on instead of learned from"
+    eval_dataset: str | None = HfArg(
+        default=None, help="dataset to evaluate on (default: --dataset, if --eval-split is given)"
     )
-    system_prompt: str | None = HfArg(default=None, help="for chat messages that begin without one")
+    eval_split: str | None = HfArg(default=None, help="split to evaluate on (default: test; of a file: train)")
+    eval_share: Annotated[float, Ge(0), Lt(1)] = HfArg(
+        default=0.0, help="fraction of the prompts to evaluate on instead of learning from them"
+    )
+    system_prompt: str | None = HfArg(default=None, help="system message of chats that begin without one")
     chat_template_kwargs: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default="{}", help="for the chat template: '{\"enable_thinking\": false}'"
+        default="{}", help="arguments of the chat template, as JSON: '{\"enable_thinking\": false}'"
     )
     reward: list[str] | None = HfArg(
         default=None,
-        help="module:function; TRL's signature: reward(prompts, completions, **columns) gives floats",
+        help="reward functions, as module:function, with TRL's signature: reward(prompts, completions, **columns)"
+        " returns a number or None for each completion",
         metadata={"action": "extend"},
     )
     reward_weights: list[float] | None = HfArg(
-        default=None, help="of the rewards in their sum, in the order of --reward (default: 1 each)"
+        default=None, help="weights of the rewards in their sum, in the order of --reward (default: 1 each)"
     )
     eval_every: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="steps between evaluations, with one more before the first and after the last; 0: none"
+        default=0, help="evaluate before the first step, after every so many steps and after the last; 0: never"
     )
     eval_samples: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="completions of each prompt to evaluate on, for pass@k; 0: a greedy one"
+        default=0, help="sampled completions of each prompt in an evaluation, for pass@k; 0: one greedy completion"
     )
-    pass_reward: float = HfArg(default=1.0, help="a completion with this reward, or more, passes an evaluation")
-    prompts_per_step: Annotated[int, Ge(1)] = HfArg(default=8, help="prompts in one learning step")
+    pass_reward: float = HfArg(default=1.0, help="a completion passes an evaluation if its reward is at least this")
+    prompts_per_step: Annotated[int, Ge(1)] = HfArg(
+        default=8, help="prompts of a step, each with --group-size completions"
+    )
 
 
 class Task:

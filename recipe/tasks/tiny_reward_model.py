@@ -64,7 +64,7 @@ def points(completion: str) -> float:
 
 
 def examples(rng: random.Random, count: int) -> tuple[list[str], list[str]]:
-    """Prompts, and completions of random bytes among any share of upper-case letters."""
+    """Prompts, and completions of upper-case letters and random bytes, in any proportion."""
 
     def completion() -> str:
         share = rng.random()
