@@ -396,6 +396,13 @@ def test_mini_batches_have_means_of_their_own_and_an_epoch_has_every_completion_
         torch.testing.assert_close(whole[0], expected, atol=1e-6, rtol=1e-4)
 
 
+def test_there_are_no_more_mini_batches_than_completions(model, monkeypatch):
+    learner = GRPOLearner(model, config(num_mini_batches=8), CPU)
+    batch, seen = rollouts(learner, count=4), passes(learner, monkeypatch)
+    learner.learn(batch)
+    assert [len(prompts) for prompts, learns in seen if learns] == [1] * 4
+
+
 def test_later_updates_are_clipped_by_the_policy_that_the_step_began_with(model):
     once, twice = (GRPOLearner(model, config(num_epochs=epochs, max_grad_norm=1e9), CPU) for epochs in (1, 2))
     batch = graded(rollouts(once, count=4), 1.0, 0.0, 0.0, 1.0)
@@ -528,6 +535,9 @@ def test_mismatch_over_the_bound_updates_nothing(model, updates):
     known = "The digests of what the trainer sent, what arrived and what the engine serves agree"
     with pytest.raises(MismatchError, match=rf"0\.01 .*the bound of 1e-05\. {known}"):
         proven.mismatch(batch)
+    with pytest.raises(MismatchError):  # rollouts that only prove count as well
+        learner.learn(rollouts(learner), batch)
+    assert before.equal(vector_of(learner))
     batch[0].logprobs[0] = math.nan
     with pytest.raises(MismatchError):
         learner.mismatch(batch)
