@@ -68,6 +68,15 @@ def test_worker_without_a_trainer_beside_it_says_so():
     assert answer == {"error": "no trainer rank is on cpu:0: they are on ['GPU-1']"}
 
 
+def test_memory_that_is_no_longer_a_shared_buffer_cannot_be_mapped():
+    buffer = shared_buffer(64, CPU)
+    share_tensor(buffer)
+    address = buffer.data_ptr()
+    del buffer
+    with pytest.raises(WeightSyncError, match="only tensors of shared_buffer can be mapped"):
+        share_tensor(SimpleNamespace(is_cuda=False, data_ptr=lambda: address))  # what torch then put there
+
+
 def test_worker_that_another_trainer_calls_forgets_what_it_was_to_compare_with_the_last_one():
     worker = Worker(Engine(), {"cpu:0": "/gone/link"})
     worker.weight_sample = torch.zeros(1, dtype=torch.int64), 5

@@ -540,6 +540,15 @@ def test_answers_of_several_peers_are_theirs_and_the_silent_one_is_named():
     assert ours[0].recv(1) == {"n": 10}
 
 
+def test_messages_keep_their_order_though_the_link_was_watched():
+    ours, theirs = linked()
+    theirs.send(n=1)
+    theirs.send(n=2)
+    ours.watch()
+    theirs.send(n=3)
+    assert [ours.recv(1)["n"] for _ in range(3)] == [1, 2, 3]
+
+
 def test_failed_send_says_what_the_peer_had_said():
     ours, theirs = linked()
     theirs.close("no memory")
@@ -574,13 +583,14 @@ def test_error_of_gloo_is_that_of_the_peer_that_says_a_moment_later_why():
         link.wait_until(fails, [ours], time.monotonic() + 5)
 
 
-def test_worker_connects_to_the_host_where_it_found_the_group():
+def test_worker_connects_to_the_host_where_it_found_the_group(monkeypatch):
     def announce(endpoint):  # by a name that the worker's node need not know
         said = json.dumps(endpoint | {"host": "trainer.invalid"})
         group = SimpleNamespace(store=SimpleNamespace(host="127.0.0.1", check=lambda keys: True, get=lambda key: said))
         threading.Thread(target=link.connect_group, args=(group, "worker", 5)).start()
 
     links = []
+    monkeypatch.setattr(link, "CONNECT_SECONDS", 5)
     link.listen("127.0.0.1", 1, announce, links, "workers", "")
     assert links[0].peer.startswith("worker (pid")
 
