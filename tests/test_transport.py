@@ -304,9 +304,8 @@ def test_what_is_sent_again_is_what_the_tensors_are_now():
     trainer, other = groups(2)
     receiving, sender = Receiving(Worker(Engine(), other), syncs=3), WeightSender(trainer)
     square, base = torch.randn(8, 8), torch.randn(8, 8)
-    adapters = [(torch.randn(2, 8), torch.randn(8, 2), 1.0) for _ in range(2)]
-    for view, adapter in ((square, adapters[0]), (square.t(), adapters[0]), (square.t(), adapters[1])):
-        adapted = LoRAWeight(base, *adapter)
+    one, other_one = (LoRAWeight(base, torch.randn(2, 8), torch.randn(8, 2), 1.0) for _ in range(2))
+    for view, adapted in ((square, one), (square.t(), one), (square.t(), other_one)):
         sender.send_weights([("w", view), ("adapted", adapted)])
         received = receiving.worker.weight_model.weights
         assert same_bits(received["w"], view.contiguous())
