@@ -319,12 +319,25 @@ def written(folder, ranks):
     return weights, {key: torch.cat(own) if own[0].ndim else own[0] for key, own in moments.items()}
 
 
+def write_moments(folder, parts):
+    """What ranks write of one parameter's optimizer state, of which each has this part."""
+    groups = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"]
+    for rank, part in enumerate(parts):
+        state = {0: {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part}}
+        torch.save({"optimizer": {"state": state, "param_groups": groups}}, folder / f"trainer_state-0000{rank}.pt")
+
+
+def test_moments_of_an_adapter_that_every_rank_wrote_whole_are_read_once(tmp_path):
+    parameter, whole = torch.nn.Parameter(torch.zeros(7, 2)), torch.arange(14.0).view(7, 2)
+    write_moments(tmp_path, [whole, whole])
+    optimizer = torch.optim.AdamW([parameter])
+    load_state(tmp_path, [parameter], optimizer)
+    assert optimizer.state[parameter]["exp_avg"].equal(whole)
+
+
 def test_moments_that_two_ranks_wrote_are_read_by_three(tmp_path):
     whole = torch.arange(14.0).view(7, 2)
-    for rank, rows in enumerate(whole.chunk(2)):
-        state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": rows, "exp_avg_sq": rows}}}
-        groups = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"]
-        torch.save({"optimizer": state | {"param_groups": groups}}, tmp_path / f"trainer_state-0000{rank}.pt")
+    write_moments(tmp_path, whole.chunk(2))
     for rank, rows in enumerate(whole.chunk(3)):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
         try:
