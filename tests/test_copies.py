@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weight_sync.copies import BLOCK_WORDS, TILING, Copies, _kernel, digest
+from weight_sync.copies import BLOCK_WORDS, TILING, Copies, Reading, _kernel, digest
 
 CPU = torch.device("cpu")
 
@@ -46,6 +46,16 @@ def test_digest_sees_every_flip_and_swap():
 def test_digest_does_not_depend_on_where_a_tensor_begins(begin):
     part = torch.arange(32, dtype=torch.uint8)[begin : begin + 16]
     assert digest([part]) == digest([part.clone()])
+
+
+def test_digests_of_parts_add_up_and_tell_a_parts_place():
+    tensors, totals = [torch.randn(40_000), torch.randn(7)], torch.zeros(3, 1, dtype=torch.int64)
+    for number, tensor in enumerate(tensors):
+        Reading([tensor], number).run(totals[0])
+        Reading([tensor], 1 - number).run(totals[1])
+    Reading(tensors, 1).run(totals[2])
+    assert int(totals[0]) == digest(tensors)
+    assert len(set(totals.flatten().tolist())) == 3
 
 
 def test_copies_and_fills_are_repeated_with_other_values():

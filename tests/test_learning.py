@@ -25,6 +25,7 @@ from recipe.learning.objectives import advantages, kl_estimate
 from recipe.learning.precision import bf16_weights
 from recipe.learning.rollout import Rollout
 from recipe.learning.saving import STATE_FILE
+from recipe.learning.sharding import Offload
 from recipe.run import checkpoint
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models, last_checkpoint, replace_flags, write_checkpoint
@@ -191,6 +192,25 @@ def test_gradient_of_a_model_whose_head_wants_more_than_its_trunk(tmp_path, monk
     path = write_model("Llama", tmp_path, **LLAMA)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Loud.from_pretrained)
     assert not assert_gradient_is_the_plain_one(path).model.head_apart
+
+
+def test_gradient_of_a_model_whose_head_looks_at_a_states_neighbours(tmp_path, monkeypatch):
+    class Blends(torch.nn.Linear):
+        """Of each state and the one before it."""
+
+        def forward(self, states):
+            return super().forward(states + states.roll(1, -2))
+
+    path = write_model("Llama", tmp_path, **LLAMA)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def load_blending(*args, **options):
+        loaded, report = load(*args, **options)
+        loaded.lm_head.__class__ = Blends
+        return loaded, report
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load_blending)
+    assert not GRPOLearner(path, config(), CPU).model.head_apart
 
 
 def test_only_completions_go_through_the_head_and_again_in_backward(model, monkeypatch):
@@ -376,6 +396,13 @@ def test_mini_batches_have_means_of_their_own_and_an_epoch_has_every_completion_
         torch.testing.assert_close(whole[0], expected, atol=1e-6, rtol=1e-4)
 
 
+def test_there_are_no_more_mini_batches_than_completions(model, monkeypatch):
+    learner = GRPOLearner(model, config(num_mini_batches=8), CPU)
+    batch, seen = rollouts(learner, count=4), passes(learner, monkeypatch)
+    learner.learn(batch)
+    assert [len(prompts) for prompts, learns in seen if learns] == [1] * 4
+
+
 def test_later_updates_are_clipped_by_the_policy_that_the_step_began_with(model):
     once, twice = (GRPOLearner(model, config(num_epochs=epochs, max_grad_norm=1e9), CPU) for epochs in (1, 2))
     batch = graded(rollouts(once, count=4), 1.0, 0.0, 0.0, 1.0)
@@ -508,6 +535,9 @@ def test_mismatch_over_the_bound_updates_nothing(model, updates):
     known = "The digests of what the trainer sent, what arrived and what the engine serves agree"
     with pytest.raises(MismatchError, match=rf"0\.01 .*the bound of 1e-05\. {known}"):
         proven.mismatch(batch)
+    with pytest.raises(MismatchError):  # rollouts that only prove count as well
+        learner.learn(rollouts(learner), batch)
+    assert before.equal(vector_of(learner))
     batch[0].logprobs[0] = math.nan
     with pytest.raises(MismatchError):
         learner.mismatch(batch)
@@ -609,6 +639,35 @@ def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path, ch
     assert resumed.learn(second) == expected
     for (name, a), b in zip(whole.model.module.named_parameters(), resumed.model.module.parameters(), strict=True):
         assert a.equal(b), name
+
+
+def test_checkpoint_has_the_models_buffers(tmp_path):
+    sizes = {"intermediate_size": 16, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16}
+    sizes |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    path = write_model("DeepseekV3", tmp_path / "model", **sizes, num_key_value_heads=2, first_k_dense_replace=1)
+    learner = GRPOLearner(path, config(), CPU)
+    buffer = learner.model.module.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
+    buffer.normal_()
+    checkpoint = write_checkpoint(tmp_path, 1, learner.save)
+    resumed = GRPOLearner(str(checkpoint), config(), CPU)
+    assert resumed.model.module.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").equal(buffer)
+
+
+def test_offloaded_optimizer_leaves_the_device_each_time_and_not_once(monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    offload, state = Offload(optimizer), optimizer.state[parameter]
+    monkeypatch.setattr("recipe.learning.sharding.like", lambda parameter, local: local.clone())  # as to a GPU
+    parameter.grad = torch.ones(3)
+    for _ in range(3):
+        optimizer.step()
+        expected = state["exp_avg"].clone()
+        offload.to_host()
+        assert state["exp_avg"].untyped_storage().data_ptr() == offload.memory.untyped_storage().data_ptr()
+        assert state["exp_avg"].equal(expected)
+        offload.to_device()
+        assert state["exp_avg"].untyped_storage().data_ptr() != offload.memory.untyped_storage().data_ptr()
+        assert state["exp_avg"].equal(expected)
 
 
 def test_checkpoint_that_is_cut_short_leaves_the_last_one(tmp_path):

@@ -215,6 +215,15 @@ def test_importance_weights(changes, weights, outside):
     assert out_of_bounds.int().tolist() == outside
 
 
+def test_sequence_mask_keeps_a_completion_however_much_less_likely_the_trainer_finds_it():
+    old, engine = torch.tensor([[-3.0, -2.0]]), torch.tensor([[-1.0, -1.0]])  # a product of e^-3, below the floor
+    result, out_of_bounds = importance_weights(
+        old, engine, torch.ones(1, 2), config(mismatch_correction="sequence_mask", importance_floor=0.5)
+    )
+    torch.testing.assert_close(result, torch.full((1, 2), math.exp(-3)))
+    assert not out_of_bounds.any()
+
+
 def test_losses_are_weighted_by_importance_and_the_kl_is_not():
     logprobs, engine = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.0, -2.0, 0.0]])
     advantage, mask = torch.tensor([2.0]), torch.ones(1, 3)

@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 import rlhf_ppo
 from recipe.errors import MismatchError, RunError, TaskError
 from recipe.learning import ppo
+from recipe.learning.learner import PolicyScores
 from recipe.learning.model import Model
 from recipe.learning.objectives import kl_estimate
 from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
@@ -113,6 +114,24 @@ def test_explained_variance():
 def test_coefficient_of_the_kl_moves_towards_its_target(kl, target, factor):
     settings = config(kl_target=target, kl_horizon=128)
     assert ppo.adapted_kl_coef(0.05, kl, 64, settings) == pytest.approx(0.05 * factor)
+
+
+def test_experience_is_what_its_numbers_give_by_hand():
+    batch = [Rollout([5], [6, 7], [], 1.0), Rollout([5], [8], [], -2.0)]
+    logprobs, reference = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]]), torch.tensor([[-1.5, -1.0], [-0.5, 0.0]])
+    scores = PolicyScores(logprobs, torch.zeros(2, 2), reference, {"kl_coef": 0.1})
+    made, metrics = estimate(batch, scores, torch.tensor([[0.5, 1.0], [0.25, 0.0]]), config())
+    # KL 0.5, -1 and 0, so rewards -0.05, 1.1 and -2. Returns are their sums from there on.
+    returns, values = torch.tensor([1.05, 1.1, -2.0]), torch.tensor([0.5, 1.0, 0.25])
+    advantages, tokens = returns - values, made.mask.bool()
+    torch.testing.assert_close(made.returns[tokens], returns)
+    whitened = (advantages - advantages.mean()) / advantages.std(correction=0)
+    torch.testing.assert_close(made.advantages[tokens], whitened)
+    expected = {"kl": -0.5 / 3, "returns/mean": returns.mean(), "values/mean": values.mean()}
+    expected |= {"advantages/std": advantages.std(correction=0)}
+    expected |= {"ppo/explained_variance": 1 - advantages.var(correction=0) / returns.var(correction=0)}
+    assert metrics == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
+    assert made.kl == metrics["kl"]
 
 
 # --- What policy and critic learn -------------------------------------------------------------------------------------
@@ -275,6 +294,8 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
     policy, critic, made = experience(model, settings)
     for learner in (policy, critic):
         learner.learn(made)
+    coefficient = ppo.adapted_kl_coef(settings.kl_coef, made.kl, len(made.rollouts), settings)
+    assert policy.own_state["kl_coef"] == coefficient != settings.kl_coef
     policy.save(tmp_path)
     (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")
@@ -288,7 +309,6 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
         assert learner.own_state == other.own_state
         for name, tensor in weights_of(learner).items():
             assert tensor.equal(weights_of(other)[name]), name
-    assert policy.own_state["kl_coef"] != settings.kl_coef
     changed = PPOLearner(paths[0], replace(settings, kl_target=None, kl_coef=0.7), CPU)
     changed.load_state(tmp_path)
     assert changed.own_state["kl_coef"] == 0.7

@@ -233,23 +233,47 @@ def test_half_steps_are_the_largest_error_of_rounding(dtype, granularity):
     assert largest_error() > ROUNDING_SLACK
 
 
-@pytest.mark.parametrize("part", ["scale", "value"])
-def test_weight_that_is_not_a_number_is_not_what_was_sent(part):
+@pytest.fixture
+def quantized_engine():
+    """An engine with one weight, in FP8 by rows, what was sent for it, and what the messages call that."""
     from torchao.quantization import Float8Tensor, PerRow
 
-    weight = torch.randn(16, 32)
+    weight = torch.randn(17, 32, generator=torch.Generator().manual_seed(0))[1:]
     model = torch.nn.Linear(32, 16, bias=False)
     model.weight = torch.nn.Parameter(Float8Tensor.from_hp(weight, granularity=PerRow()), requires_grad=False)
-    write = Write("weight", weight, weight.view(16, 32), weight.view(16, 32))
+    whole = torch.empty(16, 32, device="meta")
+    write = Write("weight", whole, whole, whole)
     engine = SimpleNamespace(model=model, compared_digests={}, trace=lambda wire: ({"w": [write]}, []))
-    wire = [("w", "float32", (16, 32))]
+    return engine, weight, [("w", "float32", (16, 32))]
+
+
+@pytest.mark.parametrize("part", ["scale", "value"])
+def test_weight_that_is_not_a_number_is_not_what_was_sent(quantized_engine, part):
+    engine, weight, wire = quantized_engine
     assert judged(compared(engine, wire, [("w", weight)])) == Comparison(1, 0)
     if part == "scale":
-        model.weight.scale[3] = math.nan
+        engine.model.weight.scale[3] = math.nan
     else:
-        model.weight.qdata[3, 4] = math.nan
+        engine.model.weight.qdata[3, 4] = math.nan
     with pytest.raises(WeightSyncError, match="1 of 1 quantized weights are not what was sent: weight is off by inf"):
         judged(compared(engine, wire, [("w", weight)]))
+
+
+def test_weight_for_which_nothing_arrives_is_not_what_was_sent(quantized_engine):
+    engine, _, wire = quantized_engine
+    with pytest.raises(WeightSyncError, match="weight is off by inf times"):
+        judged(compared(engine, wire, []))
+
+
+def test_weight_has_changed_if_its_scales_and_its_values_have(quantized_engine):
+    engine, weight, wire = quantized_engine
+    scale, values = engine.model.weight.scale, engine.model.weight.qdata
+    for change, expected in ((lambda: None, 0), (lambda: scale.mul_(2), 0), (lambda: None, 0)):
+        change()
+        assert sum(changed for _, changed in compared(engine, wire, [("w", weight)]).values()) == expected
+    scale.mul_(2)
+    values.copy_((values.float() / 2).to(values.dtype))
+    assert judged(compared(engine, wire, [("w", 2 * weight)])) == Comparison(1, 1)
 
 
 def test_run_ends_if_the_trainer_has_learned_but_no_weight_has_changed():

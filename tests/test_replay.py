@@ -287,6 +287,17 @@ def test_replay_that_leaves_computed_tensors_stale_is_refused(model):
         assert all(engine.model.squared.equal(engine.model.norm.data**2) for engine in sync.engines)
 
 
+class KeepsCache(Model):
+    """With a KV cache, which holds what it likes."""
+
+    def process_weights(self):
+        self.kv_cache = torch.rand(3)
+
+
+def test_cache_is_no_difference_between_replay_and_reload():
+    assert Sync(KeepsCache)(tensors(1)) == "replay"
+
+
 class CutsOff(Model):
     def load_norm(self, weight):
         self.norm.data.copy_(weight[:HIDDEN])
@@ -429,6 +440,7 @@ def test_load_that_broke_off_leaves_no_bracket_open_to_the_next(tied, next_one):
     served, weights = dict(engine.model.named_parameters()), with_head_bias(1, tied)
     metadata = [(name, "float32", tuple(weight.shape)) for name, weight in weights.items()]
     assert engine.preflight(metadata)[1] == []
+    engine.mark_complete(1, engine.weights_digest())
 
     def batches():
         yield [("embed.weight", weights["embed.weight"])]
@@ -625,6 +637,24 @@ def test_quantization_is_repeated_bit_for_bit(monkeypatch, bucket_bytes):
 
 def test_processing_that_writes_in_place_does_not_reach_served_scales_while_it_is_tried(monkeypatch):
     assert quantized_sync(monkeypatch, InPlace)(quantizable(1)) == "replay"
+
+
+class Once(PerRow):
+    """Leaves a layer alone that it has processed, by vLLM's flag."""
+
+    def process_weights_after_loading(self, layer):
+        if not getattr(layer, replay.PROCESSED, False):
+            super().process_weights_after_loading(layer)
+            setattr(layer, replay.PROCESSED, True)
+
+
+def test_processing_is_repeated_although_the_layer_says_that_it_was_done(monkeypatch):
+    sync = quantized_sync(monkeypatch, Once)
+    for engine in sync.engines:
+        for name in QUANTIZED:
+            setattr(getattr(engine.model, name), replay.PROCESSED, True)
+    for seed in (1, 2):
+        assert sync(quantizable(seed)) == "replay"
 
 
 def test_stale_scales_are_found(monkeypatch):

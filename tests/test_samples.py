@@ -9,6 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from weight_sync import copies
+from weight_sync.copies import BLOCK_WORDS, Copies
+from weight_sync.samples import SAMPLED_BLOCKS, Samples
+
 MAPPED = """
 import threading
 
@@ -119,3 +125,19 @@ def test_sample_finds_a_worker_that_reads_other_memory_than_the_trainers():
     tests = Path(__file__).resolve().parent
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
     subprocess.run([sys.executable, "-c", MAPPED], env=environment, check=True, timeout=120)
+
+
+def test_every_tensor_and_every_block_has_its_turn(monkeypatch):
+    monkeypatch.setattr(copies, "_has_kernel", lambda device: True)
+    words = [2 * BLOCK_WORDS + 3, *range(1, 2 * SAMPLED_BLOCKS)]
+    read, served = ([torch.zeros(n) for n in words] for _ in range(2))
+    samples = Samples([Copies(torch.device("cpu"), list(zip(served, read, strict=True)))], read, served)
+
+    def drawn(seeds) -> set[tuple[int, int, int]]:
+        """The blocks: a tensor's number, the byte where it begins, and its words."""
+        return {block for seed in seeds for block in zip(*samples.draw(seed)[0], strict=True)}
+
+    assert {tensor for tensor, *_ in drawn(range(2))} == set(range(len(words)))
+    assert {block[1:] for block in drawn(range(0, 80, 2)) if block[0] == 0} == {
+        (0, BLOCK_WORDS), (4 * BLOCK_WORDS, BLOCK_WORDS), (8 * BLOCK_WORDS, 3),
+    }  # fmt: skip

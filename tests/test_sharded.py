@@ -18,7 +18,10 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from test_learning import CPU, config, gemma2, rollouts, rounding_learner, use_sgd
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from recipe.errors import MismatchError
@@ -26,7 +29,7 @@ from recipe.learning import learner as learning
 from recipe.learning import sharding
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.named_tensors import NamedTensors
-from recipe.learning.saving import write_model
+from recipe.learning.saving import load_state, write_model
 from recipe.tasks.tiny_model import build_tiny_model
 
 
@@ -314,6 +317,37 @@ def written(folder, ranks):
     moments = {(i, name): [state[i][name] for state in states] for i in states[0] for name in states[0][i]}
     assert all(type(tensor) is torch.Tensor for own in moments.values() for tensor in own)
     return weights, {key: torch.cat(own) if own[0].ndim else own[0] for key, own in moments.items()}
+
+
+def write_moments(folder, parts):
+    """What ranks write of one parameter's optimizer state, of which each has this part."""
+    groups = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"]
+    for rank, part in enumerate(parts):
+        state = {0: {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part}}
+        torch.save({"optimizer": {"state": state, "param_groups": groups}}, folder / f"trainer_state-0000{rank}.pt")
+
+
+def test_moments_of_an_adapter_that_every_rank_wrote_whole_are_read_once(tmp_path):
+    parameter, whole = torch.nn.Parameter(torch.zeros(7, 2)), torch.arange(14.0).view(7, 2)
+    write_moments(tmp_path, [whole, whole])
+    optimizer = torch.optim.AdamW([parameter])
+    load_state(tmp_path, [parameter], optimizer)
+    assert optimizer.state[parameter]["exp_avg"].equal(whole)
+
+
+def test_moments_that_two_ranks_wrote_are_read_by_three(tmp_path):
+    whole = torch.arange(14.0).view(7, 2)
+    write_moments(tmp_path, whole.chunk(2))
+    for rank, rows in enumerate(whole.chunk(3)):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=3)
+        try:
+            mesh = init_device_mesh("cpu", (3,))
+            parameter = torch.nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)], shape=(7, 2), stride=(2, 1)))
+            optimizer = torch.optim.AdamW([parameter])
+            load_state(tmp_path, [parameter], optimizer)
+            assert optimizer.state[parameter]["exp_avg"].to_local().equal(rows)
+        finally:
+            dist.destroy_process_group()
 
 
 def test_training_state_in_one_file_of_an_older_run_is_read_by_two_ranks(model, tmp_path):

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -65,6 +66,22 @@ class LoadingEngine(Engine):
 def test_worker_without_a_trainer_beside_it_says_so():
     answer = Worker(Engine(), {"GPU-1": "somewhere"}).receive_weights(timeout=5)
     assert answer == {"error": "no trainer rank is on cpu:0: they are on ['GPU-1']"}
+
+
+def test_memory_that_is_no_longer_a_shared_buffer_cannot_be_mapped():
+    buffer = shared_buffer(64, CPU)
+    share_tensor(buffer)
+    address = buffer.data_ptr()
+    del buffer
+    with pytest.raises(WeightSyncError, match="only tensors of shared_buffer can be mapped"):
+        share_tensor(SimpleNamespace(is_cuda=False, data_ptr=lambda: address))  # what torch then put there
+
+
+def test_worker_that_another_trainer_calls_forgets_what_it_was_to_compare_with_the_last_one():
+    worker = Worker(Engine(), {"cpu:0": "/gone/link"})
+    worker.weight_sample = torch.zeros(1, dtype=torch.int64), 5
+    assert "the trainer is gone" in worker.receive_weights(timeout=5)["error"]
+    assert not worker.check_weights_changed()
 
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
@@ -141,6 +158,12 @@ def test_strangers_do_not_prolong_the_wait_for_the_worker(monkeypatch):
     assert time.monotonic() - started < 3
     channel.close(None)
     knocking.join()
+
+
+@pytest.mark.parametrize(("device", "contiguous", "mapped"), [("cuda", 1, True), ("cuda", 0, False), ("cpu", 1, False)])
+def test_worker_reads_what_lies_in_one_piece_on_its_gpu_where_it_is(device, contiguous, mapped):
+    tensor = SimpleNamespace(is_cuda=device == "cuda", is_contiguous=lambda: contiguous)
+    assert SharedMemoryChannel(CPU).can_map([tensor]) == mapped
 
 
 def test_calls_of_a_worker_that_ran_into_their_timeout_do_not_disturb_the_next():

@@ -21,14 +21,14 @@ from torch.distributed import TCPStore, rendezvous
 
 from recipe.learning.sharding import join_ranks
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
-from weight_sync import buckets, link
+from weight_sync import buckets, link, receiver
 from weight_sync import groups as groups_module
 from weight_sync.buckets import ALIGN_BYTES, piece_of, plan_buckets
 from weight_sync.channels import BroadcastChannel, BroadcastStaging
 from weight_sync.groups import GlooCommunicator
 from weight_sync.link import BUSY_POLL_SECONDS
-from weight_sync.lora import LoRAWeight
-from weight_sync.ranks import Ranks
+from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.ranks import Ranks, ranks_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -226,6 +226,22 @@ def test_wrong_word_of_a_merged_weight_ends_the_sync(monkeypatch):
     assert not receiving.worker.check_weights_changed()
 
 
+def test_wrong_row_of_a_merged_weight_is_found_in_the_end(monkeypatch):
+    """Few rows are computed again, and other ones in each sync."""
+    weights = [("w", LoRAWeight(torch.randn(24, 8), torch.randn(2, 8), torch.randn(24, 2), 0.7))]
+    merge = LoRAWeight.merge
+    for row in (0, 23):  # the seldom ones
+        merge_wrongly = lambda *args, row=row: merge(*args).index_fill_(0, torch.tensor(row), 9.0)  # noqa: E731
+        trainer, other = groups(2)
+        receiving, sender = Receiving(Worker(Engine(), other), syncs=200), WeightSender(trainer)
+        monkeypatch.setattr(LoRAWeight, "merge", merge_wrongly)
+        with pytest.raises(WeightSyncError, match="8 sampled elements of a merged weight are not base"):
+            for _ in range(200):
+                sender.send_weights(weights)
+        assert sender.version > 1
+        receiving.join(10)
+
+
 @pytest.fixture
 def ipv6_port():
     try:
@@ -281,6 +297,44 @@ def test_engines_dtype_travels_and_tied_tensors_once():
     assert same_bits(received["w"], weight.bfloat16())
     assert same_bits(received["t"], embedding.t().contiguous())
     assert report.nbytes == 2 * weight.numel() + 4 * embedding.numel()
+
+
+def test_what_is_sent_again_is_what_the_tensors_are_now():
+    """Of the same memory: a transposed view, another adapter."""
+    trainer, other = groups(2)
+    receiving, sender = Receiving(Worker(Engine(), other), syncs=3), WeightSender(trainer)
+    square, base = torch.randn(8, 8), torch.randn(8, 8)
+    one, other_one = (LoRAWeight(base, torch.randn(2, 8), torch.randn(8, 2), 1.0) for _ in range(2))
+    for view, adapted in ((square, one), (square.t(), one), (square.t(), other_one)):
+        sender.send_weights([("w", view), ("adapted", adapted)])
+        received = receiving.worker.weight_model.weights
+        assert same_bits(received["w"], view.contiguous())
+        assert same_bits(received["adapted"], materialized(adapted))
+    receiving.join(10)
+
+
+def test_tensor_without_elements_is_left_out():
+    trainer, other = groups(2)
+    receiving = Receiving(Worker(Engine(), other))
+    report = WeightSender(trainer).send_weights([("empty", torch.empty(0, 4)), ("w", torch.ones(4))])
+    receiving.join(10)
+    assert (report.tensors, receiving.worker.weight_model.weights.keys()) == (1, {"w"})
+
+
+def test_sync_that_was_interrupted_ends_the_session():
+    def interrupted():
+        yield "w", torch.ones(4)
+        raise KeyboardInterrupt
+
+    trainer, other = groups(2)
+    receiving, sender = Receiving(Worker(Engine(), other), syncs=2), WeightSender(trainer)
+    sender.send_weights([("w", torch.ones(4))])
+    with pytest.raises(KeyboardInterrupt):
+        sender.send_weights(interrupted())
+    receiving.join(10)
+    assert "KeyboardInterrupt" in receiving.error
+    with pytest.raises(WeightSyncError, match="this weight sync session was closed by an earlier error"):
+        sender.send_weights([("w", torch.ones(4))])
 
 
 def test_nothing_to_send_is_an_error():
@@ -485,6 +539,15 @@ def test_answers_of_several_peers_are_theirs_and_the_silent_one_is_named():
     assert ours[0].recv(1) == {"n": 10}
 
 
+def test_messages_keep_their_order_though_the_link_was_watched():
+    ours, theirs = linked()
+    theirs.send(n=1)
+    theirs.send(n=2)
+    ours.watch()
+    theirs.send(n=3)
+    assert [ours.recv(1)["n"] for _ in range(3)] == [1, 2, 3]
+
+
 def test_failed_send_says_what_the_peer_had_said():
     ours, theirs = linked()
     theirs.close("no memory")
@@ -507,6 +570,80 @@ def test_error_of_gloo_is_raised_though_its_work_is_complete(monkeypatch, how):
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: work)
         with pytest.raises(RuntimeError, match="gloo's"):
             Ranks(SimpleNamespace(size=lambda: 2)).sum(torch.ones(1), [], time.monotonic() + 5)
+
+
+def test_error_of_gloo_is_that_of_the_peer_that_says_a_moment_later_why():
+    def fails():
+        raise RuntimeError("gloo's")
+
+    ours, theirs = linked()
+    threading.Timer(0.1, theirs.close, args=("no memory",)).start()
+    with pytest.raises(WeightSyncError, match="the other side failed: no memory"):
+        link.wait_until(fails, [ours], time.monotonic() + 5)
+
+
+def test_worker_connects_to_the_host_where_it_found_the_group(monkeypatch):
+    def announce(endpoint):  # by a name that the worker's node need not know
+        said = json.dumps(endpoint | {"host": "trainer.invalid"})
+        group = SimpleNamespace(store=SimpleNamespace(host="127.0.0.1", check=lambda keys: True, get=lambda key: said))
+        threading.Thread(target=link.connect_group, args=(group, "worker", 5)).start()
+
+    links = []
+    monkeypatch.setattr(link, "CONNECT_SECONDS", 5)
+    link.listen("127.0.0.1", 1, announce, links, "workers", "")
+    assert links[0].peer.startswith("worker (pid")
+
+
+def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(monkeypatch):
+    count = 2 * buckets.STAGING_BUFFERS
+    planned = plan_buckets([(str(i), torch.uint8, (ALIGN_BYTES,)) for i in range(count)], ALIGN_BYTES)
+    begun = []
+    staging = SimpleNamespace(start=lambda i: begun.append(i) or (lambda: True), release=lambda i: None)
+    for i in receiver._arrivals(planned, staging, None, None):
+        assert begun == list(range(min(i + buckets.STAGING_BUFFERS, count)))
+
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * ALIGN_BYTES)
+    trainer, other = groups(2)
+    receiving, sender = Receiving(Worker(Engine(), other), syncs=2), WeightSender(trainer)
+    tensors = [(str(i), torch.full((ALIGN_BYTES,), i, dtype=torch.uint8)) for i in range(count)]
+    sender.send_weights(tensors)
+    start, pack, gone = sender.staging.start, sender.packing.pack, set()
+
+    def starts(i):
+        arrived = start(i)
+        return lambda: arrived() and (gone.add(i) or True)
+
+    def packs(i, *rest):
+        assert gone >= set(range(i - buckets.STAGING_BUFFERS + 1))
+        pack(i, *rest)
+
+    sender.staging.start, sender.packing.pack = starts, packs
+    sender.send_weights(tensors)
+    receiving.join(10)
+    assert gone == set(range(count))
+
+
+def test_reason_too_long_for_its_place_is_cut_short():
+    said = Ranks().first_text("n" * 5000, torch.device("cpu"), [], time.monotonic() + 5)
+    assert 100 < len(said) < 5000 and set(said) == {"n"}
+
+
+def test_tensors_that_are_not_sharded_alike_by_rows_are_an_error():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh, row = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), torch.ones(1, 3)
+        rows, others = (DTensor.from_local(row, mesh[name], [Shard(0)]) for name in "ab")
+        assert ranks_of({"rows": rows, "plain": row}).size == 2
+        with pytest.raises(WeightSyncError, match="the tensors are sharded over different groups of ranks"):
+            ranks_of({"rows": rows, "others": others})
+        with pytest.raises(WeightSyncError, match=r"columns is placed as .*: a sync only gathers shards of rows"):
+            ranks_of({"rows": rows, "columns": DTensor.from_local(row, mesh["a"], [Shard(1)])})
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_time_allowed_grows_with_the_bytes():
