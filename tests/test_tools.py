@@ -7,8 +7,9 @@ import asyncio
 import json
 import sqlite3
 import sys
+import threading
 import time
-from concurrent.futures import wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,17 @@ import numpy as np
 import pytest
 import torch
 import trl
+from conftest import cpu_only
 from test_learning import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
 
 import rlhf
+import rlhf_async
 from recipe.errors import MismatchError, TaskError
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
+from recipe.rollouts.async_rollouts import RolloutsAhead
 from recipe.rollouts.engine import complete
 from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
@@ -543,3 +547,86 @@ def test_tokens_of_answers_are_trls(name, trls, eos):
 def test_template_that_is_not_made_for_tools_is_refused(name):
     with pytest.raises(TaskError, match="the chat template"):
         ChatTemplate(of_template(name), {}).check_tools()
+
+
+# Each conversation by itself
+
+
+class AsyncEngines(Engines):
+    """The same as asynchronous engines, which serve weights of this `version`."""
+
+    version = -1
+
+    def __init__(self, tokenizer, says):
+        super().__init__(tokenizer, says, count=1)
+        self.actors = {"engine": SimpleNamespace(sample_turns=SimpleNamespace(remote=self.remote))}
+
+    def remote(self, turns, args, seed, evaluation, waits):
+        sampled, answer = self.sampled(*turns), Future()
+        arrays = {name: np.array(getattr(sampled, name)) for name in ("completion_ids", "logprobs")}
+        arrays["versions"] = np.full(len(sampled.completion_ids), self.version, np.int32)
+        answer.set_result([replace(sampled, **arrays)])
+        return SimpleNamespace(future=lambda: answer)
+
+
+HELD = threading.Event()
+
+
+def hold() -> str:
+    """
+    Answer when the test says so.
+    """
+    HELD.wait(30)
+    return "held"
+
+
+def test_no_conversation_waits_for_the_tool_of_another(converse):
+    tools = ["test_tools:hold", "test_tools:shout"]
+    converse(lambda *_: "end", tools=tools)
+    task = converse.made.task
+    args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=6, max_tokens=100, max_staleness=2)
+    HELD.clear()
+
+    def says(text, number):
+        if "=" in text.partition("]")[2]:
+            return "end"
+        return "[hold()]" if number == 3 and engines.version else '[shout(text="a")]'
+
+    engines = AsyncEngines(converse.made.tokenizer, says)
+    with RolloutsAhead(engines, task, args, 0) as ahead, ThreadPoolExecutor(1) as beside:
+        taking = beside.submit(ahead.take, 1)
+        deadline = time.monotonic() + 20
+        while len(engines.turns) < 3 * (4 + 3) and time.monotonic() < deadline:  # all of three steps but for the held
+            time.sleep(0.01)
+        assert len(engines.turns) == 3 * (4 + 3)
+        assert not taking.done()
+        engines.version = 0  # as after a sync
+        HELD.set()
+        batch = taking.result(timeout=30)
+    *others, held = batch.rollouts
+    assert [answers(own) for own in batch.rollouts] == [["A"]] * 3 + [["held"]]
+    assert set(others[0].versions) == {-1}
+    call, end = len("[hold()]") + 1, len("end") + 1
+    assert held.versions[held.mask].tolist() == [-1] * call + [0] * end
+    assert batch.metrics["tools/call_frequency"] == 1
+    older = 3 * others[0].length + call  # sampled tokens: those of the tools count for nothing
+    assert batch.metrics["async/staleness_mean"] == pytest.approx(older / (older + end))
+
+
+# Whole runs
+
+
+@cpu_only
+@pytest.mark.parametrize("name", ["rlhf.py", pytest.param("rlhf_async.py", marks=pytest.mark.slow)])
+def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
+    text = script(name, "--task", "lookup", "--output", "run", "--steps", 20).finish(400)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    before, *steps = rows
+    assert before["eval/reward"] < 0.2
+    assert rows[-1]["eval/reward"] > 0.9, text
+    assert rows[-1]["eval/turns/mean"] > 1.9
+    assert steps[0]["tools/call_frequency"] < steps[-1]["tools/call_frequency"]
+    assert max(row["logprobs/mismatch"] for row in steps) < 1e-5
+    completions = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in completions[-1]["messages"]][:1] == ["assistant"]
+    assert any(len(row["messages"]) > 2 for row in completions)
