@@ -5,6 +5,7 @@ pytest tests/test_tools.py
 
 import asyncio
 import json
+import re
 import sqlite3
 import sys
 import threading
@@ -19,6 +20,7 @@ import pytest
 import torch
 import trl
 from conftest import cpu_only
+from test_extending import code_of
 from test_learning import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
 
@@ -508,6 +510,25 @@ def test_environment_needs_no_dataset(converse, monkeypatch):
 def test_what_cannot_be_used_is_said_before_the_engine_starts(converse, flags, error):
     with pytest.raises(TaskError, match=error):
         converse(lambda *_: "end", **flags)
+
+
+def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch, tmp_path):
+    (tmp_path / "higher.py").write_text(code_of("docs/tasks.md")[-1])
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def says(text, number):
+        """Half of what is left, as the answers say."""
+        low, high = 1, 99
+        for guess, answer in re.findall(r"number=(\d+)\)]</s>=(\w+?):", text):
+            low, high = (int(guess) + 1, high) if answer == "higher" else (low, int(guess) - 1)
+        return "found" if "=right" in text else f"[guess(number={(low + high) // 2})]"
+
+    flags = {"dataset": "higher:games", "environment": "higher:HigherOrLower", "reward": None, "max_tokens": 200}
+    first, second, *_ = converse(says, **flags)
+    assert first.prompt[0]["content"] == "A game. Find my number, from 1 to 99."
+    assert answers(first)[-1] == "right"
+    assert first.rewards == {"HigherOrLower": 1.0}
+    assert first.completion_ids.tolist() == second.completion_ids.tolist()  # a group has one game
 
 
 # The chat templates of others
