@@ -4,6 +4,7 @@ pytest tests/test_tools.py
 """
 
 import asyncio
+import importlib
 import json
 import re
 import sqlite3
@@ -31,7 +32,9 @@ from recipe.learning.grpo import GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import RolloutsAhead
-from recipe.rollouts.engine import complete
+from recipe.rollouts.conversation import Turn
+from recipe.rollouts.engine import complete, sampling_params, step_seed, turn_params
+from recipe.run.arguments import parse
 from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
 from recipe.tasks.task import load_task
@@ -529,6 +532,29 @@ def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch,
     assert answers(first)[-1] == "right"
     assert first.rewards == {"HigherOrLower": 1.0}
     assert first.completion_ids.tolist() == second.completion_ids.tolist()  # a group has one game
+
+
+def test_each_turn_of_each_completion_has_a_seed_of_its_own():
+    args = rlhf.Arguments(group_size=4, prompts_per_step=8, max_tokens=100)
+    turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
+    params = [turn_params(turn, args, step_seed(args, step), False) for step in (1, 2) for turn in turns]
+    assert len({own.seed for own in params}) == 2 * len(turns)
+    assert {(own.n, own.max_tokens) for own in params} == {(1, 50)}
+    alone = [sampling_params(args, step_seed(args, 1), i, False).seed for i in range(8)]
+    assert alone == [own.seed for own in params[: len(turns) : 16]]  # of the first turn: those of one without tools
+
+
+@pytest.mark.parametrize("script", ["rlhf_ppo", "rlhf_nccl"])
+def test_other_scripts_refuse_tools_with_a_word(script, monkeypatch, capsys):
+    module = importlib.import_module(script)
+    for flags, word in (
+        (["--environment", "a:B"], "unrecognized arguments: --environment"),
+        (["--task", "lookup"], "no flag"),
+    ):
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        with pytest.raises(SystemExit):
+            parse(module.Arguments, module.__doc__)
+        assert word in capsys.readouterr().err
 
 
 # The chat templates of others
