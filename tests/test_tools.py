@@ -373,7 +373,7 @@ def test_several_calls_of_a_turn_sync_and_async_are_answered_in_their_order(conv
         ("[shout(loud=1)]", "shout() got an unexpected keyword argument 'loud'"),
         ('[fail(kind="value")]', "no good"),
         ('[fail(kind="stop")]', "StopIteration: stopped"),
-        ('[fail(kind="exit")]', "gone"),
+        ('[fail(kind="exit")]', "SystemExit: gone"),
         ('[fail(kind="sleep")]', "no answer within 0.2 s"),
         ("[sleep()]", "no answer within 0.2 s"),
     ],

@@ -28,13 +28,11 @@ class Environment:
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
         self.instance = self.begin(factory).result() if factory else None
-        members = (
-            inspect.getmembers(type(self.instance), inspect.isfunction) if factory else ()
-        )  # properties stay alone
+        members = inspect.getmembers(type(self.instance), inspect.isfunction)  # of the class: no property is evaluated
         names = [name for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
         self.tools = {tool.__name__: tool for tool in [*functions, *(getattr(self.instance, name) for name in names)]}
 
-    def begin(self, function: Callable, **arguments) -> Future:
+    def begin(self, function: Callable, /, **arguments) -> Future:
         """Call a function in this environment's thread, or a coroutine function in the event loop of all."""
         if inspect.iscoroutinefunction(function):
 
@@ -63,7 +61,6 @@ def _run(call: Callable, future: Future) -> None:
         return
     try:
         future.set_result(call())
-    except StopIteration as error:  # which asyncio does not take
-        future.set_exception(RuntimeError(f"StopIteration: {error}"))
     except BaseException as error:  # also an exit: it is for the one who waits
-        future.set_exception(error)
+        odd = isinstance(error, StopIteration) or not isinstance(error, Exception)  # an event loop does not take it
+        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}") if odd else error)
