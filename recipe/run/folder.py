@@ -182,7 +182,8 @@ class RunFolder:
         for group in batch.groups[:count]:
             first = group.rollouts[0]
             said = "" if first.reward is None else f"{first.reward:5.2f}  "
-            self.say(f"  {said}{_line(group.row.text)} -> {_line(first.text)}")
+            prompt = first.prompt[-1]["content"] if first.prompt else group.row.text
+            self.say(f"  {said}{_line(prompt)} -> {_line(first.text)}")
 
     def summary(self, rollouts: list[Rollout]) -> str:
         """The last line of a run, for rollouts generated with the last weights. Draws reward.png if it is missing."""

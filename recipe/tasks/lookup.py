@@ -131,5 +131,5 @@ DEFAULTS = {
     "prompts_per_step": 16,
     "learning_rate": 2e-4,
     "save_every": 20,
-    "eval_every": 10,
+    "eval_every": 5,
 }
