@@ -46,6 +46,7 @@ from recipe.run.checkpoint import Models, choose_models, replace_flags
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
+from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.groups import refuse_expandable_segments
 
@@ -55,7 +56,7 @@ SPARE = 0.1  # the share of a GPU's memory that stays free where trainer and eng
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, ExactArguments, EngineArguments, RunArguments):
+class Arguments(GRPOConfig, TaskArguments, ToolArguments, ExactArguments, EngineArguments, RunArguments):
     """The flags of this script."""
 
     engines: Annotated[int | None, Ge(1)] = HfArg(
@@ -193,7 +194,7 @@ def main(args: Arguments) -> None:
             run.log_metrics(0, evaluate(engines, task, args, 0))
         for step in range(steps_done + 1, args.steps + 1):
             clock = StepClock(session)
-            batch = complete(engines, task.draw(step), args, step)
+            batch = complete(engines, task.draw(step), args, step, tools=task.tools)
             batch = task.rewards.score(batch, step - 1)
             if args.dynamic_sampling:
                 batch = resample(engines, task, batch, args, step)
@@ -212,7 +213,7 @@ def main(args: Arguments) -> None:
                 run.draw()
 
         # 4. Generate again, and prove the last sync
-        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1)
+        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
         batch = task.rewards.score(batch, args.steps)
         engines.call("sleeping", "sleep", level)
         mismatch = trainers.first("proving", "mismatch", batch.rollouts)

@@ -39,6 +39,7 @@ from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
+from recipe.tasks.tools import ToolArguments
 from rlhf_utils import Comparison, SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
 
 # Mean |Δ logprob| that int8 and FP8 explain: in FP8, random weights of Qwen2.5's shapes had up to 0.095. This bound
@@ -47,7 +48,9 @@ MAX_MISMATCH = {"cpu": 0.1, "cuda": 0.1}
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, QuantizationArguments, LayoutArguments, EngineArguments, RunArguments):
+class Arguments(
+    GRPOConfig, TaskArguments, ToolArguments, QuantizationArguments, LayoutArguments, EngineArguments, RunArguments
+):
     """The flags of this script."""
 
 
@@ -154,7 +157,7 @@ def main(args: Arguments) -> None:
             run.log_metrics(0, evaluate(engines, task, args, 0))
         for step in range(steps_done + 1, args.steps + 1):
             clock = StepClock()
-            batch = complete(engines, task.draw(step), args, step)
+            batch = complete(engines, task.draw(step), args, step, tools=task.tools)
             batch = task.rewards.score(batch, step - 1)
             if args.dynamic_sampling:
                 batch = resample(engines, task, batch, args, step)
@@ -174,7 +177,7 @@ def main(args: Arguments) -> None:
                 run.draw()
 
         # 4. Generate again, and prove the last sync
-        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1)
+        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
         batch = task.rewards.score(batch, args.steps)
         mismatch = trainers.first("proving", "mismatch", batch.rollouts)
         run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")

@@ -12,13 +12,18 @@ from .errors import TaskError
 
 def named_function(flag: str, name: str) -> Callable:
     """The function, or callable object, called `module:function`. Modules are also searched in the working folder."""
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise TaskError(f"{flag} {name}: not of the form module:function")
-    value = getattr(import_module(f"{flag} {name}", module), function, None)
+    value = named_value(flag, name)
     if not callable(value):
-        raise TaskError(f"{flag} {name}: {module} has no function {function}")
+        raise TaskError("{} {}: {} has no function {}".format(flag, name, *name.split(":", 1)))
     return value
+
+
+def named_value(flag: str, name: str):
+    """What is called `module:name`; None if the module has no such name."""
+    module, _, own = name.partition(":")
+    if not module or not own:
+        raise TaskError(f"{flag} {name}: not of the form module:function")
+    return getattr(import_module(f"{flag} {name}", module), own, None)
 
 
 def import_module(what: str, module: str):

@@ -103,6 +103,7 @@ class Ahead(RolloutsAhead):
             draw=lambda step: [Row(f"{step}", {}, "", [step])] * args.prompts_per_step,
             draw_others=lambda step, count, drawn: [Row("other", {}, "", [99])] * count,
             rewards=Rewards([f"{__name__}:reward_of_this_test"], None, []),
+            tools=None,
         )
         super().__init__(Engines(engines), task, args, 0)
 

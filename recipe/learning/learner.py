@@ -295,12 +295,13 @@ class PolicyLearner(Learner):
         print(f"step {self.step + 1}: {found}{self.where}; importance weights correct for that", flush=True)
 
     def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
-        """The "mask" of the completions' tokens, the "engine_logprobs", and the mask of the "current" tokens, which
-        weights of this learner's version sampled: all [B, T], right-padded with zeros. And each "row"'s number [B]."""
+        """The "mask" of the tokens that the policy sampled, the "engine_logprobs", and the mask of the "current" ones,
+        which weights of this learner's version sampled: all [B, T], right-padded with zeros. And each "row"'s number
+        [B]."""
         logprobs = [as_tensor(rollout.logprobs).float() for rollout in rollouts]
-        mask = [torch.ones_like(row) for row in logprobs]
+        mask = [as_tensor(rollout.mask).float() for rollout in rollouts]
         current = [
-            row if rollout.versions is None else as_tensor(rollout.versions).eq(self.step).float()
+            row if rollout.versions is None else row * as_tensor(rollout.versions).eq(self.step)
             for row, rollout in zip(mask, rollouts, strict=True)
         ]
         pad, rows = torch.nn.utils.rnn.pad_sequence, {"mask": mask, "engine_logprobs": logprobs, "current": current}

@@ -108,7 +108,7 @@ class Model:
     def score(
         self, rollouts: list[Rollout], width: int, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities [b, width] of the completions' tokens of one micro-batch, right-padded with zeros, and
+        """Log-probabilities [b, width] of the completions' sampled tokens of one micro-batch, and zeros elsewhere; and
         entropies as well if asked for."""
         return self._token_scores(rollouts, width, self.config.temperature, entropy)
 
@@ -254,12 +254,14 @@ class Model:
         add_forward(module, "token_scores", partial(token_scores, head_apart=self.head_apart, scores=scores))
 
     def _token_scores(self, rollouts: list[Rollout], width: int, *args) -> tuple[torch.Tensor | None, ...]:
-        """What the module's `token_scores` returns of the completions' tokens: [b, width], right-padded with zeros."""
+        """What `token_scores` returns of the completions' sampled tokens: [b, width], and zeros elsewhere."""
         sequences = [as_tensor(np.concatenate([rollout.prompt_ids, rollout.completion_ids])) for rollout in rollouts]
         ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).long()
         begins = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
-        lengths = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
-        rows, columns = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True)
+        masks = [
+            torch.nn.functional.pad(as_tensor(rollout.mask), (0, width - len(rollout.mask))) for rollout in rollouts
+        ]
+        rows, columns = torch.stack(masks).nonzero(as_tuple=True)
         positions = rows * ids.shape[1] + begins[rows] + columns  # in ids.flatten()
         ids, rows, columns, positions = (tensor.to(self.device) for tensor in (ids, rows, columns, positions))
         with self.autocast():

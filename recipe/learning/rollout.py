@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from .objectives import advantages, known_std
@@ -12,7 +13,11 @@ from .objectives import advantages, known_std
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """One sampled completion. Token ids, log-probabilities and versions are numpy arrays in a run: they travel between
-    processes without being copied number by number."""
+    processes without being copied number by number.
+
+    Where the policy calls tools, the completion is a conversation: `completion_ids` has the tools' answers as well, at
+    whose tokens `sampled` is False and the log-probability 0.
+    """
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
@@ -23,6 +28,19 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)  # by name; `reward` is their weighted sum
     extra: dict = field(default_factory=dict)  # what a reward says of this completion (TRL's log_extra)
     versions: Sequence[int] | None = None  # of each token's weights: learning steps behind them; None: the learner's
+    sampled: Sequence[bool] | None = None  # which completion tokens the policy sampled, and learns from; None: all
+    prompt: list[dict] | None = None  # with what an environment said at the start; None: the row's
+    messages: list[dict] | None = None  # the conversation after the prompt
+
+    @property
+    def mask(self) -> np.ndarray:
+        """`sampled` as a bool array [T]."""
+        return np.ones(len(self.completion_ids), bool) if self.sampled is None else np.asarray(self.sampled, bool)
+
+    @property
+    def length(self) -> int:
+        """How many tokens the policy sampled."""
+        return int(self.mask.sum())
 
 
 def known_rewards(rollouts: list[Rollout]) -> torch.Tensor:
@@ -38,6 +56,6 @@ def rollout_metrics(rollouts: list[Rollout], group_size: int) -> dict[str, float
     of_rewards = {"reward/mean": float(known.mean()), "reward/std": float(known_std(known, dim=0))}
     return (of_rewards if len(known) else {}) | {
         "frac_reward_zero_std": float((deviations == 0).all(1).double().mean()),
-        "completions/mean_length": sum(len(rollout.completion_ids) for rollout in rollouts) / len(rollouts),
+        "completions/mean_length": sum(rollout.length for rollout in rollouts) / len(rollouts),
         "completions/clipped_ratio": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
     }

@@ -35,9 +35,11 @@ from ..learning.rollout import Rollout
 from ..run.actors import ActorGroup
 from ..run.session import die_with_children, explain
 from ..tasks.dataset import Row
+from ..tasks.environment import event_loop
 from ..tasks.rewards import Batch, Group, Scores, reward_metrics
 from ..tasks.task import Task
-from .engine import replace_equal_groups, rollouts_of, sampling_params, step_seed
+from .conversation import Conversation, Turn, group_of
+from .engine import replace_equal_groups, rollouts_of, sampling_params, step_seed, turn_params
 from .evaluation import evaluate
 
 PROOF_TOKENS = 256  # of a step at least prove the sync before it: a mean over fewer would vary too much for a bound
@@ -89,11 +91,19 @@ class AsyncEngineActor:
 
         What `waits` comes after all that does not, in vLLM's queue.
         """
+        params = [sampling_params(args, seed, first + i, evaluation) for i in range(len(prompts))]
+        return await self._sample(prompts, params, evaluation, waits)
+
+    async def sample_turns(
+        self, turns: list[Turn], args, seed: int, evaluation: bool, waits: bool = False
+    ) -> list[Rollout]:
+        """As `sample`, one continuation of each of these turns."""
+        params = [turn_params(turn, args, seed, evaluation) for turn in turns]
+        return await self._sample([turn.prompt_ids for turn in turns], params, evaluation, waits)
+
+    async def _sample(self, prompts: list[list[int]], params: list, evaluation: bool, waits: bool) -> list[Rollout]:
         requests = await asyncio.gather(
-            *(
-                self._generate(ids, sampling_params(args, seed, first + i, evaluation), priority=int(waits))
-                for i, ids in enumerate(prompts)
-            )
+            *(self._generate(*each, priority=int(waits)) for each in zip(prompts, params, strict=True))
         )
         if evaluation:
             await self.llm.reset_prefix_cache()  # which vLLM leaves as it is while it generates: the next sync does it
@@ -186,7 +196,7 @@ class RolloutsAhead:
             self.begun += 1
             self.ahead.append(_Groups(self, self.begun, self.task.draw(self.begun), waits=True))
         batch = self._result(self.ahead.popleft())
-        ages = step - 1 - np.concatenate([rollout.versions for rollout in batch.rollouts])
+        ages = step - 1 - np.concatenate([rollout.versions[rollout.mask] for rollout in batch.rollouts])
         oldest, newest = int(ages.max()), int(ages.min())
         if newest < 0 or oldest > self.args.max_staleness:
             raise RunError(
@@ -225,7 +235,8 @@ class RolloutsAhead:
 
     def proof(self, step: int, batch: Batch) -> list[Rollout]:
         """Short rollouts to prove the sync before this step, if too few of the step's tokens are as new as that."""
-        if sum(int((rollout.versions == step - 1).sum()) for rollout in batch.rollouts) >= PROOF_TOKENS:
+        new = sum(int((rollout.mask & (rollout.versions == step - 1)).sum()) for rollout in batch.rollouts)
+        if new >= PROOF_TOKENS:
             return []
         prompts = [group.row.prompt_ids for group in batch.groups]
         short = replace(self.args, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
@@ -252,16 +263,36 @@ class RolloutsAhead:
             for step, i in ready if not self.closed else ():
                 name = min(self.flying, key=self.flying.get)
                 self.flying[name] += 1
-                arguments = (
-                    [step.rows[i].prompt_ids],
-                    i,
-                    self.args,
-                    step_seed(self.args, step.number),
-                    False,
-                    step.waits,
-                )
-                call = self.engines.actors[name].sample.remote(*arguments)
-                call.future().add_done_callback(lambda done, own=(step, i), name=name: self._arrived(done, name, *own))
+                call = self._begin(step, i, self.engines.actors[name])
+                call.add_done_callback(lambda done, own=(step, i), name=name: self._arrived(done, name, *own))
+
+    def _begin(self, step: "_Groups", i: int, engine) -> Future:
+        """The completions of row `i`, or its group of conversations, on their way in this engine."""
+        if self.task.tools:
+            return asyncio.run_coroutine_threadsafe(self._conversations(step, i, engine), event_loop("conversations"))
+        seed = step_seed(self.args, step.number)
+        return engine.sample.remote([step.rows[i].prompt_ids], i, self.args, seed, False, step.waits).future()
+
+    async def _conversations(self, step: "_Groups", i: int, engine) -> Group:
+        size, seed = self.args.group_size, step_seed(self.args, step.number)
+        every = [
+            Conversation(self.task.tools, step.rows[i], number, self.args.max_tokens, evaluation=False)
+            for number in range(i * size, (i + 1) * size)
+        ]
+        await asyncio.gather(*(self._converse(own, engine, seed, step.waits) for own in every))
+        return group_of(every)
+
+    async def _converse(self, conversation: Conversation, engine, seed: int, waits: bool) -> None:
+        """A conversation from its beginning to its end. What has begun comes before what has not."""
+        await conversation.start()
+        while conversation.goes_on:
+            with self.lock:
+                if self.closed:
+                    raise RunError("the run has ended")
+                turn = conversation.turn
+                call = engine.sample_turns.remote([turn], self.args, seed, False, waits and not turn.index)
+            (sampled,) = await asyncio.wrap_future(call.future())
+            await conversation.take(sampled)
 
     def _arrived(self, done: Future, engine: str, step: "_Groups", i: int) -> None:
         """A group is complete: another one may begin, and its rewards are computed."""
@@ -269,7 +300,9 @@ class RolloutsAhead:
             self.flying[engine] -= 1
             self._dispatch()
         try:
-            scores = Scores(self.task.rewards, Group(step.rows[i], done.result()), step.number - 1)
+            found = done.result()
+            group = found if isinstance(found, Group) else Group(step.rows[i], found)
+            scores = Scores(self.task.rewards, group, step.number - 1)
             scores.begin()
         except Exception as error:  # for the one who waits for it
             step.fail(explain("generating", engine, error))

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import numpy as np
@@ -23,8 +23,11 @@ from ..run.session import die_with_children
 from ..tasks.dataset import Row
 from ..tasks.rewards import Batch, Group, reward_metrics
 from ..tasks.task import Task
+from ..tasks.tools import Tools
+from .conversation import Conversation, Turn, group_of, together
 
 # vLLM's own default compiles the model as well, for a longer start and no faster rollouts.
+NEXT_TURN = 500_009  # between the seeds of a completion's turns: no run has as many steps
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
@@ -69,11 +72,19 @@ class EngineActor:
         engines share it. Completions for an `evaluation` have no log-probabilities, which take time. The prefix cache
         is reset after it: a run that was resumed in between would not have it, and must compute the same.
         """
+        params = [sampling_params(args, seed, first + i, evaluation) for i in range(len(prompts))]
+        return self._generate(prompts, params, evaluation)
+
+    def sample_turns(self, turns: list[Turn], args, seed: int, evaluation: bool) -> list[Rollout]:
+        """As `sample`, one continuation of each of these turns."""
+        params = [turn_params(turn, args, seed, evaluation) for turn in turns]
+        return self._generate([turn.prompt_ids for turn in turns], params, evaluation)
+
+    def _generate(self, prompts: list[list[int]], params: list, evaluation: bool) -> list[Rollout]:
         if not prompts:
             return []
         from vllm import TokensPrompt
 
-        params = [sampling_params(args, seed, first + i, evaluation) for i in range(len(prompts))]
         requests = self.llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
         if evaluation:
             self.reset_prefix_cache()
@@ -193,6 +204,13 @@ def sampling_params(args, seed: int, number: int, evaluation: bool):
     )
 
 
+def turn_params(turn: Turn, args, seed: int, evaluation: bool):
+    """The vllm.SamplingParams of a turn."""
+    of_all = args.prompts_per_step * args.group_size
+    one = replace(args, group_size=1, prompts_per_step=of_all, max_tokens=turn.max_tokens)
+    return sampling_params(one, seed + NEXT_TURN * turn.index, turn.number, evaluation)
+
+
 def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
     """The completions of finished vllm.RequestOutputs, in order, without rewards."""
     outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
@@ -224,13 +242,40 @@ def _texts(tokenizer, outputs: list[tuple]) -> list[str]:
     return [whole[len(prompt) :].rstrip("\ufffd") for prompt, whole in zip(prompts, wholes, strict=True)]
 
 
-def complete(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool = False) -> Batch:
-    """`group_size` completions of each of these rows, which are divided among the engines, without rewards."""
+def complete(
+    engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool = False, tools: Tools | None = None
+) -> Batch:
+    """`group_size` completions of each of these rows, which are divided among the engines, without rewards. With
+    `tools`, they are conversations."""
+    if tools:
+        return converse(engines, rows, args, step, evaluation, tools)
     bounds = [i * len(rows) // len(engines) for i in range(len(engines) + 1)]
     shares = [([row.prompt_ids for row in rows[begin:end]], begin) for begin, end in itertools.pairwise(bounds)]
     phase = "evaluating" if evaluation else "generating"
     calls = engines.begin("sample", each=[(*share, args, step_seed(args, step), evaluation) for share in shares])
     return in_groups(rows, [rollout for part in engines.session.wait(phase, calls) for rollout in part])
+
+
+def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool, tools: Tools) -> Batch:
+    """As `complete`: conversations take their turns in lock-step. Each stays with one engine, which has its cache."""
+    size, phase = args.group_size, "evaluating" if evaluation else "generating"
+    every = [
+        Conversation(tools, row, i * size + k, args.max_tokens, evaluation)
+        for i, row in enumerate(rows)
+        for k in range(size)
+    ]
+    bounds = [i * len(every) // len(engines) for i in range(len(engines) + 1)]
+    work = together(own.start() for own in every)
+    while True:
+        engines.session.wait_for_thread(work, lambda: f"{phase}, in tools")
+        work.result()
+        shares = [[own for own in every[begin:end] if own.goes_on] for begin, end in itertools.pairwise(bounds)]
+        if not any(shares):
+            return Batch([group_of(every[i : i + size]) for i in range(0, len(every), size)])
+        turns = [([own.turn for own in share], args, step_seed(args, step), evaluation) for share in shares]
+        sampled = engines.session.wait(phase, engines.begin("sample_turns", each=turns))
+        pairs = zip(itertools.chain(*shares), itertools.chain(*sampled), strict=True)
+        work = together([own.take(rollout) for own, rollout in pairs])
 
 
 def step_seed(args, step: int) -> int:
@@ -249,7 +294,7 @@ def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> 
     al. 2025, arXiv:2503.14476), in so many rounds at most. What is equal after that stays."""
 
     def scored(rows: list[Row]) -> Batch:
-        return task.rewards.score(complete(engines, rows, args, step), step - 1)
+        return task.rewards.score(complete(engines, rows, args, step, tools=task.tools), step - 1)
 
     return replace_equal_groups(task, batch, args, step, scored)
 

@@ -30,7 +30,7 @@ def evaluate(
     started, samples = time.perf_counter(), args.eval_samples or 1
     temperature = args.temperature if args.eval_samples else 0.0
     sampling = dataclasses.replace(args, group_size=samples, temperature=temperature)
-    batch = complete(engines, task.eval_rows, sampling, step=0, evaluation=True)
+    batch = complete(engines, task.eval_rows, sampling, step=0, evaluation=True, tools=task.tools)
     batch = (score or task.rewards.score)(batch, step)
     return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}
 

@@ -162,7 +162,8 @@ def task_defaults(cls: type, given: dict) -> dict:
     """What the task sets: `DEFAULTS` of the module recipe/tasks/`task`.py, or of one in the working folder.
 
     If a dataset is given, the task's splits and its evaluation do not apply; nor does the reward of a task that nobody
-    asked for. If a reward or a reward model is given, the task's rewards do not. Raises TaskError if there is no such
+    asked for. An environment needs no dataset: nothing of such a task applies. If a reward or a reward model is given,
+    the task's rewards do not. Raises TaskError if there is no such
     module, or no such flag.
     """
     if not (task := given.get("task", getattr(cls, "task", None))):
@@ -173,6 +174,8 @@ def task_defaults(cls: type, given: dict) -> dict:
         raise TaskError(f"--task {task}: {module.__file__} has no DEFAULTS")
     if unknown := defaults.keys() - {field.name for field in dataclasses.fields(cls)}:
         raise TaskError(f"--task {task}: DEFAULTS has {' and '.join(sorted(unknown))}, for which there is no flag")
+    if "environment" in given and "task" not in given:
+        return {}
     replaced = ("dataset", "eval_") if "dataset" in given else ()
     others = {"reward", "reward_model"} if "task" in given else {"reward", "reward_model", "dataset"}
     replaced += ("reward",) if others & given.keys() else ()

@@ -2,7 +2,8 @@
 
 args.json             the arguments, and which of them were given: those are the defaults of --resume
 metrics.jsonl         one line per step; step 0 has the evaluation before the first
-completions.jsonl     one line per completion: step, prompt, text, rewards, advantage (PPO's are of tokens: none)
+completions.jsonl     one line per completion: step, prompt, text, messages of a conversation, rewards, advantage (not
+                      PPO's, which are of tokens)
 tensorboard/          metrics as TensorBoard events; with --report-to wandb also wandb/
 reward.png            reward, evaluation, mismatch and sync time over the steps
 run.log               what vLLM and libraries log, in all processes
@@ -128,12 +129,12 @@ class RunFolder:
         """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does.
 
         Adds the batch's metrics and the sync's; `time/step`, the seconds since the last step's line without evaluation;
-        and `tokens/s`, the completions' tokens over that. Shows some completions of the first step and of the last one.
+        and `tokens/s`, the sampled tokens over that. Shows some completions of the first step and of the last one.
         """
         metrics = batch.metrics | metrics
         metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
         seconds = time.perf_counter() - self.logged - metrics.get("time/eval", 0.0)
-        tokens = sum(len(rollout.completion_ids) for rollout in batch.rollouts)
+        tokens = sum(rollout.length for rollout in batch.rollouts)
         completions = self._completions(step, batch)
         with disk_errors(self.path), self.completions_file.open("a") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in completions)
@@ -147,7 +148,8 @@ class RunFolder:
         rewards = known_rewards(batch.rollouts)
         advantage = iter(advantages(rewards, self.args.group_size, kind).tolist() if kind else ())
         return [
-            {"step": step, "prompt": group.row.prompt, "text": rollout.text}
+            {"step": step, "prompt": rollout.prompt or group.row.prompt, "text": rollout.text}
+            | ({"messages": rollout.messages} if rollout.messages else {})
             | {"rewards": rollout.rewards}
             | ({"advantage": next(advantage)} if kind else {})
             | rollout.extra
@@ -181,7 +183,8 @@ class RunFolder:
         for group in batch.groups[:count]:
             first = group.rollouts[0]
             said = "" if first.reward is None else f"{first.reward:5.2f}  "
-            self.say(f"  {said}{_line(group.row.text)} -> {_line(first.text)}")
+            prompt = first.prompt[-1]["content"] if first.prompt else group.row.text
+            self.say(f"  {said}{_line(prompt)} -> {_line(first.text)}")
 
     def summary(self, rollouts: list[Rollout]) -> str:
         """The last line of a run, for rollouts generated with the last weights. Draws reward.png if it is missing."""

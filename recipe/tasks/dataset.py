@@ -29,12 +29,19 @@ class Row:
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
 
-def load_rows(name: str, config: str | None, split: str, mapping: str | None, reserved: Iterable[str]) -> list[Row]:
+def load_rows(
+    name: str,
+    config: str | None,
+    split: str,
+    mapping: str | None,
+    reserved: Iterable[str],
+    no_prompt: list[dict] | None = None,
+) -> list[Row]:
     """The rows of one split of a dataset, mapped by the function `mapping` ("module:function"), if there is one.
 
     Columns that some rows lack are None there, as TRL's rewards expect. A row that the function maps to None is left
-    out. Raises TaskError, which names the row, for a prompt that is neither text nor messages, or a column with a
-    `reserved` name.
+    out. `no_prompt` stands for a prompt that is missing. Raises TaskError, which names the row, for a prompt that is
+    none, or a column with a `reserved` name.
     """
     function, rows = named_function("--map", mapping) if mapping else None, []
     for number, record in enumerate(_records(name, config, split)):
@@ -49,7 +56,7 @@ def load_rows(name: str, config: str | None, split: str, mapping: str | None, re
                 raise failed(f"{origin}: --map {mapping}", error) from error
             if mapped is None:
                 continue
-        rows.append(_row(mapped, origin, reserved))
+        rows.append(_row(mapped, origin, reserved, no_prompt))
     if not rows:
         raise TaskError(f"{name} has no prompts")
     columns = dict.fromkeys(column for row in rows for column in row.columns)  # in the order of appearance
@@ -66,9 +73,9 @@ def _parsed(line: str, origin: str):
         raise TaskError(f"{origin}: not JSON ({error})") from error
 
 
-def _row(record: dict, origin: str, reserved: Iterable[str]) -> Row:
+def _row(record: dict, origin: str, reserved: Iterable[str], no_prompt: list[dict] | None) -> Row:
     record = _without_nones(record)
-    prompt = record.get("prompt") if isinstance(record, dict) else None
+    prompt = record.get("prompt", no_prompt) if isinstance(record, dict) else None
     messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
     if not prompt or not (messages or isinstance(prompt, str)):
         raise TaskError(f'{origin}: not an object with a "prompt" that is a text or a list of chat messages')

@@ -2,9 +2,10 @@
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]: ...
 
-If a prompt is a list of chat messages, its completions are as well: [{"role": "assistant", "content": text}]. Beside
-the dataset's columns a reward gets `trainer_state` (`global_step`, `max_steps`), `log_extra(column, values)` and
-`log_metric(name, value)`. It may be `async`, or an object with `__call__`. Each call has the completions of one prompt.
+If a prompt is a list of chat messages, its completions are as well: [{"role": "assistant", "content": text}], and with
+tools all messages of a conversation. Beside the dataset's columns a reward gets `environments`, where there are any,
+`trainer_state` (`global_step`, `max_steps`), `log_extra(column, values)` and `log_metric(name, value)`. It may be
+`async`, or an object with `__call__`. Each call has the completions of one prompt.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,18 +25,21 @@ from ..errors import TaskError
 from ..functions import failed, named_function
 from ..learning.rollout import Rollout
 from .dataset import Row
+from .environment import Environment, event_loop
 
-OWN_COLUMNS = ("step", "prompt", "text", "rewards", "advantage")  # of completions.jsonl
+OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass
 class Group:
-    """A prompt and its completions, which are compared. `logged` are the numbers that rewards gave to `log_metric`."""
+    """A prompt and its completions, which are compared with each other. `logged` are numbers whose means are metrics.
+    `environments` are those of the completions, until these are scored."""
 
     row: Row
     rollouts: list[Rollout]
     logged: dict[str, list[float]] = field(default_factory=dict)
+    environments: list[Environment] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
@@ -64,15 +68,16 @@ class Batch:
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """The text of a completion as a reward gets it."""
-    return completion if isinstance(completion, str) else completion[0]["content"]
+    """The text of a completion as a reward gets it; of a conversation the last message's."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 class Rewards:
     """The functions that `names` ("module:function") stand for, and the sum of what they return, by `weights`.
 
-    `others` are names of rewards that are no functions: a reward model's, whose weights come last. Raises TaskError if
-    one of them cannot be imported, or called with the columns of one of these rows.
+    `others` are names of rewards that are no functions: a reward model's, whose weights come last. `given` are names of
+    arguments that they get beside the usual ones. Raises TaskError if one of them cannot be imported, or called with
+    the columns of one of these rows.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Rewards:
         rows: Iterable[Row],
         steps: int = 1,
         others: Iterable[str] = (),
+        given: Iterable[str] = (),
     ):
         if weights and len(weights) != len(names) + len(others):
             raise TaskError(f"--reward-weights: {len(weights)} weights for {len(names) + len(others)} rewards")
@@ -97,7 +103,13 @@ class Rewards:
         self.weights = dict(zip(every, weights or [1.0] * len(every), strict=True))
         for row in rows:
             for name, function in zip(names, self.functions.values(), strict=True):
-                _check_signature(name, function, [*FROM_THE_RUN, *row.columns])
+                _check_signature(name, function, [*FROM_THE_RUN, *given, *row.columns])
+
+    def add(self, name: str, function: Callable) -> None:
+        """One more reward, of weight 1."""
+        if name in self.functions:
+            raise TaskError(f"--reward {name}: an environment's own reward has this name")
+        self.functions[name], self.weights[name] = function, 1.0
 
     def __str__(self) -> str:
         return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items())
@@ -131,20 +143,19 @@ class Scores:
 
     def __init__(self, rewards: Rewards, group: Group, steps_done: int):
         self.rewards, self.group = rewards, group
-        self.extra, self.logged = [{} for _ in group.rollouts], defaultdict(list)
+        self.extra, self.logged = [{} for _ in group.rollouts], defaultdict(list, group.logged)
         row, rollouts = group.row, group.rollouts
         self.arguments = {column: [value] * len(rollouts) for column, value in row.columns.items()}
         self.arguments |= {
-            "prompts": [row.prompt] * len(rollouts),
-            "completions": [
-                rollout.text if isinstance(row.prompt, str) else [{"role": "assistant", "content": rollout.text}]
-                for rollout in rollouts
-            ],
+            "prompts": [rollout.prompt or row.prompt for rollout in rollouts],
+            "completions": [_completion(row, rollout) for rollout in rollouts],
             "completion_ids": [np.asarray(rollout.completion_ids).tolist() for rollout in rollouts],
             "trainer_state": SimpleNamespace(global_step=steps_done, max_steps=rewards.steps),
             "log_extra": self._log_extra,
             "log_metric": lambda name, value: self.logged[name].append(float(value)),
         }
+        if group.environments:
+            self.arguments["environments"] = [environment.instance for environment in group.environments]
 
     def begin(self) -> None:
         """Start the rewards that are coroutines."""
@@ -162,6 +173,8 @@ class Scores:
             replace(rollout, rewards=row, reward=self.rewards.sum(row), extra=extra)
             for rollout, row, extra in zip(self.group.rollouts, rows, self.extra, strict=True)
         ]
+        for environment in self.group.environments:
+            environment.release()
         return Group(self.group.row, rollouts, dict(self.logged))
 
     def _log_extra(self, column: str, values: list) -> None:
@@ -169,6 +182,12 @@ class Scores:
             raise ValueError(f"log_extra: completions have a column {column!r} already")
         for own, value in zip(self.extra, values, strict=True):
             own[column] = value
+
+
+def _completion(row: Row, rollout: Rollout) -> str | list[dict]:
+    if isinstance(row.prompt, str):
+        return rollout.text
+    return rollout.messages or [{"role": "assistant", "content": rollout.text}]
 
 
 def begin(functions: dict[str, Callable], arguments: dict) -> dict[str, Future]:
@@ -211,14 +230,6 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
             for name, value in rollout.rewards.items():
                 numbers[f"rewards/{name}/mean"] += [] if value is None else [value]
     return {name: sum(values) / len(values) for name, values in numbers.items() if values}
-
-
-@cache
-def event_loop() -> asyncio.AbstractEventLoop:
-    """One for the whole process, since clients of web services belong to a loop."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
 
 
 def _check_signature(name: str, function: Callable, arguments: list[str]) -> None:

@@ -16,9 +16,12 @@ from transformers.hf_argparser import HfArg
 
 from ..errors import TaskError
 from ..functions import json_object
+from .chat_template import ChatTemplate
 from .dataset import Row, load_rows
 from .rewards import FROM_THE_RUN, Rewards
+from .tools import Tools
 
+EMPTY = [{"role": "user", "content": ""}]  # the prompt of an environment that says all
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -74,10 +77,13 @@ class TaskArguments:
 
 
 class Task:
-    """Prompts to learn from and to evaluate on, and the rewards of their completions."""
+    """Prompts to learn from and to evaluate on, the rewards of their completions, and the tools that these call, if
+    there are any."""
 
-    def __init__(self, rows: list[Row], eval_rows: list[Row], rewards: Rewards, args: TaskArguments):
-        self.rows, self.eval_rows, self.rewards = rows, eval_rows, rewards
+    def __init__(
+        self, rows: list[Row], eval_rows: list[Row], rewards: Rewards, args: TaskArguments, tools: Tools | None = None
+    ):
+        self.rows, self.eval_rows, self.rewards, self.tools = rows, eval_rows, rewards, tools
         self.prompts_per_step, self.seed = args.prompts_per_step, args.seed
         self.chat_template_kwargs = json.loads(args.chat_template_kwargs)
 
@@ -101,18 +107,21 @@ class Task:
         """Give each row its token ids. With `longest`, check the lengths as well.
 
         Raises TaskError for the first row without a token, or with one that the model does not know, and for messages
-        that the model's chat template refuses.
+        that the model's chat template refuses; with tools, for a template or a parser that does not fit.
         """
         from transformers import AutoConfig, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
+        template = ChatTemplate(tokenizer, self.chat_template_kwargs)
         embeddings = AutoConfig.from_pretrained(model).get_text_config().vocab_size
         for row in [*self.rows, *self.eval_rows]:
             if isinstance(row.prompt, str):
+                if self.tools:
+                    raise TaskError(f"{row.origin}: --tools and --environment are for chat messages, not for a text")
                 row.prompt_ids = tokenizer.encode(row.prompt)
             elif tokenizer.chat_template:
-                text = self._render(tokenizer, row)
-                row.prompt_ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+                schemas = self.tools.schemas_of(row) if self.tools else row.columns.get("tools")
+                row.prompt_ids = template.prompt_ids(row.prompt, schemas, row.origin)
             else:
                 raise TaskError(f"{row.origin}: the prompt is chat messages, and {model} has no chat template")
             if not row.prompt_ids:
@@ -122,24 +131,10 @@ class Task:
                     f"{row.origin}: the tokenizer of {model} makes token {max(row.prompt_ids)} of the prompt, and the"
                     f" model has embeddings for {embeddings}: they do not belong together"
                 )
+        if self.tools:
+            self.tools.prepare(template)
         if longest:
             self.check_lengths(longest)
-
-    def _render(self, tokenizer, row: Row) -> str:
-        """Chat messages as text, up to where the answer begins, or where it goes on if the last one is the
-        assistant's. A column `tools` has the schemas of tools that the template is to describe."""
-        goes_on = row.prompt[-1]["role"] == "assistant"
-        try:
-            return tokenizer.apply_chat_template(
-                row.prompt,
-                tools=row.columns.get("tools"),
-                tokenize=False,
-                add_generation_prompt=not goes_on,
-                continue_final_message=goes_on,
-                **self.chat_template_kwargs,
-            )
-        except Exception as error:  # templates raise what they like
-            raise TaskError(f"{row.origin}: the chat template raised {type(error).__name__}: {error}") from error
 
     def check_lengths(self, longest: int, max_tokens: int = 0) -> str:
         """A line to say if an engine's context, of `longest` tokens, ends before `max_tokens` of a completion.
@@ -147,6 +142,8 @@ class Task:
         Raises TaskError for the first prompt after which there is no room for a completion.
         """
         prompt = 0
+        if self.tools:
+            self.tools.longest = longest
         for row in [*self.rows, *self.eval_rows]:
             prompt = max(prompt, len(row.prompt_ids))
             if prompt >= longest:
@@ -170,9 +167,11 @@ def _order(count: int, seed: int, epoch: int) -> list[int]:
 def load_task(args: TaskArguments) -> Task:
     """The task that these arguments describe. Raises TaskError, which names the row, flag or function that is wrong."""
     models = ["reward_model"] if getattr(args, "reward_model", None) else []  # rlhf_ppo.py alone has one
-    if not args.dataset:
+    environment = getattr(args, "environment", None)
+    tools = Tools(args) if environment or getattr(args, "tools", None) else None
+    if not args.dataset and (not environment or tools.chooses):
         raise TaskError(f"--task {args.task} has no default for --dataset")
-    if not args.reward and not models:
+    if not args.reward and not models and not (tools and tools.rewards):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
     rows = _load(args, args.dataset, args.dataset_split)
     eval_rows = _load_eval_rows(args, rows)
@@ -182,11 +181,15 @@ def load_task(args: TaskArguments) -> Task:
     train_rows = [row for row in rows if _key(row) not in held_out]
     if not train_rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
-    rewards = Rewards(args.reward or [], args.reward_weights, [train_rows[0], *eval_rows[:1]], args.steps, models)
-    print(f"{len(train_rows)} prompts of {args.dataset}; reward: {rewards}")
+    some = [train_rows[0], *eval_rows[:1]]
+    given = ["environments"] if environment else []
+    rewards = Rewards(args.reward or [], args.reward_weights, some, args.steps, models, given)
+    for name, function in tools.rewards.items() if tools else ():
+        rewards.add(name, function)
+    print(f"{len(train_rows)} prompts of {args.dataset or environment}; reward: {rewards}")
     if (both := len(rows) - len(train_rows)) and not args.eval_share:
         print(f"{both} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
-    return Task(train_rows, eval_rows, rewards, args)
+    return Task(train_rows, eval_rows, rewards, args, tools)
 
 
 def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
@@ -203,8 +206,14 @@ def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
     return [row for row in rows if _key(row) in held_out]
 
 
-def _load(args: TaskArguments, name: str, split: str) -> list[Row]:
-    rows = load_rows(name, args.dataset_config if name == args.dataset else None, split, args.map, FROM_THE_RUN)
+def _load(args: TaskArguments, name: str | None, split: str) -> list[Row]:
+    """The rows of this dataset. An environment needs no prompts, and no dataset: it says what there is to do."""
+    environment = getattr(args, "environment", None)
+    if name:
+        config, empty = args.dataset_config if name == args.dataset else None, EMPTY if environment else None
+        rows = load_rows(name, config, split, args.map, FROM_THE_RUN, empty)
+    else:
+        rows = [Row(EMPTY, {}, f"--environment {environment}") for _ in range(args.prompts_per_step)]
     for row in rows if args.system_prompt else ():
         if isinstance(row.prompt, str):
             raise TaskError(f"{row.origin}: --system-prompt is for chat messages, and this prompt is a text")

@@ -1,0 +1,679 @@
+"""Tools and environments: what a conversation's tokens are, which of them are learned from, and what tools may do.
+
+pytest tests/test_tools.py
+"""
+
+import asyncio
+import importlib
+import json
+import re
+import sqlite3
+import sys
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import trl
+from conftest import cpu_only
+from test_extending import code_of
+from test_learning import CPU, LOSSES, config, rollouts, use_sgd, vector_of
+from transformers import AutoTokenizer
+
+import rlhf
+import rlhf_async
+from recipe.errors import MismatchError, TaskError
+from recipe.learning.grpo import GRPOLearner
+from recipe.learning.learner import Proof
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.async_rollouts import RolloutsAhead
+from recipe.rollouts.conversation import Turn
+from recipe.rollouts.engine import complete, sampling_params, step_seed, turn_params
+from recipe.run.arguments import parse
+from recipe.tasks import lookup
+from recipe.tasks.chat_template import ChatTemplate
+from recipe.tasks.task import load_task
+from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+# Which tokens are learned from
+
+
+def with_answers(learner, at_tools=0.0):
+    """Rollouts whose tokens 2 and 3 a tool has said, with the learner's own log-probabilities at the others and
+    `at_tools` there."""
+    drafts = []
+    for own in rollouts(learner):
+        ids = [*own.completion_ids[:2], 65, 66, *own.completion_ids[2:]]
+        drafts.append(
+            replace(own, completion_ids=ids, sampled=[i not in (2, 3) or len(ids) < 4 for i in range(len(ids))])
+        )
+    with torch.no_grad():
+        scores, _ = learner.model.score(drafts, max(len(draft.completion_ids) for draft in drafts))
+    return [
+        replace(draft, logprobs=np.where(draft.mask, row[: len(draft.mask)], at_tools).tolist())
+        for draft, row in zip(drafts, scores, strict=True)
+    ]
+
+
+def test_only_sampled_tokens_have_log_probabilities(model):
+    learner = GRPOLearner(model, config(), CPU)
+    ids = [5, 6, 7, 8, 9]
+    masked = Rollout(ids[:2], ids[2:], [], 0.0, sampled=[True, False, True])
+    with torch.no_grad():
+        logits = learner.model.module(torch.tensor([ids])).logits[0]
+        logprobs, entropies = learner.model.score([masked], 4, entropy=True)
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(
+        logprobs[0], torch.stack([expected[1, 7], torch.tensor(0.0), expected[3, 9], torch.tensor(0.0)])
+    )
+    assert (entropies[0] != 0).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("updates", [1, 2])
+def test_tokens_of_tools_weigh_nothing(model, loss, updates):
+    """Whatever stands for their log-probabilities: the same metrics, of which lengths count sampled tokens, and the
+    same weights afterwards."""
+    results = []
+    for at_tools in (0.0, -7.0):
+        learner = GRPOLearner(model, config(loss=loss, kl_coef=0.1, num_mini_batches=updates), CPU)
+        use_sgd(learner)
+        batch = with_answers(learner, at_tools)
+        metrics = learner.learn(batch)
+        results.append((metrics, vector_of(learner)))
+        assert metrics["logprobs/mismatch"] < 1e-6
+        assert metrics["completions/mean_length"] == sum(sum(own.sampled) for own in batch) / len(batch)
+    (before, weights), (after, others) = results
+    assert before == pytest.approx(after, abs=1e-7)
+    torch.testing.assert_close(weights, others)
+
+
+def test_loss_of_a_conversation_is_the_mean_over_its_sampled_tokens(model):
+    learner = GRPOLearner(model, config(loss="grpo", max_grad_norm=1e9), CPU)
+    use_sgd(learner)
+    batch, before = with_answers(learner)[:2], vector_of(learner)
+    batch = [replace(batch[0], reward=1.0), replace(batch[1], reward=0.0)]
+    learner.learn(batch)
+    moved = vector_of(learner)
+
+    reference = GRPOLearner(model, config(), CPU)
+    loss = 0.0
+    for own, advantage in zip(batch, (1, -1), strict=True):
+        ids, begin = torch.tensor(own.prompt_ids + own.completion_ids), len(own.prompt_ids)
+        logprobs = reference.model.module(ids[None]).logits[0].log_softmax(-1)
+        sampled = [logprobs[begin + i - 1, ids[begin + i]] for i, counts in enumerate(own.sampled) if counts]
+        loss -= advantage * 0.5**0.5 * sum(sampled) / len(sampled) / len(batch)  # 0.5 ** 0.5: over the deviation
+    loss.backward()
+    gradient = torch.nn.utils.parameters_to_vector([p.grad for p in reference.parameters])
+    torch.testing.assert_close(moved - before, -gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_wrong_token_between_turns_is_a_mismatch(model):
+    learner = GRPOLearner(model, config(), CPU, proof=Proof(1e-5))
+    batch = [own for own in with_answers(learner) if len(own.completion_ids) > 4]
+    assert learner.mismatch(batch) < 1e-6
+    ids = list(batch[0].completion_ids)
+    ids[3] += 1  # of the tool's answer: what was sampled after it does not have these log-probabilities
+    with pytest.raises(MismatchError):
+        learner.mismatch([replace(batch[0], completion_ids=ids), *batch[1:]])
+
+
+def test_tokens_of_older_weights_and_of_tools_prove_nothing(model):
+    learner = GRPOLearner(model, config(), CPU, proof=Proof(1e-5))
+    own = next(own for own in with_answers(learner) if len(own.completion_ids) > 4)
+    versions = [0] * len(own.completion_ids)
+    shifted = np.array(own.logprobs) + np.where(own.mask, 0, 3.0)
+    assert learner.mismatch([replace(own, logprobs=shifted, versions=versions)]) < 1e-6
+    versions = [0 if not counts else -1 for counts in own.sampled]
+    with pytest.raises(MismatchError, match="no token comes from the weights"):
+        learner.mismatch([replace(own, versions=versions)])
+
+
+# Conversations, with a policy that is a function
+
+
+class Engines:
+    """Stands for engines whose policy says `says(text, number)` after a prompt of this text, as tokens of its own."""
+
+    def __init__(self, tokenizer, says, count=2):
+        self.tokenizer, self.says, self.count, self.session, self.turns = tokenizer, says, count, self, []
+
+    def __len__(self):
+        return self.count
+
+    def begin(self, method, each):
+        assert method == "sample_turns"
+        return [[self.sampled(turn) for turn in turns] for turns, *_ in each]
+
+    def sampled(self, turn) -> Rollout:
+        self.turns.append(turn)
+        said = self.says(self.tokenizer.decode(turn.prompt_ids), turn.number)
+        ids = said if isinstance(said, list) else self.tokenizer.encode(f"{said}</s>")
+        cut = ids[: turn.max_tokens]
+        return Rollout(turn.prompt_ids, cut, [-1.0 - turn.index] * len(cut), truncated=len(cut) < len(ids))
+
+    def wait(self, phase, calls):
+        return calls
+
+    def wait_for_thread(self, future, phase):
+        wait([future], timeout=30)
+
+
+def shout(text: str, times: int = 1) -> str:
+    """
+    Say it loud.
+
+    Args:
+        text: What to say.
+        times: How often.
+    """
+    return text.upper() * times
+
+
+async def whisper(text: str) -> str:
+    """
+    Say it softly.
+
+    Args:
+        text: What to say.
+    """
+    await asyncio.sleep(0.01)
+    return text.lower()
+
+
+def fail(kind: str) -> str:
+    """
+    Go wrong.
+
+    Args:
+        kind: How.
+    """
+    if kind == "exit":
+        sys.exit("gone")
+    if kind == "sleep":
+        time.sleep(2)
+    raise {"stop": StopIteration("stopped"), "value": ValueError("no good")}[kind]
+
+
+async def sleep() -> str:
+    """
+    Answer late.
+    """
+    await asyncio.sleep(60)
+
+
+class Counter:
+    """As TRL's documentation has it: state that tools change. Its connection belongs to one thread."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        self.database = sqlite3.connect(":memory:")
+        self.database.execute("create table numbers (number integer)")
+
+    @property
+    def broken(self):
+        raise AssertionError("nobody asked for this")
+
+    def reset(self, **row) -> str | None:
+        self.row = row
+        self.database.execute("delete from numbers")
+        return row.get("says")
+
+    def add(self, number: int) -> str:
+        """
+        Add a number.
+
+        Args:
+            number: The number.
+        """
+        self.database.execute("insert into numbers values (?)", (number,))
+        return f"sum {self.get_reward():.0f}"
+
+    def wait(self) -> str:
+        """
+        Take too long.
+        """
+        time.sleep(1)
+
+    def _hidden(self):
+        raise AssertionError
+
+    def get_reward(self) -> float:
+        return float(self.database.execute("select coalesce(sum(number), 0) from numbers").fetchone()[0])
+
+
+class Silent:
+    """An environment without a reward."""
+
+    def reset(self, **row):
+        assert "environment" not in row
+
+    def hum(self) -> str:
+        """
+        Hum.
+        """
+        return "mm"
+
+
+BOTH = {"counter": Counter, "silent": Silent}
+MESSAGES = [{"role": "user", "content": "go"}]
+
+
+def prompts(split):
+    return [{"prompt": MESSAGES, "number": i} for i in range(2)]
+
+
+def none(completions, **_):
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build_tiny_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.chat_template = lookup.TEMPLATE
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def converse(folder):
+    """Completions, with rewards, of a step's conversations with a policy that is a function. `made` has the rest."""
+    made = SimpleNamespace()
+
+    def run(says, evaluation=False, **flags):
+        own = {"dataset": "test_tools:prompts", "reward": ["test_tools:none"], "group_size": 2, "prompts_per_step": 2}
+        own |= {"max_tokens": 100, "tool_parser": "pythonic"}
+        made.args = rlhf.Arguments(**own | flags)
+        if not hasattr(made, "task"):
+            made.task = load_task(made.args)
+            made.task.tokenize(str(folder))
+            made.task.check_lengths(256, made.args.max_tokens)
+        made.tokenizer = made.task.tools.template.tokenizer
+        made.engines = Engines(made.tokenizer, says)
+        rows = made.task.draw(1)
+        made.batch = complete(made.engines, rows, made.args, 1, evaluation, tools=made.task.tools)
+        made.batch = made.task.rewards.score(made.batch)
+        return made.batch.rollouts
+
+    run.made = made
+    return run
+
+
+def call_once(call):
+    """A policy that makes this call, and is done when it has an answer."""
+    return lambda text, _: "done" if call in text else call
+
+
+def answers(rollout):
+    return [message["content"] for message in rollout.messages if message["role"] == "tool"]
+
+
+def test_turns_are_what_was_sampled_and_what_tools_answered_token_by_token(converse):
+    def says(text, number):
+        if "=" in text:
+            return "fine"
+        # "</s>" as four bytes, which nobody makes of a text: its text becomes one token
+        return (
+            [*converse.made.tokenizer.encode("</s>", split_special_tokens=True), 1] if number else '[shout(text="a")]'
+        )
+
+    first, second, *_ = converse(says, tools=["test_tools:shout", "test_tools:whisper"])
+    tokenizer, turns = converse.made.tokenizer, converse.made.engines.turns
+    assert tokenizer.decode(first.prompt_ids) == "go:"
+    assert tokenizer.decode(first.completion_ids) == '[shout(text="a")]</s>=A:fine</s>'
+    assert first.messages == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "shout", "arguments": {"text": "a"}}}],
+        },
+        {"role": "tool", "name": "shout", "content": "A"},
+        {"role": "assistant", "content": "fine"},
+    ]
+    sampled = [18, 3, 5]  # tokens of the call, of the answer, of the rest
+    assert first.mask.tolist() == [True] * 18 + [False] * 3 + [True] * 5
+    assert first.logprobs.tolist() == [-1.0] * 18 + [0.0] * 3 + [-2.0] * 5
+    assert first.length == sampled[0] + sampled[2]
+    assert second.completion_ids.tolist() == [*tokenizer.encode("</s>", split_special_tokens=True), 1]
+    assert second.messages == [{"role": "assistant", "content": "</s>"}]
+    later = [turn for turn in turns if turn.index]
+    assert [turn.prompt_ids for turn in later] == [[*first.prompt_ids, *first.completion_ids[:21]]]
+    assert [turn.max_tokens for turn in later] == [100 - 21]
+    assert converse.made.batch.metrics["tools/call_frequency"] == 1 / 4
+    assert converse.made.batch.metrics["tools/failure_frequency"] == 0
+    assert converse.made.batch.metrics["turns/mean"] == 5 / 4
+    assert not first.truncated
+
+
+def test_several_calls_of_a_turn_sync_and_async_are_answered_in_their_order(converse):
+    says = call_once('[whisper(text="A"), shout(text="b", times=2)]')
+    first, *_ = converse(says, tools=["test_tools:shout", "test_tools:whisper"])
+    assert answers(first) == ["a", "BB"]
+    assert converse.made.tokenizer.decode(first.completion_ids).endswith("</s>=a=BB:done</s>")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("[unknown(a=1)]", "Tool unknown not found."),
+        ("[shout(loud=1)]", "shout() got an unexpected keyword argument 'loud'"),
+        ('[fail(kind="value")]', "no good"),
+        ('[fail(kind="stop")]', "StopIteration: stopped"),
+        ('[fail(kind="exit")]', "SystemExit: gone"),
+        ('[fail(kind="sleep")]', "no answer within 0.2 s"),
+        ("[sleep()]", "no answer within 0.2 s"),
+    ],
+)
+def test_tool_that_fails_answers_its_error_and_the_conversation_goes_on(converse, call, error):
+    tools = ["test_tools:shout", "test_tools:fail", "test_tools:sleep"]
+    rollouts = converse(call_once(call), tools=tools, tool_timeout=0.2, max_tokens=150)
+    assert answers(rollouts[0]) == [str({"error": error})]
+    assert {rollout.messages[-1]["content"] for rollout in rollouts} == {"done"}
+    assert converse.made.batch.metrics["tools/failure_frequency"] == 1
+
+
+@pytest.mark.parametrize("text", ["[shout(text=]", "shout", "[1]", "[shout(text=open)]"])
+def test_what_is_no_call_is_text_and_ends_the_conversation(converse, text):
+    first, *_ = converse(lambda *_: text, tools=["test_tools:shout"])
+    assert first.messages == [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(("limit", "turns"), [(0, 1), (2, 3), (None, 4)])
+def test_tools_are_called_in_so_many_turns_and_as_long_as_their_answers_fit(converse, limit, turns):
+    first, *_ = converse(
+        lambda *_: '[shout(text="a")]', tools=["test_tools:shout"], max_tool_iterations=limit, max_tokens=80
+    )
+    assert [message["role"] for message in first.messages] == ["assistant", "tool"] * (turns - 1) + ["assistant"]
+    assert first.truncated == (limit is None)  # 3 x 21 tokens, and the call in the last 17 is cut off
+
+
+def test_answer_that_does_not_fit_is_rolled_back(converse):
+    def after(max_tokens):
+        del converse.made.__dict__["task"]
+        first, *_ = converse(call_once('[shout(text="a")]'), tools=["test_tools:shout"], max_tokens=max_tokens)
+        return [message["role"] for message in first.messages], len(first.completion_ids), first.truncated
+
+    converse.made.task = None
+    assert after(20) == (["assistant"], 18, True)
+    assert after(21) == (["assistant", "tool"], 21, True)  # no token is left to sample, as in TRL
+    assert after(22) == (["assistant", "tool", "assistant"], 22, True)
+    assert after(26) == (["assistant", "tool", "assistant"], 26, False)
+
+
+def test_special_tokens_in_a_tools_text_are_text(converse):
+    first, *_ = converse(call_once('[shout(text="x</S>y", times=1)]'), tools=["test_tools:whisper", "test_tools:shout"])
+    first, *_ = converse(call_once('[whisper(text="x</S>y")]'))
+    answer = first.completion_ids[~first.mask]
+    assert converse.made.tokenizer.decode(answer) == "=x</s>y:"
+    assert converse.made.tokenizer.eos_token_id not in answer.tolist()
+
+
+def test_each_completion_has_an_environment_of_its_own_that_is_used_again(converse):
+    def says(text, number):
+        return [f"[add(number={number})]", f"[add(number={10 * number})]", "end"][text.count("=sum")]
+
+    before = Counter.made
+    for step in range(2):
+        rollouts = converse(says, environment="test_tools:Counter")
+        assert [answers(own)[-1] for own in rollouts] == ["sum 0", "sum 11", "sum 22", "sum 33"], step
+        assert [own.rewards for own in rollouts] == [{"none": 0.0, "Counter": 11.0 * i} for i in range(4)]
+        assert [own.reward for own in rollouts] == [0, 11, 22, 33]
+    assert Counter.made - before == 4
+    (tools,) = [[schema["function"]["name"] for schema in own] for own in converse.made.task.tools.schemas.values()]
+    assert tools == ["add", "wait"]
+    converse(says, evaluation=True)
+    assert Counter.made - before == 8
+
+
+def test_resets_text_is_appended_to_the_last_message_and_rewards_see_it(converse, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        sys.modules[__name__],
+        "none",
+        lambda prompts, completions, environments, completion_ids, **_: (
+            seen.append((prompts, completions, environments, completion_ids)) or [0.0] * 2
+        ),
+    )
+    monkeypatch.setattr(
+        sys.modules[__name__], "prompts", lambda split: [{"prompt": MESSAGES, "says": " on", "number": 7}]
+    )
+    first, _, third, _ = converse(call_once("[add(number=5)]"), environment="test_tools:Counter")
+    assert converse.made.tokenizer.decode(first.prompt_ids) == "go on:"
+    (prompts_seen, completions, environments, ids), _ = seen
+    assert prompts_seen == [[{"role": "user", "content": "go on"}]] * 2
+    assert completions[0] == first.messages
+    assert [own.row for own in environments] == [{"prompt": MESSAGES, "says": " on", "number": 7}] * 2
+    assert ids[0] == first.completion_ids.tolist()
+    assert MESSAGES == [{"role": "user", "content": "go"}]
+    assert json.loads(json.dumps(third.messages)) == third.messages  # for completions.jsonl
+
+
+def test_environment_whose_call_timed_out_is_thrown_away_and_gives_no_reward(converse):
+    before = Counter.made
+
+    def says(text, number):
+        return "end" if text.count("=") > text.count("(number=") else "[wait()]" if number == 1 else "[add(number=1)]"
+
+    rollouts = converse(says, environment="test_tools:Counter", tool_timeout=0.2)
+    assert [own.rewards["Counter"] for own in rollouts] == [1, None, 1, 1]
+    converse(call_once("[add(number=1)]"))
+    assert Counter.made - before == 5
+
+
+def test_row_chooses_among_several_environments(converse, monkeypatch):
+    rows = [{"prompt": MESSAGES, "environment": name} for name in BOTH]
+    monkeypatch.setattr(sys.modules[__name__], "prompts", lambda split: rows)
+    rollouts = converse(call_once("[hum()]"), environment="test_tools:BOTH")
+    of = {group.row.columns["environment"]: group.rollouts for group in converse.made.batch.groups}
+    assert len(rollouts) == 4
+    assert answers(of["silent"][0]) == ["mm"]
+    assert answers(of["counter"][0]) == [str({"error": "Tool hum not found."})]
+    assert [own.rewards["Counter"] for own in of["counter"] + of["silent"]] == [0.0, 0.0, None, None]
+    rows[0]["environment"] = "other"
+    del converse.made.task
+    with pytest.raises(TaskError, match="\"environment\" is 'other', and not one of counter, silent"):
+        converse(call_once("[hum()]"), environment="test_tools:BOTH")
+
+
+def test_environment_needs_no_dataset(converse, monkeypatch):
+    monkeypatch.setattr(Counter, "reset", lambda self, prompt: "begin" + prompt[0]["content"])
+    first, *others = converse(lambda *_: "end", environment="test_tools:Counter", dataset=None, reward=None)
+    assert len(others) == 3
+    assert converse.made.tokenizer.decode(first.prompt_ids) == "begin:"
+    assert first.rewards == {"Counter": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"tools": ["test_tools:Undocumented"]}, "Undocumented"),
+        ({"environment": "test_tools:MESSAGES"}, "not a factory"),
+        ({"environment": "test_tools:Engines"}, "raised TypeError"),
+        ({"environment": "test_tools:SimpleNamespace"}, "has no method reset"),
+        ({"environment": "test_tools:BOTH", "dataset": None}, "--dataset"),
+        ({"environment": "test_tools:Silent", "reward": None}, "--reward is missing"),
+        ({"tools": ["test_tools:shout"], "tool_parser": "nobody"}, "--tool-parser nobody"),
+        ({"tools": ["test_tools:shout"], "dataset": "recipe.tasks.uppercase:prompts"}, "chat messages, not for a text"),
+    ],
+)
+def test_what_cannot_be_used_is_said_before_the_engine_starts(converse, flags, error):
+    with pytest.raises(TaskError, match=error):
+        converse(lambda *_: "end", **flags)
+
+
+def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch, tmp_path):
+    (tmp_path / "higher.py").write_text(code_of("docs/tasks.md")[-1])
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def says(text, number):
+        """Half of what is left, as the answers say."""
+        low, high = 1, 99
+        for guess, answer in re.findall(r"number=(\d+)\)]</s>=(\w+?):", text):
+            low, high = (int(guess) + 1, high) if answer == "higher" else (low, int(guess) - 1)
+        return "found" if "=right" in text else f"[guess(number={(low + high) // 2})]"
+
+    flags = {"dataset": "higher:games", "environment": "higher:HigherOrLower", "reward": None, "max_tokens": 200}
+    first, second, *_ = converse(says, **flags)
+    assert first.prompt[0]["content"] == "A game. Find my number, from 1 to 99."
+    assert answers(first)[-1] == "right"
+    assert first.rewards == {"HigherOrLower": 1.0}
+    assert first.completion_ids.tolist() == second.completion_ids.tolist()  # a group has one game
+
+
+def test_each_turn_of_each_completion_has_a_seed_of_its_own():
+    args = rlhf.Arguments(group_size=4, prompts_per_step=8, max_tokens=100)
+    turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
+    params = [turn_params(turn, args, step_seed(args, step), False) for step in (1, 2) for turn in turns]
+    assert len({own.seed for own in params}) == 2 * len(turns)
+    assert {(own.n, own.max_tokens) for own in params} == {(1, 50)}
+    alone = [sampling_params(args, step_seed(args, 1), i, False).seed for i in range(8)]
+    assert alone == [own.seed for own in params[: len(turns) : 16]]  # of the first turn: those of one without tools
+
+
+@pytest.mark.parametrize("script", ["rlhf_ppo", "rlhf_nccl"])
+def test_other_scripts_refuse_tools_with_a_word(script, monkeypatch, capsys):
+    module = importlib.import_module(script)
+    for flags, word in (
+        (["--environment", "a:B"], "unrecognized arguments: --environment"),
+        (["--task", "lookup"], "no flag"),
+    ):
+        monkeypatch.setattr(sys, "argv", [script, *flags])
+        with pytest.raises(SystemExit):
+            parse(module.Arguments, module.__doc__)
+        assert word in capsys.readouterr().err
+
+
+# The chat templates of others
+
+
+def of_template(name, eos="<|im_end|>"):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": eos})
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "trls", "eos"),
+    [
+        ("qwen2_5", "qwen2_5", "<|im_end|>"),
+        ("qwen3", "qwen3_training", "<|im_end|>"),  # TRL replaces it by one that keeps its prefix
+        ("qwen3_instruct_2507", "qwen3_instruct_2507", "<|im_end|>"),
+        ("llama3_1", "llama3_1", "<|eot_id|>"),
+        ("glm4moe", "glm4moe", "<|endoftext|>"),
+    ],
+)
+def test_tokens_of_answers_are_trls(name, trls, eos):
+    from trl import GRPOTrainer
+
+    messages = [{"role": "tool", "name": "look", "content": text} for text in ("found it", "{'error': 'nothing'}")]
+    tokenizer, other = of_template(name, eos), of_template(trls, eos)
+    trainer = SimpleNamespace(processing_class=other, _tokenizer=other, _is_vlm=False, chat_template=None)
+    trainer.chat_template_kwargs = {}
+    template = ChatTemplate(tokenizer, {})
+    template.check_tools()
+    for some in (messages[:1], messages):
+        assert template.answer_ids(some, tokenizer.eos_token_id) == GRPOTrainer._get_tool_suffix_ids(trainer, some)
+
+
+@pytest.mark.parametrize("name", ["llama3", "phi3"])
+def test_template_that_is_not_made_for_tools_is_refused(name):
+    with pytest.raises(TaskError, match="the chat template"):
+        ChatTemplate(of_template(name), {}).check_tools()
+
+
+# Each conversation by itself
+
+
+class AsyncEngines(Engines):
+    """The same as asynchronous engines, which serve weights of this `version`."""
+
+    version = -1
+
+    def __init__(self, tokenizer, says):
+        super().__init__(tokenizer, says, count=1)
+        self.actors = {"engine": SimpleNamespace(sample_turns=SimpleNamespace(remote=self.remote))}
+
+    def remote(self, turns, args, seed, evaluation, waits):
+        sampled, answer = self.sampled(*turns), Future()
+        arrays = {name: np.array(getattr(sampled, name)) for name in ("completion_ids", "logprobs")}
+        arrays["versions"] = np.full(len(sampled.completion_ids), self.version, np.int32)
+        answer.set_result([replace(sampled, **arrays)])
+        return SimpleNamespace(future=lambda: answer)
+
+
+HELD = threading.Event()
+
+
+def hold() -> str:
+    """
+    Answer when the test says so.
+    """
+    HELD.wait(30)
+    return "held"
+
+
+def test_no_conversation_waits_for_the_tool_of_another(converse):
+    tools = ["test_tools:hold", "test_tools:shout"]
+    converse(lambda *_: "end", tools=tools)
+    task = converse.made.task
+    args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=6, max_tokens=100, max_staleness=2)
+    HELD.clear()
+
+    def says(text, number):
+        if "=" in text.partition("]")[2]:
+            return "end"
+        return "[hold()]" if number == 3 and engines.version else '[shout(text="a")]'
+
+    engines = AsyncEngines(converse.made.tokenizer, says)
+    with RolloutsAhead(engines, task, args, 0) as ahead, ThreadPoolExecutor(1) as beside:
+        taking = beside.submit(ahead.take, 1)
+        deadline = time.monotonic() + 20
+        while len(engines.turns) < 3 * (4 + 3) and time.monotonic() < deadline:  # all of three steps but for the held
+            time.sleep(0.01)
+        assert len(engines.turns) == 3 * (4 + 3)
+        assert not taking.done()
+        engines.version = 0  # as after a sync
+        HELD.set()
+        batch = taking.result(timeout=30)
+    *others, held = batch.rollouts
+    assert [answers(own) for own in batch.rollouts] == [["A"]] * 3 + [["held"]]
+    assert set(others[0].versions) == {-1}
+    call, end = len("[hold()]") + 1, len("end") + 1
+    assert held.versions[held.mask].tolist() == [-1] * call + [0] * end
+    assert batch.metrics["tools/call_frequency"] == 1
+    older = 3 * others[0].length + call  # sampled tokens: those of the tools count for nothing
+    assert batch.metrics["async/staleness_mean"] == pytest.approx(older / (older + end))
+
+
+# Whole runs
+
+
+@cpu_only
+@pytest.mark.parametrize("name", ["rlhf.py", pytest.param("rlhf_async.py", marks=pytest.mark.slow)])
+def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
+    text = script(name, "--task", "lookup", "--output", "run", "--steps", 20).finish(400)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    before, *steps = rows
+    assert before["eval/reward"] < 0.2
+    assert rows[-1]["eval/reward"] > 0.9, text
+    assert rows[-1]["eval/turns/mean"] > 1.9
+    assert steps[0]["tools/call_frequency"] < steps[-1]["tools/call_frequency"]
+    assert max(row["logprobs/mismatch"] for row in steps) < 1e-5
+    completions = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert [message["role"] for message in completions[-1]["messages"]][:1] == ["assistant"]
+    assert any(len(row["messages"]) > 2 for row in completions)
