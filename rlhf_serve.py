@@ -39,7 +39,7 @@ from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
-from rlhf_utils import SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
+from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 
@@ -88,7 +88,7 @@ class Trainer(LearnerActor):
         own = self.join(address, 1, device)
         proof = Proof(MAX_MISMATCH[device], weights_proven=True)
         self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
-        self.senders, self.timeout, self.threads = {}, args.engine_timeout, ThreadPoolExecutor()
+        self.senders, self.timeout, self.threads = {}, args.engine_timeout, ThreadPoolExecutor(64)
         return self.resume(models.checkpoint)
 
     def init_weight_update_group(self, name: str, host: str, world_size: int) -> tuple[str, int]:
@@ -112,8 +112,8 @@ class Trainer(LearnerActor):
         def send(name: str) -> SyncReport | str:
             try:
                 return self.senders[name].result(self.timeout).send_weights(weights)
-            except (WeightSyncError, TimeoutError) as error:
-                return str(error)
+            except (RuntimeError, TimeoutError) as error:  # RuntimeError: WeightSyncError, and gloo's
+                return str(error) or "its workers did not join their group"
 
         return self.learner.step, dict(zip(names, self.threads.map(send, names), strict=True))
 

@@ -140,11 +140,11 @@ class Replica:
         body = {"token_ids": token_ids, "sampling_params": sampling}
         timeout = httpx.Timeout(self.timeout, read=None)
         request = asyncio.ensure_future(self.call("/inference/v1/generate", body, timeout=timeout))
-        self.flying += 1
+        lost, self.flying = self.lost, self.flying + 1
         try:
-            await asyncio.wait({request, self.lost}, return_when=asyncio.FIRST_COMPLETED)
-            if self.lost.done():
-                raise ReplicaError("lost")
+            await asyncio.wait({request, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                raise ReplicaError("it was lost")
             choices = sorted(request.result()["choices"], key=lambda choice: choice["index"])
         finally:
             self.flying -= 1
@@ -182,7 +182,8 @@ class ReplicaPool:
     def __init__(self, number: int):
         self.replicas: list[Replica] = []
         self.servers: list[subprocess.Popen] = []
-        self.syncing = asyncio.Lock()  # one at a time: a sync of all, or of a replica that returns
+        self.turn = asyncio.Lock()  # one at a time: a sync of all, or of a replica that returns
+        self.syncing: set[Replica] = set()
         self.some_serve = asyncio.Event()
         self.returned: list[float] = []  # seconds from "answers" to "serves", since they were last asked for
 
@@ -209,8 +210,8 @@ class ReplicaPool:
 
     async def begin(self) -> SyncReport:
         """Connect all replicas, and sync. From now on, those that are lost may return."""
-        async with self.syncing:
-            await self.sync(await self.together(self.replicas, self.connect))
+        async with self.turn:
+            await self._sync(await self.together(self.replicas, self.connect))
         if missing := [replica for replica in self.replicas if not replica.serving]:
             raise RunError("; ".join(f"{replica.name} at {replica.url}: {replica.reason}" for replica in missing))
         self.watching = [asyncio.ensure_future(self._watch(replica)) for replica in self.replicas]
@@ -218,14 +219,14 @@ class ReplicaPool:
 
     async def take_weights(self) -> SyncReport:
         """Sync all replicas that serve. With none left, waits for one to return, which takes the same weights."""
-        async with self.syncing:
-            await self.sync([replica for replica in self.replicas if replica.serving])
-        await self.some_serve.wait()
+        async with self.turn:
+            await self._sync(self._serving())
+        await self._until_some_serve()
         return self._report()
 
     def _report(self) -> SyncReport:
         """Of the last sync, its slowest replica's."""
-        return max((each.report for each in self.replicas if each.serving), key=lambda report: report.seconds)
+        return max((replica.report for replica in self._serving()), key=lambda report: report.seconds)
 
     async def sample(
         self, prompts: list[list[int]], first: int, args, seed: int, evaluation: bool, waits: bool = False
@@ -251,7 +252,7 @@ class ReplicaPool:
 
     async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         while True:
-            await self.some_serve.wait()
+            await self._until_some_serve()
             replica = min(self._serving(), key=lambda replica: replica.flying)
             try:
                 return await replica.generate(token_ids, sampling)
@@ -308,27 +309,36 @@ class ReplicaPool:
     def _serving(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.serving]
 
+    async def _until_some_serve(self) -> None:
+        while not self._serving():  # the one that set the event may be lost by now
+            await self.some_serve.wait()
+
+    async def _sync(self, replicas: list[Replica]) -> None:
+        self.syncing |= set(replicas)
+        await self.sync(replicas)
+        self.syncing -= set(replicas)
+
     async def _watch(self, replica: Replica) -> None:
         """Notice when this replica falls silent, and let it in again when it answers."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            if (
-                replica.serving and not self.syncing.locked()
-            ):  # a sync keeps the engine core busy, and has its own limit
+            if replica in self.syncing:  # which keeps its core busy, and has limits of its own
+                continue
+            if replica.serving:
                 try:
                     await replica.call("/is_paused", method="GET")
                 except ReplicaError as error:
-                    if not self.syncing.locked():
+                    if replica not in self.syncing:
                         self.lose(replica, str(error))
-            elif not replica.serving and await replica.answers():
+            elif await replica.answers():
                 await self._return(replica)
 
     async def _return(self, replica: Replica) -> None:
         answered, before = time.perf_counter(), replica.reason
         try:
             await replica.check()
-            async with self.syncing:
-                await self.sync(await self.together([replica], self.connect))
+            async with self.turn:
+                await self._sync(await self.together([replica], self.connect))
         except RunError as error:
             replica.reason = str(error)
         if replica.serving:
