@@ -201,7 +201,9 @@ class ReplicaPool:
         from transformers import AutoTokenizer
 
         key = args.api_key or os.environ.get("VLLM_API_KEY")
-        urls = args.engine_url or [self._start_server(model, args, device, i, key) for i in range(args.engines)]
+        urls = list(dict.fromkeys(args.engine_url)) or [
+            self._start_server(model, args, device, i, key) for i in range(args.engines)
+        ]
         self.replicas = [Replica(f"engine {i}", url, key, args.engine_timeout) for i, url in enumerate(urls)]
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         if self.servers:
