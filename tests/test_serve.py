@@ -1,7 +1,7 @@
 """rlhf_serve.py: servers that are lost and return, what they are refused for, and a whole run.
 
 pytest tests/test_serve.py            against servers of this file's own, without an engine
-pytest tests/test_serve.py -m slow    a run with two of vLLM's: one is killed, stopped, and returns each time
+pytest tests/test_serve.py -m slow    a run with two of vLLM's: one is killed, started again, and returns
 """
 
 import asyncio
