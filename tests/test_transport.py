@@ -4,6 +4,7 @@ pytest tests/test_transport.py
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -437,20 +438,29 @@ def _worker_process(port, rank, world_size, ready):
     worker.receive_weights(timeout=20)
 
 
-def test_killed_worker_ends_the_trainers_wait():
+@pytest.mark.parametrize(
+    ("number", "timeout", "said"),
+    [
+        (signal.SIGKILL, math.inf, r"engine worker 0 \(pid \d+ on .*\) died"),
+        (signal.SIGSTOP, 2, "the weight transfer is stuck"),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_lost_worker_ends_the_trainers_wait(number, timeout, said):
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     context = mp.get_context("spawn")
     ready = context.Event()
     process = context.Process(target=_worker_process, args=(server.port, 1, 2, ready))
     process.start()
-    sender = WeightSender(communicator(server, 0, 2))
-    killer = threading.Thread(target=lambda: (ready.wait(30), os.kill(process.pid, signal.SIGKILL)))
+    sender = WeightSender(communicator(server, 0, 2), timeout=timeout)
+    killer = threading.Thread(target=lambda: (ready.wait(30), os.kill(process.pid, number)))
     killer.start()
     started = time.monotonic()
-    with pytest.raises(WeightSyncError, match=rf"engine worker 0 \(pid {process.pid} on .*\) died"):
+    with pytest.raises(WeightSyncError, match=said):
         sender.send_weights([(name, torch.ones(1000)) for name in "abcd"])
     assert time.monotonic() - started < 30
     killer.join()
+    process.kill()
     process.join()
 
 

@@ -1,5 +1,6 @@
 """The trainer's end of a weight sync."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -47,13 +48,15 @@ class WeightSender:
 
     `channel` is the communicator that `stateless_init_process_group` returned to rank 0, or this trainer rank's
     `SharedMemoryChannel` to the worker on the same device. If rank 0 of a sharded trainer has a communicator, the other
-    ranks have None: they help rank 0 to gather. With `replay=False`, every sync is a reload.
+    ranks have None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a worker
+    that takes longer than so many seconds for an answer, or for one pass over the weights, has failed; without, the
+    limit depends on their size.
     """
 
-    def __init__(self, channel, replay: bool = True):
+    def __init__(self, channel, replay: bool = True, timeout: float = math.inf):
         own = channel is None or isinstance(channel, SharedMemoryChannel)
         self.channel = channel if own else BroadcastChannel(channel)
-        self.replay, self.closed, self.version = replay, False, 0
+        self.replay, self.timeout, self.closed, self.version = replay, timeout, False, 0
         self.links: list[Link] = []  # to the workers
         # What the last handshake agreed on:
         self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
@@ -156,7 +159,7 @@ class WeightSender:
             self.channel.accept(self.links)
         for link in self.links:
             link.send(metadata=metadata)
-        answers = recv_all(self.links, ANSWER_SECONDS, self.ranks.links)
+        answers = recv_all(self.links, min(ANSWER_SECONDS, self.timeout), self.ranks.links)
         dtypes, problems = [], sorted({problem for answer in answers for problem in answer["problems"]})
         explained = bool(problems)  # a problem can leave its tensor without a dtype
         for i, (name, _, shape) in enumerate(metadata):
@@ -255,7 +258,8 @@ class WeightSender:
 
     def _transmit(self, mode: str) -> list[dict]:
         """Send all buckets once. Returns the workers' answers."""
-        deadline, peers = time.monotonic() + seconds_allowed(self.buckets), [*self.links, *self.ranks.links]
+        deadline = time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
+        peers = [*self.links, *self.ranks.links]
         if not self.packing:
             synchronize(next(iter(self.staging.tensors.values())).device)  # the optimizer step may still be running
         for link in peers:

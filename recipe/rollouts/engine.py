@@ -191,17 +191,22 @@ def sampling_params(args, seed: int, number: int, evaluation: bool):
     """The vllm.SamplingParams of a step's prompt of this number."""
     from vllm import SamplingParams
 
+    # Flat: two lists per completion instead of an object per token.
+    return SamplingParams(flat_logprobs=True, **sampling_options(args, seed, number, evaluation))
+
+
+def sampling_options(args, seed: int, number: int, evaluation: bool) -> dict:
+    """The same by name, for a server."""
     # Without top-p and top-k, the log-probabilities are of the whole vocabulary, as the trainer's are.
-    return SamplingParams(
-        n=args.group_size,
-        temperature=args.temperature,
-        max_tokens=args.max_tokens,
-        ignore_eos=args.ignore_eos,
-        logprobs=None if evaluation else 0,
-        flat_logprobs=True,  # two lists per completion instead of an object per token
-        detokenize=False,  # vLLM would decode token by token; `_texts` decodes once
-        seed=(seed * args.prompts_per_step + number) * args.group_size % 2**31,
-    )
+    return {
+        "n": args.group_size,
+        "temperature": args.temperature,
+        "max_tokens": args.max_tokens,
+        "ignore_eos": args.ignore_eos,
+        "logprobs": None if evaluation else 0,
+        "detokenize": False,  # vLLM would decode token by token; `_texts` decodes once
+        "seed": (seed * args.prompts_per_step + number) * args.group_size % 2**31,
+    }
 
 
 def turn_params(turn: Turn, args, seed: int, evaluation: bool):

@@ -15,7 +15,7 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 from ..errors import TaskError
 from ..functions import import_module
 
-NOT_SAVED = {"resume", "output", "ray_address", "remarks"}  # arguments that --resume does not take over
+NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that --resume does not take over
 PATHS = ("model", "critic_model", "reward_model", "dataset", "eval_dataset")  # which may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
 

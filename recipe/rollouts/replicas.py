@@ -1,0 +1,403 @@
+"""Engines as services: vLLM servers, reached over HTTP, any of which may die, or hang, and come back.
+
+A pool is one Ray actor that speaks with all servers, its replicas. To the rest of a run it is one engine: `sample`
+sends each prompt to the replica with the fewest requests in flight. Sampling leaves nothing behind in a server, and a
+seed goes with each request. So if a replica is lost, its unfinished requests go to others as they are; what it may
+still answer, nobody reads. Calls that change a server are never sent again: a replica that was lost, and answers again,
+gets a new group, the trainer's weights and their proof, before its next request.
+
+A replica is lost if it closes a connection, answers with an error of its own, or is silent for --engine-timeout
+seconds. To notice silence, the pool asks every half second for something that vLLM's engine core has to answer.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Annotated
+
+import httpx
+import numpy as np
+import psutil
+from annotated_types import Ge, Gt
+from transformers.hf_argparser import HfArg
+
+from rlhf_utils import SyncReport
+
+from ..errors import RunError
+from ..learning.rollout import Rollout
+from .engine import EngineArguments, llm_options, rollouts_of, sampling_options
+
+EXTENSION = "rlhf_utils.WorkerExtension"
+PR_SET_PDEATHSIG = 1  # Linux: a process gets a signal when its parent ends
+POLL_SECONDS = 0.5  # between two questions whether a server answers
+SHOWN_CHARS = 200  # of a server's own error
+RETRY_SECONDS = 5.0  # after a server has answered again, but could not be given weights
+HOW_TO_START = (
+    f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls {EXTENSION} --enable-scale-out"
+    " --logprobs-mode processed_logprobs"
+)
+
+
+@dataclass
+class ServeArguments:
+    """Which servers generate."""
+
+    engine_url: list[str] = HfArg(
+        default_factory=list, metadata={"action": "extend"}, help="address of a vLLM server; may be given several times"
+    )
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="servers to start on this machine, without --engine-url")
+    engine_timeout: Annotated[float, Gt(0)] = HfArg(
+        default=60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
+    )
+    api_key: str | None = HfArg(default=None, help="what the servers were given as theirs (default: $VLLM_API_KEY)")
+
+
+class ReplicaError(Exception):
+    """A replica is lost, for this reason."""
+
+
+class Replica:
+    """One vLLM server. Its methods raise ReplicaError if it is lost, and RunError for what it refuses."""
+
+    def __init__(self, name: str, url: str, api_key: str | None, timeout: float):
+        self.name, self.url, self.timeout = name, url, timeout
+        self.serving, self.flying, self.workers = False, 0, 0  # flying: requests on their way
+        self.host = httpx.URL(url).host
+        self.report: SyncReport | None = None  # of its last sync
+        self.reason = ""  # why it was lost, or could not return
+        self.client = httpx.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=timeout,
+            # No connection is used twice: a server may close an idle one just then, which would look like its death.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    async def call(self, path: str, body: dict | None = None, method: str = "POST", **options) -> dict:
+        """The JSON answer of this path."""
+        try:
+            answer = await self.client.request(method, path, json=body, **options)
+        except httpx.TimeoutException as error:
+            raise ReplicaError(f"it did not answer {path} within {self.timeout:g} s") from error
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise ReplicaError(f"no answer: {error or type(error).__name__}") from error
+        if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
+            raise RunError(f"{self.name} at {self.url} refuses {path}: {answer.text[:SHOWN_CHARS]}")
+        if answer.is_error:
+            raise ReplicaError(f"it answered {path} with {answer.status_code}: {answer.text[:SHOWN_CHARS]}")
+        return answer.json() if answer.content else {}
+
+    async def rpc(self, method: str, *args, **options) -> list:
+        """The answers of all workers to this method. What is no dict or list comes as text: "True"."""
+        return (await self.call("/collective_rpc", {"method": method, "args": args}, **options))["results"]
+
+    async def answers(self) -> bool:
+        """Whether the server, and the engine core behind it, answer."""
+        try:
+            await self.call("/is_paused", method="GET")
+        except (ReplicaError, RunError):
+            return False
+        return True
+
+    async def check(self) -> int:
+        """Learn the number of its workers. Returns the tokens that a prompt and its completion may have.
+
+        Raises RunError with how to start it, if it lacks what a run needs.
+        """
+
+        def refuse(lacks: str) -> RunError:
+            return RunError(f"--engine-url {self.url}: {lacks}; start it with {HOW_TO_START}")
+
+        try:
+            models = await self.client.get("/v1/models")
+            if models.status_code == httpx.codes.UNAUTHORIZED:
+                raise RunError(f"--engine-url {self.url}: it wants another --api-key")
+            if models.is_error:
+                raise refuse("it is no server of vLLM")
+            size = await self.client.get("/get_world_size")
+            if size.is_error:
+                raise refuse("it runs without VLLM_SERVER_DEV_MODE=1")
+            if (await self.client.post("/inference/v1/generate", json={})).status_code == httpx.codes.NOT_FOUND:
+                raise refuse("it runs without --enable-scale-out")
+            known = await self.client.post("/collective_rpc", json={"method": "report_device_id"})
+            if known.is_error:
+                raise refuse(f"its workers are without --worker-extension-cls {EXTENSION}")
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise refuse(f"nobody answers there ({error or type(error).__name__})") from error
+        self.workers = size.json()["world_size"]
+        return models.json()["data"][0]["max_model_len"]
+
+    async def generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
+        """The completions of one prompt, as vLLM's `/inference/v1/generate` has them. Waits for as long as it takes."""
+        body = {"token_ids": token_ids, "sampling_params": sampling}
+        timeout = httpx.Timeout(self.timeout, read=None)
+        request = asyncio.ensure_future(self.call("/inference/v1/generate", body, timeout=timeout))
+        lost, self.flying = self.lost, self.flying + 1
+        try:
+            await asyncio.wait({request, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                raise ReplicaError("it was lost")
+            choices = sorted(request.result()["choices"], key=lambda choice: choice["index"])
+        finally:
+            self.flying -= 1
+            request.cancel()
+        if any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
+            raise ReplicaError("it ended a completion before its end")  # as a server does that shuts down
+        if not all(span["version"].isdecimal() for choice in choices for span in choice["weight_versions"]):
+            raise ReplicaError("it was started again, and has weights that no sync has brought")
+        return choices
+
+    async def within_timeout(self, receiving: asyncio.Future) -> None:
+        """Wait for the answers of workers that the trainer has sent all weights to."""
+        try:
+            results = await asyncio.wait_for(receiving, self.timeout)
+        except TimeoutError as error:
+            raise ReplicaError(f"its workers were not done within {self.timeout:g} s") from error
+        for result in results:
+            if "error" in result:
+                raise ReplicaError(result["error"])
+
+    def begin_serving(self, report: SyncReport) -> None:
+        if not self.serving:
+            self.serving, self.lost = True, asyncio.get_running_loop().create_future()
+        self.report = report
+
+    def end_serving(self) -> None:
+        """Let go of what is in flight: each `generate` raises."""
+        self.serving = False
+        self.lost.set_result(None)
+
+
+class ReplicaPool:
+    """A Ray actor that is an engine: several replicas. A subclass connects them with the trainer, and syncs them."""
+
+    def __init__(self, number: int):
+        self.replicas: list[Replica] = []
+        self.servers: list[subprocess.Popen] = []
+        self.turn = asyncio.Lock()  # one at a time: a sync of all, or of a replica that returns
+        self.syncing: set[Replica] = set()
+        self.some_serve = asyncio.Event()
+        self.returned: list[float] = []  # seconds from "answers" to "serves", since they were last asked for
+
+    async def connect(self, replica: Replica) -> None:
+        """Join the trainer and this replica in a group."""
+        raise NotImplementedError
+
+    async def sync(self, replicas: list[Replica]) -> None:
+        """Have these replicas, which have groups, take the trainer's weights; `serve` those that prove it."""
+        raise NotImplementedError
+
+    async def load(self, model: str, args, device: str) -> int:
+        """Start servers, or reach those at the URLs that are given. Returns the tokens that a prompt and its completion
+        may have."""
+        from transformers import AutoTokenizer
+
+        key = args.api_key or os.environ.get("VLLM_API_KEY")
+        urls = list(dict.fromkeys(args.engine_url)) or [
+            self._start_server(model, args, device, i, key) for i in range(args.engines)
+        ]
+        self.replicas = [Replica(f"engine {i}", url, key, args.engine_timeout) for i, url in enumerate(urls)]
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        if self.servers:
+            await asyncio.gather(*map(self._until_started, self.replicas, self.servers))
+        return min(await asyncio.gather(*(replica.check() for replica in self.replicas)))
+
+    async def begin(self) -> SyncReport:
+        """Connect all replicas, and sync. From now on, those that are lost may return."""
+        async with self.turn:
+            await self._sync(await self.together(self.replicas, self.connect))
+        if missing := [replica for replica in self.replicas if not replica.serving]:
+            raise RunError("; ".join(f"{replica.name} at {replica.url}: {replica.reason}" for replica in missing))
+        self.watching = [asyncio.ensure_future(self._watch(replica)) for replica in self.replicas]
+        return self._report()
+
+    async def take_weights(self) -> SyncReport:
+        """Sync all replicas that serve. With none left, waits for one to return, which takes the same weights."""
+        async with self.turn:
+            await self._sync(self._serving())
+        await self._until_some_serve()
+        return self._report()
+
+    def _report(self) -> SyncReport:
+        """Of the last sync, its slowest replica's."""
+        return max((replica.report for replica in self._serving()), key=lambda report: report.seconds)
+
+    async def sample(
+        self, prompts: list[list[int]], first: int, args, seed: int, evaluation: bool, waits: bool = False
+    ) -> list[Rollout]:
+        """As `AsyncEngineActor.sample`; the replicas share the prompts. Each of them takes what comes in this order,
+        also what `waits`."""
+        options = [sampling_options(args, seed, first + i, evaluation) for i in range(len(prompts))]
+        answers = await asyncio.gather(*map(self._generate, prompts, options))
+        if evaluation:
+            await self.together(self._serving(), lambda replica: replica.call("/reset_prefix_cache"))
+        requests = [
+            SimpleNamespace(prompt_token_ids=ids, outputs=[_output(choice) for choice in choices])
+            for ids, choices in zip(prompts, answers, strict=True)
+        ]
+        spans = [choice["weight_versions"] for choices in answers for choice in choices]
+        return [
+            replace(
+                rollout,
+                versions=np.array([int(s["version"]) for s in own for _ in range(s["start"], s["end"])], np.int32),
+            )
+            for rollout, own in zip(rollouts_of(requests, self.tokenizer), spans, strict=True)
+        ]
+
+    async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
+        while True:
+            await self._until_some_serve()
+            replica = min(self._serving(), key=lambda replica: replica.flying)
+            try:
+                return await replica.generate(token_ids, sampling)
+            except ReplicaError as error:
+                self.lose(replica, str(error))
+
+    async def metrics(self) -> dict[str, float]:
+        """How many replicas serve, and the longest return since the last call, in seconds."""
+        metrics, self.returned = {"engines/return": max(self.returned)} if self.returned else {}, []
+        return {"engines/alive": len(self._serving())} | metrics
+
+    async def shutdown(self) -> None:
+        for task in getattr(self, "watching", []):
+            task.cancel()
+        processes = [psutil.Process(server.pid) for server in self.servers if server.poll() is None]
+        family = [child for process in processes for child in process.children(recursive=True)]
+        for process in processes:
+            process.terminate()
+        _, left = await asyncio.to_thread(psutil.wait_procs, processes + family, 5)
+        for process in left:
+            process.kill()
+
+    def serve(self, replica: Replica, report: SyncReport) -> None:
+        """This replica has proven that it serves the trainer's weights: it may have requests."""
+        replica.begin_serving(report)
+        self.some_serve.set()
+
+    def lose(self, replica: Replica, reason: str) -> None:
+        """Give this replica's unfinished requests to others, until it returns."""
+        if not replica.serving:
+            replica.reason = reason
+            return
+        print(f"{replica.name} is lost, and its {replica.flying} requests go to others: {reason}", flush=True)
+        replica.end_serving()
+        if not self._serving():
+            self.some_serve.clear()
+            print("no engine is left: the run waits for one to return", flush=True)
+
+    async def together(self, replicas: list[Replica], act: Callable[[Replica], Awaitable]) -> list[Replica]:
+        """Do this with each of these replicas at the same time. Returns those with which it succeeded; others are
+        lost."""
+
+        async def succeeds(replica: Replica) -> bool:
+            try:
+                await act(replica)
+            except ReplicaError as error:
+                self.lose(replica, str(error))
+                return False
+            return True
+
+        results = await asyncio.gather(*map(succeeds, replicas))
+        return [replica for replica, success in zip(replicas, results, strict=True) if success]
+
+    def _serving(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.serving]
+
+    async def _until_some_serve(self) -> None:
+        while not self._serving():  # the one that set the event may be lost by now
+            await self.some_serve.wait()
+
+    async def _sync(self, replicas: list[Replica]) -> None:
+        self.syncing |= set(replicas)
+        await self.sync(replicas)
+        self.syncing -= set(replicas)
+
+    async def _watch(self, replica: Replica) -> None:
+        """Notice when this replica falls silent, and let it in again when it answers."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if replica in self.syncing:  # which keeps its core busy, and has limits of its own
+                continue
+            if replica.serving:
+                try:
+                    await replica.call("/is_paused", method="GET")
+                except ReplicaError as error:
+                    if replica not in self.syncing:
+                        self.lose(replica, str(error))
+            elif await replica.answers():
+                await self._return(replica)
+
+    async def _return(self, replica: Replica) -> None:
+        answered, before = time.perf_counter(), replica.reason
+        try:
+            await replica.check()
+            async with self.turn:
+                await self._sync(await self.together([replica], self.connect))
+        except RunError as error:
+            replica.reason = str(error)
+        if replica.serving:
+            self.returned.append(time.perf_counter() - answered)
+            print(f"{replica.name} serves again, {self.returned[-1]:.2f} s after it answered", flush=True)
+        else:
+            if replica.reason != before:
+                print(f"{replica.name} at {replica.url} answers, and cannot return: {replica.reason}", flush=True)
+            await asyncio.sleep(RETRY_SECONDS)
+
+    # Servers of this run: they end with it, and none is started again
+
+    def _start_server(self, model: str, args: EngineArguments, device: str, number: int, api_key: str | None) -> str:
+        """Start vLLM's server on this actor's devices. Returns its URL."""
+        from vllm.utils.network_utils import get_open_port
+
+        gpus, tp, port = os.environ.get("CUDA_VISIBLE_DEVICES"), args.tensor_parallel_size, get_open_port()
+        own = list(range(number * tp, (number + 1) * tp))
+        options = {"worker_extension_cls": EXTENSION, "enable_scale_out": True, "distributed_executor_backend": "mp"}
+        options = llm_options(args, device, own, args.engines * tp, **options)
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_API_KEY": api_key} if api_key else {})
+        if device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # which `llm_options` drops
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.split(",")[i] for i in own)
+        libc = ctypes.CDLL(None)
+        server = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=sys.stderr.fileno(),
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509 - it does nothing else
+        )
+        self.servers.append(server)
+        return f"http://127.0.0.1:{port}"
+
+    async def _until_started(self, replica: Replica, server: subprocess.Popen) -> None:
+        while not await replica.answers():
+            if server.poll() is not None:
+                raise RunError(f"{replica.name} ended while starting; run.log says why")
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def flags_of(options: dict) -> list[str]:
+    """The options of a vllm.LLM as flags of vLLM's server."""
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return flags
+
+
+def _output(choice: dict) -> SimpleNamespace:
+    """A choice of `/inference/v1/generate` in the form of a vllm.CompletionOutput."""
+    content = (choice["logprobs"] or {}).get("content")
+    logprobs = content and SimpleNamespace(logprobs=[token["logprob"] for token in content])
+    return SimpleNamespace(token_ids=choice["token_ids"], logprobs=logprobs, finish_reason=choice["finish_reason"])

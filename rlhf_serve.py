@@ -1,0 +1,202 @@
+"""RLHF with engines as services: `vllm serve` anywhere, any of which may die, or hang, and come back.
+
+    python rlhf_serve.py --engine-url http://a:8000 --engine-url http://b:8000 --model NAME    # docs/cluster.md: how to
+    python rlhf_serve.py                             # starts a server itself: 3 GPUs, trainer + TP=2 engine
+    python rlhf_serve.py --engines 2 --tensor-parallel-size 1     # starts two; no GPU: a small built-in model, gloo
+
+    GPU 0        trainer actor: fp32 master weights, GRPO (recipe/learning/grpo.py), a WeightSender for each server
+    CPU          engines actor: speaks HTTP with all servers (recipe/rollouts/replicas.py)
+    elsewhere    vLLM's servers, whose workers have rlhf_utils.WorkerExtension
+
+1. Place: one Ray placement group, for the trainer and for the servers that this run starts.
+2. Connect the trainer with each server in a group of their own, and sync: now all serve the trainer's weights.
+3. Each step: take rollouts, learn, sync, as in rlhf_async.py. A death breaks one group and no other: what the server
+   had not finished goes to others, with the same seeds. A server that answers again at its URL, whoever has started it,
+   gets a new group, the weights and their proof, and then work. With none left, the run waits.
+4. Generate once more to prove the last sync, and print.
+
+The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
+"""
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from recipe.errors import RunError
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.learning.learner import Proof
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
+from recipe.rollouts.engine import EngineArguments
+from recipe.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
+from recipe.run.arguments import RunArguments, parse
+from recipe.run.checkpoint import Models, choose_models
+from recipe.run.folder import RunFolder
+from recipe.run.session import RaySession, run_main
+from recipe.tasks.task import TaskArguments, load_task
+from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+
+MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
+
+
+@dataclass
+class Arguments(GRPOConfig, TaskArguments, AsyncArguments, ServeArguments, EngineArguments, RunArguments):
+    """What the command line sets."""
+
+
+class Engines(ReplicaPool):
+    """A Ray actor that speaks with all servers, many of whose methods run at one time."""
+
+    async def start(self, model: str, args: Arguments, device: str, trainer: ray.actor.ActorHandle) -> int:
+        self.trainer, self.timeout = trainer, args.timeout
+        return await self.load(model, args, device)
+
+    async def connect(self, replica: Replica) -> None:
+        size = 1 + replica.workers
+        address = await self.trainer.init_weight_update_group.remote(replica.name, replica.host, size)
+        await replica.rpc("init_weight_update_group", *address, 1, size)
+
+    async def sync(self, replicas: list[Replica]) -> None:
+        """Pause, receive, prove, label, resume, side by side. The trainer sends when its step allows it."""
+        replicas = await self.together(replicas, lambda replica: replica.call("/pause", params={"mode": "keep"}))
+        receiving = {r: asyncio.ensure_future(r.rpc("receive_weights", self.timeout, timeout=None)) for r in replicas}
+        version, reports = await self.trainer.send_weights.remote([replica.name for replica in replicas])
+
+        async def prove(replica: Replica) -> None:
+            if isinstance(report := reports[replica.name], str):
+                receiving[replica].cancel()
+                raise ReplicaError(report)
+            await replica.within_timeout(receiving[replica])
+            if any(answer != "True" for answer in await replica.rpc("check_weights_changed")):
+                raise ReplicaError("it does not serve what was sent")
+            await replica.call("/update_weight_version", {"new_version": str(version)})  # while paused
+            await replica.call("/resume")
+            self.serve(replica, report)
+
+        await self.together(replicas, prove)
+
+
+class Trainer(LearnerActor):
+    """A Ray actor around the learner. It is rank 0 of a group with each server."""
+
+    def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
+        own = self.join(address, 1, device)
+        proof = Proof(MAX_MISMATCH[device], weights_proven=True)
+        self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
+        self.senders, self.timeout, self.threads = {}, args.engine_timeout, ThreadPoolExecutor(64)
+        return self.resume(models.checkpoint)
+
+    def init_weight_update_group(self, name: str, host: str, world_size: int) -> tuple[str, int]:
+        """Begin to open a group with the server of this name. Returns the address at which its workers join."""
+        if name in self.senders:
+            self.threads.submit(lambda sender: sender.result().close(), self.senders.pop(name))
+        address, port = address_towards(host), self.address()[1]
+
+        def join() -> WeightSender:
+            group = stateless_init_process_group(address, port, 0, world_size, self.learner.model.device)
+            return WeightSender(group, timeout=self.timeout)
+
+        self.senders[name] = self.threads.submit(join)  # it waits for the workers, of which the trainer knows nothing
+        return address, port
+
+    def send_weights(self, names: list[str]) -> tuple[int, dict[str, SyncReport | str]]:
+        """Send to these servers, side by side. Returns the version of the weights, and of each server a report, or why
+        there is none."""
+        weights = list(self.learner.model.named_tensors().items())
+
+        def send(name: str) -> SyncReport | str:
+            try:
+                return self.senders[name].result(self.timeout).send_weights(weights)
+            except (RuntimeError, TimeoutError) as error:  # RuntimeError: WeightSyncError, and gloo's
+                return str(error) or "its workers did not join their group"
+
+        return self.learner.step, dict(zip(names, self.threads.map(send, names), strict=True))
+
+    def learn(self, rollouts: list[Rollout], proof: list[Rollout]) -> dict[str, float]:
+        return self.learner.learn(rollouts, proof)
+
+
+def address_towards(host: str) -> str:
+    """This machine's address in the network in which it reaches the host. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
+    """Reserve the topology. Returns the device, and the seats of the trainer and of the actor with the servers."""
+    gpus, servers = int(ray.cluster_resources().get("GPU", 0)), 0 if args.engine_url else args.engines
+    wanted = 1 + servers * args.tensor_parallel_size
+    if 0 < gpus < wanted:
+        raise RunError(
+            f"this topology wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for each engine, and"
+            f" there are {gpus}: lower --tensor-parallel-size, or start servers elsewhere and give their --engine-url"
+        )
+    kind = "GPU" if gpus else "CPU"
+    group = reserve([{kind: 1}] + ([{kind: wanted - 1 if gpus else 1}] if servers else []), "PACK")
+    trainer = seat(group, 0, **{f"num_{kind.lower()}s": 1})
+    engines = seat(group, 1 if servers else 0, num_gpus=wanted - 1 if gpus and servers else 0)
+    return "cuda" if gpus else "cpu", [trainer], [engines]
+
+
+def main(args: Arguments) -> None:
+    task = load_task(args)
+    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+        # 1. Place
+        device, trainer_seats, engine_seats = place(args)
+        models, args = choose_models(run.path, args, device)
+        task.tokenize(models.loaded, args.max_model_len)
+        if device == "cpu":
+            run.say("no GPU: the trainer runs on CPU, and so do the servers that it starts, with gloo between them")
+        run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
+        trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        engines = ActorGroup(session, "engines", Engines, engine_seats)
+        address = trainers.rank_0("starting", "address")
+        loading = trainers.begin("load", address, models, args, device)
+        loading |= engines.begin("start", models.loaded, args, device, trainers.actors["trainer"])
+        (steps_done, remarks), longest = session.wait("starting", loading)
+        run.say(remarks + task.check_lengths(longest, args.max_tokens))
+
+        # 2. Connect, and serve what the trainer holds
+        report = engines.first("connecting", "begin")
+        run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
+        run.start_metrics(steps_done, args)
+
+        # 3. Take rollouts, learn, sync
+        with RolloutsAhead(engines, task, args, steps_done) as ahead:
+            if not steps_done and args.eval_every:
+                run.log_metrics(0, ahead.evaluate(0))
+            for step in range(steps_done + 1, args.steps + 1):
+                clock = StepClock()
+                batch = ahead.take(step)
+                if args.dynamic_sampling:
+                    batch = ahead.resample(batch, step)
+                proof = ahead.proof(step, batch)
+                clock.end("rollout")
+                metrics = trainers.first("learning", "learn", batch.rollouts, proof)
+                clock.end("train")
+                report = engines.first("syncing", "take_weights")
+                clock.end("sync")
+                metrics |= clock.metrics | engines.first("syncing", "metrics")
+                run.log_step(step, batch, report, metrics | ahead.evaluate(step))
+                if run.saves(step):
+                    trainers.call("saving", "save", run.path)
+                    run.draw()
+
+            # 4. Generate again, and prove the last sync
+            batch = ahead.take(args.steps + 1)
+        mismatch = trainers.first("proving", "mismatch", batch.rollouts)
+        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
+        run.show(batch)
+        summary = run.summary(batch.rollouts)
+    print(summary)
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Arguments, __doc__))

@@ -1,0 +1,446 @@
+"""rlhf_serve.py: servers that are lost and return, what they are refused for, and a whole run.
+
+pytest tests/test_serve.py            against servers of this file's own, without an engine
+pytest tests/test_serve.py -m slow    a run with two of vLLM's: one is killed, started again, and returns
+"""
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from conftest import ROOT, Script, cpu_only
+
+import rlhf_serve
+from recipe.errors import RunError
+from recipe.rollouts import replicas
+from recipe.rollouts.replicas import Replica, ReplicaError, flags_of
+from recipe.run.arguments import parse
+from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
+from rlhf_utils import SyncReport
+
+REPORT = SyncReport(1, 36, 1000, 0.1, "replay")
+
+
+class Server:
+    """Speaks as vLLM's server does. A completion is as many tokens as there are in its prompt, of value `seed`."""
+
+    def __init__(self):
+        self.version, self.paused, self.silent, self.reason = "default", False, threading.Event(), "stop"
+        self.silent.set()  # while it is not, nothing is answered
+        self.lacks, self.calls, self.proof = None, [], "True"
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+        self.goes_on.set()
+        self.start(0)
+
+    def start(self, port: int) -> None:
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                self.do_POST()
+
+            def do_POST(self):
+                path, http = self.path.partition("?")[0], owner.http
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
+                owner.silent.wait()
+                status, answer = owner.answer(path, body, self.headers.get("Authorization"))
+                if http is not owner.http:  # it died meanwhile
+                    return
+                data = json.dumps(answer).encode()
+                with suppress(OSError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port, self.url = self.http.server_port, f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def die(self) -> None:
+        http, self.http = self.http, None
+        http.shutdown()
+        http.server_close()
+        self.goes_on.set()
+
+    def restart(self) -> None:
+        self.version, self.paused = "default", False
+        self.start(self.port)
+
+    def answer(self, path: str, body: dict | None, key: str | None) -> tuple[int, object]:
+        if path == "/is_paused":
+            return 200, {"is_paused": self.paused}
+        self.calls.append((path, body))
+        if path == self.lacks:
+            return 500 if path == "/collective_rpc" else 404, {"detail": "Not Found"}
+        if path == "/inference/v1/generate":
+            return self.generate(body) if body else (400, {})
+        if path == "/update_weight_version":
+            assert self.paused
+            self.version = body["new_version"]
+        self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
+        answers = {"/v1/models": {"data": [{"max_model_len": 64}]}, "/get_world_size": {"world_size": 1}}
+        if path == "/collective_rpc":
+            results = {"receive_weights": {"version": 1}, "check_weights_changed": self.proof}
+            answers[path] = {"results": [results.get(body["method"])]}
+        return 401 if path == "/v1/models" and key != "Bearer secret" else 200, answers.get(path, {})
+
+    def generate(self, body: dict) -> tuple[int, dict]:
+        self.begun.set()
+        self.goes_on.wait()
+        length, sampling = len(body["token_ids"]), body["sampling_params"]
+        if sampling["max_tokens"] > 64:
+            return 400, {"error": "too long"}
+        choice = {
+            "token_ids": [sampling["seed"]] * length,
+            "finish_reason": self.reason,
+            "logprobs": {"content": [{"logprob": -0.5}] * length},
+            "weight_versions": [{"version": self.version, "start": 0, "end": length}],
+        }
+        return 200, {"choices": [choice | {"index": i} for i in range(sampling["n"])]}
+
+
+class Trainer:
+    """Holds weights of version `step`; to a server in `failing` it cannot send."""
+
+    def __init__(self):
+        self.step, self.failing, self.joined = 4, {}, []
+        self.init_weight_update_group = SimpleNamespace(remote=self.join)
+        self.send_weights = SimpleNamespace(remote=self.send)
+
+    async def join(self, name, host, size):
+        self.joined.append((name, host, size))
+        return "127.0.0.1", 1234
+
+    async def send(self, names):
+        return self.step, {name: self.failing.get(name, REPORT) for name in names}
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    monkeypatch.setattr(replicas, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(replicas, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: byte_tokenizer())
+    servers = [Server(), Server()]
+    yield servers
+    for server in servers:
+        server.silent.set()
+        server.goes_on.set()
+        if server.http:
+            server.die()
+
+
+def arguments(servers: list, **options) -> rlhf_serve.Arguments:
+    urls = [server.url for server in servers]
+    defaults = {"engine_url": urls, "api_key": "secret", "engine_timeout": 1.0, "group_size": 2, "max_tokens": 8}
+    return rlhf_serve.Arguments(**defaults | options)
+
+
+def pool_of(servers: list, act, **options) -> tuple:
+    """What `act(pool, args)` returns, with a pool of these servers that serve. And its trainer."""
+
+    async def run():
+        pool, args, trainer = rlhf_serve.Engines(0), arguments(servers, **options), Trainer()
+        assert await pool.start("model", args, "cpu", trainer) == 64
+        await pool.begin()
+        try:
+            return await act(pool, args), trainer
+        finally:
+            await pool.shutdown()
+
+    return asyncio.run(asyncio.wait_for(run(), 30))
+
+
+async def until(holds) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def seeds(server: Server) -> list[int]:
+    """Of the requests that it was sent."""
+    return [body["sampling_params"]["seed"] for path, body in server.calls if path.endswith("generate") and body]
+
+
+PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12]]
+
+
+def sample(pool, args):
+    return pool.sample(PROMPTS, 0, args, 1, False, True)
+
+
+def test_a_server_serves_after_its_proof_and_its_label_and_prompts_are_shared(servers):
+    rollouts, trainer = pool_of(servers, sample)
+    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
+    assert [rollout.versions.tolist() for rollout in rollouts] == [[4] * len(ids) for ids in PROMPTS for _ in range(2)]
+    assert [rollout.logprobs.tolist() for rollout in rollouts[:2]] == [[-0.5] * 3] * 2
+    assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1", "127.0.0.1", 2)]
+    for server in servers:
+        done = [body["method"] if path == "/collective_rpc" else path for path, body in server.calls][3:]
+        joined, proof = ["init_weight_update_group", "/pause", "receive_weights"], ["check_weights_changed"]
+        assert done[1:7] == [*joined, *proof, "/update_weight_version", "/resume"]
+        assert len(seeds(server)) == 2
+    assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
+
+
+@pytest.mark.parametrize("fault", ["death", "silence", "shutdown", "restart"])
+def test_what_a_lost_server_had_not_finished_goes_to_others_with_the_same_seeds(servers, fault):
+    lost, other = servers
+
+    async def act(pool, args):
+        lost.goes_on.clear()
+        sampling = asyncio.ensure_future(sample(pool, args))
+        await until(lambda: len(seeds(lost)) == 2 and len(seeds(other)) == 2)
+        if fault == "death":
+            await asyncio.to_thread(lost.die)
+        elif fault == "silence":
+            lost.silent.clear()
+        elif fault == "shutdown":
+            lost.reason = "abort"
+        else:
+            lost.version = "default"  # it was started again, unnoticed
+        if fault != "silence":
+            lost.goes_on.set()
+        rollouts = await sampling
+        unfinished = seeds(lost)[:2]
+        assert set(seeds(other)[2:] + seeds(lost)[2:]) == set(unfinished)
+        return rollouts
+
+    rollouts, _ = pool_of(servers, act)
+    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
+    assert all(rollout.versions.tolist() == [4] * len(rollout.prompt_ids) for rollout in rollouts)
+    first = rlhf_serve.Arguments(group_size=2)
+    expected = [(1 * first.prompts_per_step + i) * 2 for i in range(4) for _ in range(2)]
+    assert [int(rollout.completion_ids[0]) for rollout in rollouts] == expected
+
+
+def test_a_server_that_answers_again_takes_the_weights_before_a_request(servers, capsys):
+    async def act(pool, args):
+        trainer = pool.trainer
+        servers[0].die()
+        await until(lambda: (pool._serving()) == pool.replicas[1:])
+        assert await pool.metrics() == {"engines/alive": 1}
+        trainer.step = 5
+        await pool.take_weights()
+        servers[0].restart()
+        servers[0].calls.clear()
+        await until(lambda: len(pool._serving()) == 2)
+        await sample(pool, args)
+        paths = [path for path, body in servers[0].calls if body or path == "/resume"]
+        assert paths.index("/inference/v1/generate") > paths.index("/resume")
+        assert servers[0].version == servers[1].version == "5"
+        metrics = await pool.metrics()
+        assert metrics["engines/alive"] == 2
+        assert 0 < metrics["engines/return"] < 5
+        assert await pool.metrics() == {"engines/alive": 2}
+
+    pool_of(servers, act)
+    said = capsys.readouterr().out
+    assert "engine 0 is lost" in said
+    assert "engine 0 serves again" in said
+
+
+def test_with_none_left_a_run_waits_for_one_to_return(servers, capsys):
+    async def act(pool, args):
+        for server in servers:
+            server.die()
+        await until(lambda: not pool._serving())
+        pool.trainer.step = 5
+        syncing, sampling = asyncio.ensure_future(pool.take_weights()), asyncio.ensure_future(sample(pool, args))
+        await asyncio.sleep(0.2)
+        assert not syncing.done()
+        assert not sampling.done()
+        servers[1].restart()
+        assert await syncing == REPORT
+        return await sampling
+
+    rollouts, _ = pool_of(servers, act)
+    assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {5}
+    assert "no engine is left: the run waits for one to return" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["transfer", "proof"])
+def test_a_server_that_a_sync_did_not_reach_serves_nothing_until_one_does(servers, fault):
+    async def act(pool, args):
+        if fault == "transfer":
+            pool.trainer.failing["engine 0"] = "engine worker 0 died"
+        else:
+            servers[0].proof = "False"
+        pool.trainer.step = 5
+        await pool.take_weights()
+        assert pool._serving() == pool.replicas[1:]
+        assert (servers[0].version, servers[0].paused) == ("4", True)
+        before = len(seeds(servers[0]))
+        rollouts = await sample(pool, args)
+        assert len(seeds(servers[0])) == before
+        assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {5}
+        pool.trainer.failing.clear()
+        servers[0].proof = "True"
+        await until(lambda: len(pool._serving()) == 2)
+        assert (servers[0].version, servers[0].paused) == ("5", False)
+
+    pool_of(servers, act)
+
+
+def test_what_vllm_refuses_ends_the_run(servers):
+    with pytest.raises(RunError, match=r"engine \d at http:.* refuses /inference/v1/generate: .*too long"):
+        pool_of(servers, sample, max_tokens=65)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("/get_world_size", "it runs without VLLM_SERVER_DEV_MODE=1; start it with VLLM_SERVER_DEV_MODE=1 vllm serve"),
+        ("/inference/v1/generate", "it runs without --enable-scale-out; start it with .* --enable-scale-out"),
+        ("/collective_rpc", "its workers are without --worker-extension-cls rlhf_utils.WorkerExtension; start it"),
+        ("/v1/models", "it is no server of vLLM; start it with"),
+    ],
+)
+def test_a_server_that_was_started_wrongly_is_refused_in_a_line_that_says_how_to(servers, lacks, said):
+    servers[1].lacks = lacks
+    with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: {said}"):
+        pool_of(servers, sample)
+
+
+def test_an_address_without_a_server_and_a_wrong_key_are_refused(servers):
+    servers[1].die()
+    with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: nobody answers there .*; start it with"):
+        pool_of(servers, sample)
+    with pytest.raises(RunError, match=r"^--engine-url \S+: it wants another --api-key$"):
+        pool_of(servers[:1], sample, api_key="other")
+    with pytest.raises(RunError, match=r"^--engine-url localhost:8000: nobody answers there .*protocol"):
+        pool_of([SimpleNamespace(url="localhost:8000")], sample)
+
+
+def test_another_model_is_the_preflights_error(servers, monkeypatch):
+    reason = "preflight, nothing was sent:\n  lm_head.weight [261, 64]: the engine's loader ignores it"
+    monkeypatch.setattr(Trainer, "send", lambda self, names: answer(self.step, dict.fromkeys(names, reason)))
+
+    async def answer(*values):
+        return values
+
+    with pytest.raises(RunError, match=r"^engine 0 at http:\S+: preflight, nothing was sent:\n  lm_head"):
+        pool_of(servers, sample)
+
+
+def test_a_server_restarted_wrongly_does_not_return_and_the_run_says_why_once(servers, capsys):
+    async def act(pool, args):
+        servers[0].die()
+        await until(lambda: len(pool._serving()) == 1)
+        servers[0].lacks = "/inference/v1/generate"
+        servers[0].restart()
+        await asyncio.sleep(0.5)
+        assert len(pool._serving()) == 1
+        assert len(await sample(pool, args)) == 8
+
+    pool_of(servers, act)
+    assert capsys.readouterr().out.count("engine 0 at http") == 1
+
+
+def test_a_reset_connection_is_a_loss_and_not_an_error_of_the_run(servers):
+    async def act(pool, args):
+        replica = Replica("engine", servers[0].url, None, 0.2)
+        servers[0].silent.clear()
+        with pytest.raises(ReplicaError, match=r"^it did not answer /pause within 0.2 s$"):
+            await replica.call("/pause")
+        servers[0].silent.set()
+        servers[0].die()
+        with pytest.raises(ReplicaError, match=r"^no answer: "):
+            await replica.call("/pause")
+
+    pool_of(servers, act)
+
+
+def test_options_of_an_engine_are_flags_of_a_server():
+    options = {"enforce_eager": True, "enable_x": False, "max_model_len": None, "mode": {"a": 1}, "dtype": "float32"}
+    assert flags_of(options) == ["--enforce-eager", "--no-enable-x", "--mode", '{"a": 1}', "--dtype", "float32"]
+
+
+def test_urls_may_be_given_several_times_and_a_key_is_not_saved(monkeypatch):
+    command = "rlhf_serve.py --engine-url http://a:1 --engine-url http://b:1 --api-key secret"
+    monkeypatch.setattr(sys, "argv", command.split())
+    args = parse(rlhf_serve.Arguments, "A script.")
+    assert (args.engine_url, args.api_key) == (["http://a:1", "http://b:1"], "secret")
+    assert "api_key" not in args.given
+
+
+# A run
+
+
+def server_of(folder: Path, model: Path, number: int, port: int) -> Script:
+    """One of vLLM's, as docs/cluster.md starts it, on a core of its own."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--worker-extension-cls", "rlhf_utils.WorkerExtension", "--enable-scale-out"]
+    command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
+    command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(64 << 20)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "secret", "PYTHONPATH": str(ROOT)}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": str(number), "TORCH_COMPILE_DISABLE": "1"}
+    return Script(folder, *command, **environment)
+
+
+def kill(server: Script) -> None:
+    family = [psutil.Process(server.process.pid), *server.descendants()]
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    server.process.wait()
+
+
+SLOW_REWARD = """
+import asyncio
+async def reward(completions, **_):
+    await asyncio.sleep(1)
+    return [sum(character.isupper() for character in text) / max(1, len(text)) for text in completions]
+"""
+
+
+@cpu_only
+@pytest.mark.slow
+def test_a_run_outlives_a_killed_server_and_takes_it_in_again(script, tmp_path):
+    from vllm.utils.network_utils import get_open_port
+
+    model, run, ports = build_tiny_model(tmp_path / "model"), tmp_path / "run", [get_open_port(), get_open_port()]
+    servers = [server_of(tmp_path, model, i, port) for i, port in enumerate(ports)]
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)  # so that steps are left when a server is back
+    try:
+        for server in servers:
+            server.wait_for("Application startup complete", 200)
+        urls = [word for port in ports for word in ("--engine-url", f"http://127.0.0.1:{port}")]
+        options = ["--model", model, "--learning-rate", 3e-3, "--reward", "slow:reward", "--api-key", "secret"]
+        process = script("rlhf_serve.py", *urls, *options, "--steps", 1000, "--save-every", 0, "--output", "run")
+        process.wait_for_step(run, 3)
+        kill(servers[0])
+        process.wait_for("engine 0 is lost", 10)
+        process.wait_for_step(run, len((run / "metrics.jsonl").read_text().splitlines()) + 3)
+        servers[0] = server_of(tmp_path, model, 0, ports[0])
+        process.wait_for("engine 0 serves again", 200)
+        process.wait_for_step(run, len((run / "metrics.jsonl").read_text().splitlines()) + 3)
+        process.process.terminate()
+        text = process.finish(60)
+    finally:
+        for server in servers:
+            kill(server)
+    assert text.splitlines()[-1] == "error: interrupted", text
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    alive = [row["engines/alive"] for row in rows]
+    assert alive[0] == alive[-1] == 2
+    assert 1 in alive
+    assert max(row["logprobs/mismatch"] for row in rows) < rlhf_serve.MAX_MISMATCH["cpu"]
+    (seconds,) = (row["engines/return"] for row in rows if "engines/return" in row)
+    assert seconds < 30
+    steps = [json.loads(line)["step"] for line in (run / "completions.jsonl").read_text().splitlines()]
+    args = rlhf_serve.Arguments()
+    assert {steps.count(row["step"]) for row in rows} == {args.prompts_per_step * args.group_size}
