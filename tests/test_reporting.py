@@ -5,6 +5,7 @@ pytest tests/test_reporting.py
 
 import json
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -153,6 +154,7 @@ def test_tensorboard_has_the_metrics_and_those_of_repeated_steps_once(tmp_path):
         run.log_metrics(0, {"eval/reward": 0.25})
         for step in (1, 2):
             run.log_step(step, batch(1.0, 0.0), REPORT, METRICS)
+    time.sleep(1)  # events are read in the order of their files' names, which begin with the second
     args = replace(args, resume=run.path)
     with RunFolder(args, "test") as run:
         run.start_metrics(1, args)
