@@ -33,7 +33,7 @@ from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
-from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, reserve, seat
+from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
@@ -112,14 +112,16 @@ def place(args: Arguments) -> tuple[str, int, list[Seat], list[Seat]]:
             f"this topology wants {wanted} GPUs, {trainers} for the trainer and {tp} for each engine, and there are"
             f" {gpus}: lower --tensor-parallel-size, or use rlhf_colocate.py, which shares GPUs"
         )
-    workers = [[trainers + i * tp + worker for worker in range(tp)] for i in range(args.engines)]
     if gpus:
         group = reserve([{"GPU": 1}] * wanted, "PACK")
-        engines = [seat(group, own[0], own) for own in workers]
-        return "cuda", gpus - wanted, [seat(group, rank, num_gpus=1) for rank in range(trainers)], engines
+        order = by_node(group)  # an engine spans as few nodes as possible
+        ranks = [seat(group, bundle, num_gpus=1) for bundle in order[:trainers]]
+        workers = [order[begin : begin + tp] for begin in range(trainers, wanted, tp)]
+        return "cuda", gpus - wanted, ranks, [seat(group, own[0], own) for own in workers]
     group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
-    engines = [seat(group, trainers + i, own) for i, own in enumerate(workers)]
-    return "cpu", 0, [seat(group, rank, num_cpus=1 / trainers) for rank in range(trainers)], engines
+    ranks = [seat(group, rank, num_cpus=1 / trainers) for rank in range(trainers)]
+    workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
+    return "cpu", 0, ranks, [seat(group, trainers + i, own) for i, own in enumerate(workers)]
 
 
 def main(args: Arguments) -> None:

@@ -174,10 +174,11 @@ def placed(monkeypatch):
     """Where rlhf.py places its actors on so many GPUs: the bundles, and the seats of trainers and engines."""
     import rlhf
 
-    def place(gpus, **arguments):
+    def place(gpus, order=(), **arguments):
         reserved = []
         monkeypatch.setattr(rlhf.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
         monkeypatch.setattr(rlhf, "reserve", lambda bundles, strategy: reserved.append((bundles, strategy)))
+        monkeypatch.setattr(rlhf, "by_node", lambda _: order or list(range(gpus)))
         _, unused, trainers, engines = rlhf.place(rlhf.Arguments(**arguments))
         return reserved, unused, trainers, engines
 
@@ -197,6 +198,14 @@ def test_every_rank_and_every_worker_has_a_gpu(placed):
     assert [bundle_of(seat) for seat in engines] == [3, 5]
     assert {seat.options["num_gpus"] for seat in trainers} == {1}
     assert not any("num_gpus" in seat.options for seat in engines)  # its workers have them
+
+
+def test_workers_of_an_engine_are_on_one_node(placed):
+    order = [1, 3, 5, 0, 2, 4]  # Ray has put every other bundle on the other node
+    _, _, trainers, engines = placed(6, order, trainers=1, engines=1, tensor_parallel_size=2)
+    assert [bundle_of(seat) for seat in trainers] == [1]
+    assert [seat.bundles for seat in engines] == [[3, 5]]
+    assert [bundle_of(seat) for seat in engines] == [3]
 
 
 def test_without_gpus_trainers_and_engines_share_a_core_each(placed):
