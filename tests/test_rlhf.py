@@ -15,6 +15,7 @@ import psutil
 import pytest
 from conftest import ROOT, Script, cpu_only
 from pair import CORE_IN_PROCESS
+from test_architectures import build
 from test_extending import SYNC, copy
 
 from recipe.errors import RunError
@@ -156,6 +157,17 @@ def test_two_ranks_feed_two_engines_what_one_and_one_had(script, tmp_path):
     text = script("rlhf.py", "--resume", "two", "--trainers", 1, "--engines", 1, "--steps", 4).finish(180)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert rows(tmp_path / "two")[-1]["logprobs/mismatch"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["Mixtral", "Qwen3Moe"])
+def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path, architecture):
+    """Its experts' weights are one tensor on each rank, of which every rank has some experts."""
+    build(architecture, tmp_path / "model")
+    flags = "--model", tmp_path / "model", "--trainers", 2, "--steps", 2, "--learning-rate", 1e-3, "--output", "run"
+    text = script("rlhf.py", *flags, **CORE_IN_PROCESS).finish(200)
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert max(row["logprobs/mismatch"] for row in rows(tmp_path / "run")) < 1e-5
 
 
 @pytest.mark.slow
