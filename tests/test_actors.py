@@ -150,7 +150,9 @@ def one(completions, **_):
 
 def test_rollouts_ahead_are_fetched_once_and_an_engine_that_dies_ends_the_step_that_waits_for_it(session, unpickled):
     task = SimpleNamespace(
-        draw=lambda step: [Row(f"{step}", {}, "", [step])] * 2, rewards=Rewards([f"{__name__}:one"], None, [])
+        draw=lambda step: [Row(f"{step}", {}, "", [step])] * 2,
+        rewards=Rewards([f"{__name__}:one"], None, []),
+        tools=None,
     )
     args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=2, max_staleness=0)
     with RolloutsAhead(group(session, "engine", 2, Sampler), task, args, 0) as ahead:
@@ -185,14 +187,18 @@ def test_a_death_of_an_actor_that_has_answered_already_ends_the_wait(session):
 def test_a_death_comes_before_a_failed_sync_and_that_before_all_other_errors(session):
     trainer, engine, critic = (group(session, name) for name in ("trainer", "engine", "critic"))
     sync, other = WeightSyncError("the engine's connection closed"), ValueError("of another kind")
-    for calls, error, message in (
-        (critic.begin("fail", other) | trainer.begin("fail", sync), WeightSyncError, "the engine's connection closed"),
-        (critic.begin("fail", other) | engine.begin("fail", TaskError("my words")), TaskError, "my words"),
-        (critic.begin("fail", other), RunError, "the critic failed while syncing: ValueError: of another kind"),
-        (trainer.begin("fail", sync) | engine.begin("die"), RunError, "the engine died while syncing"),
+    for begin, error, message in (
+        (
+            lambda: critic.begin("fail", other) | trainer.begin("fail", sync),
+            WeightSyncError,
+            "the engine's connection closed",
+        ),
+        (lambda: critic.begin("fail", other) | engine.begin("fail", TaskError("my words")), TaskError, "my words"),
+        (lambda: critic.begin("fail", other), RunError, "the critic failed while syncing: ValueError: of another kind"),
+        (lambda: trainer.begin("fail", sync) | engine.begin("die"), RunError, "the engine died while syncing"),
     ):
         with pytest.raises(error) as raised:
-            session.wait("syncing", calls)
+            session.wait("syncing", begin())
         assert str(raised.value) == message
         shown = getattr(raised.value, "details", "")  # of what nobody expected
         assert ("test_actors.py" in shown and "raise error" in shown) == ("of another kind" in message)

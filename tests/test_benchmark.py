@@ -121,7 +121,7 @@ def test_way_that_would_wait_for_ever_ends(sync, monkeypatch, fault):
     monkeypatch.setattr(sync, "wait", lambda futures, timeout: wait(futures, 0.1))
     ended, trainer = threading.Event(), object.__new__(sync.BenchTrainer)
     trainer.thread = ThreadPoolExecutor(1)
-    trainer.engine = sync.Watched(SimpleNamespace(rpc=SimpleNamespace(remote=lambda method: method)))
+    trainer.engines = [sync.Watched(SimpleNamespace(rpc=SimpleNamespace(remote=lambda method: method)))]
     trainer.way = lambda: (trainer.engine.rpc.remote("receive"), ended.wait())
     with pytest.raises(
         WeightSyncError, match="the engine failed: no luck" if fault == "raises" else "way was not done"
@@ -270,9 +270,10 @@ def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
             (folder / "metrics.jsonl").write_text("")
             measure(tmp_path / way)
     scripts = [os.path.basename(command[0]) for command in commands]
-    assert scripts == ["rlhf_colocate.py", "rlhf_colocate.py", "rlhf.py", "rlhf_async.py"]
-    assert ["--engines=1" in command for command in commands] == [True, True, False, False]
-    assert ["--compile" in command for command in commands] == [False, True, False, False]
+    assert scripts == ["rlhf_colocate.py"] * 3 + ["rlhf.py", "rlhf_async.py"]
+    assert ["--trainers=1" in command for command in commands] == [False] * 3 + [True] * 2
+    assert ["--exact" in command for command in commands] == [True, True, False, False, False]
+    assert ["--compile" in command for command in commands] == [False, False, True, False, False]
     assert all("--enforce-eager" in command and "--tensor-parallel-size=1" in command for command in commands)
 
 

@@ -35,6 +35,7 @@ def default_run(tmp_path_factory):
 
 
 @cpu_only
+@pytest.mark.slow
 def test_two_ranks_and_two_engines_learn(default_run):
     run, text = default_run
     assert text.splitlines()[-1].startswith("OK: reward "), text

@@ -1,6 +1,6 @@
 """Faults in a run: it ends within seconds, says what happened, leaves no process, and --resume goes on from there.
 
-pytest tests/test_faults.py            a worker killed in a sync, a run that is told to end
+pytest tests/test_faults.py            a run that is told to end, a full disk, a taken port
 pytest tests/test_faults.py -m slow    actors, engine cores and workers killed in all scripts; a full disk; interrupts
 """
 
@@ -26,10 +26,8 @@ FAULT_SECONDS = 30
 # Script, fault, the run's last line. --resume keeps the options: with one worker, an engine starts sooner.
 IN_SYNC = r"engine worker 0 \(pid .*\) died: its connection to the weight sync closed"
 NOTICED = "the engine died while (learning|generating|proving|syncing)"  # by the first who waits for it
-EVERY_DAY = [
-    ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", IN_SYNC.replace("worker 0", "worker 1")),
-]
 KILLS = [
+    ("rlhf.py", "syncing 3 kill VLLM::Worker_TP1", IN_SYNC.replace("worker 0", "worker 1")),
     ("rlhf_colocate.py --engines 1", "saving 2 kill ray::Trainer", "the trainer died while saving"),
     (
         "rlhf_online_quant.py --tensor-parallel-size 1 --warmup-steps 1",
@@ -75,14 +73,14 @@ def small_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(EVERY_DAY, id="every-day"),
-        pytest.param(KILLS, id="kills", marks=pytest.mark.slow),
-        pytest.param(LAYOUTS, id="layouts", marks=pytest.mark.slow),
-        pytest.param(OTHERS, id="others", marks=pytest.mark.slow),
-        pytest.param(PPO, id="ppo", marks=pytest.mark.slow),
+        pytest.param(KILLS, id="kills"),
+        pytest.param(LAYOUTS, id="layouts"),
+        pytest.param(OTHERS, id="others"),
+        pytest.param(PPO, id="ppo"),
     ],
 )
 def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, small_disk, faults):

@@ -97,6 +97,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_cut_cable_ends_a_sync_on_both_hosts(hosts):
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     trainer, worker = (
