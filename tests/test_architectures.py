@@ -111,7 +111,7 @@ def case(architecture: str, size: int):
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 
 
-SIZES = dict.fromkeys(ARCHITECTURES, 2) | dict.fromkeys(MORE_ARCHITECTURES, 1) | {"Llama-odd": 2}
+SIZES = dict.fromkeys(ARCHITECTURES, 2) | {"Llama-odd": 2, "Olmoe": 1, "DeepseekV3": 1} | dict.fromkeys(DIFFERENCES, 1)
 
 
 @pytest.mark.parametrize(("architecture", "tensor_parallel_size"), [case(*each) for each in SIZES.items()])

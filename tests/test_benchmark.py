@@ -44,7 +44,7 @@ def assert_every_way_is_exact(run, expected):
 
 
 @cpu_only
-@pytest.mark.parametrize(("topology", "quantized"), [("nccl", True), ("ipc", False), ("nccl", False)])
+@pytest.mark.parametrize(("topology", "quantized"), [("nccl", True), ("ipc", False)])
 @pytest.mark.slow
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
     arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized

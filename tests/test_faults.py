@@ -34,9 +34,7 @@ KILLS = [
         "generating 2 kill VLLM::EngineCore",
         "the engine died while generating",
     ),
-    ("rlhf_nccl.py --tensor-parallel-size 1", "learning 2 kill ray::Trainer", "the trainer died while learning"),
     ("rlhf_async.py", "learning 2 kill VLLM::Worker", f"{NOTICED}|{IN_SYNC}"),
-    ("rlhf.py", "starting 1 kill VLLM::Worker", "the engine (died|failed) while starting"),
 ]
 TWO_BY_TWO = "rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1"
 LAYOUTS = [
@@ -50,13 +48,10 @@ OTHERS = [
         "the trainer failed while saving: .*No space left on device",
     ),
     ("rlhf_async.py", "learning 2 interrupt", "interrupted"),
-    ("rlhf.py", "syncing 3 terminate", "interrupted"),
     ("rlhf.py", "learning 1 group", "interrupted"),
-    ("rlhf.py", "starting 1 interrupt VLLM::Worker", "interrupted"),
 ]
 PPO = [
     ("rlhf_ppo.py", "rewarding 2 kill ray::Reward", "the reward_model died while rewarding"),
-    ("rlhf_ppo.py", "scoring 2 kill ray::Reference", "the reference died while scoring"),
     ("rlhf_ppo.py", "saving 2 kill ray::Critic", "the critic died while saving"),
 ]
 
