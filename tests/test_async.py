@@ -529,7 +529,7 @@ def pair(model):
 
 
 @cpu_only
-@pytest.mark.parametrize("syncs", [10])
+@pytest.mark.parametrize("syncs", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_token_has_the_weights_that_its_label_says(pair, syncs):
     """Also where a completion has begun under others. All are generated across syncs, which leave memory as it was."""
     family, memory, sampled = psutil.Process().children(recursive=True), [], []
