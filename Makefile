@@ -5,7 +5,7 @@ TORCH_CPU := torch==2.13.0+cpu
 PYTEST := .venv/bin/pytest
 PIP := .venv/bin/pip install --quiet
 
-.PHONY: help venv run test test-rest test-all test-gpu quick lint
+.PHONY: help venv run test test-rest test-long test-all test-gpu quick lint
 
 help:      ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -38,7 +38,10 @@ test: lint  ## the linter and the main tests: at most 8 minutes on 2 cores
 test-rest: venv  ## more runs of scripts, with faults, and families of models: about 20 minutes
 	$(PYTEST) -m slow
 
-test-all: test test-rest  ## all tests that need no GPU
+test-long: venv  ## more runs of the same kinds, by hand before a release
+	$(PYTEST) -m long
+
+test-all: test test-rest test-long  ## all tests that need no GPU
 
 test-gpu: venv  ## the tests for GPUs; too few GPUs: skipped, with REQUIRE_GPU=1 a failure
 	$(PYTEST) -m gpu -rs

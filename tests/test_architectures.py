@@ -106,7 +106,7 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
 def case(architecture: str, size: int):
     """Every day: transposed weights."""
     marks = [pytest.mark.gpu(1 + size, or_cpu=True)]
-    marks += [] if architecture == "GPT2" else [pytest.mark.slow]
+    marks += [] if architecture == "GPT2" else [pytest.mark.slow if architecture in ARCHITECTURES else pytest.mark.long]
     marks += [DIFFERENCES[architecture]] if architecture in DIFFERENCES else []
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 
@@ -140,7 +140,7 @@ def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_si
         assert (pair.rpc("digest"), pair.generate()) == from_disk  # weights, tokens, log-probabilities: to the last bit
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.gpu(2, or_cpu=True)
 def test_model_of_another_architecture_fails_in_preflight(tmp_path):
     for architecture in ("Llama", "OPT", "GPT2"):

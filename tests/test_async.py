@@ -529,7 +529,7 @@ def pair(model):
 
 
 @cpu_only
-@pytest.mark.parametrize("syncs", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("syncs", [10, pytest.param(100, marks=pytest.mark.long)])
 def test_every_token_has_the_weights_that_its_label_says(pair, syncs):
     """Also where a completion has begun under others. All are generated across syncs, which leave memory as it was."""
     family, memory, sampled = psutil.Process().children(recursive=True), [], []
@@ -595,7 +595,7 @@ def rows(run):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_learns_and_no_token_is_too_old_in_a_hundred_updates(script, tmp_path):
     text = script("rlhf_async.py", "--steps", 100, "--save-every", 0, "--output", "run").finish(300)
     assert text.splitlines()[-1].startswith("OK: reward "), text
@@ -608,7 +608,7 @@ def test_run_learns_and_no_token_is_too_old_in_a_hundred_updates(script, tmp_pat
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_staleness_it_goes_on_as_rlhf_does(script, tmp_path):
     script("rlhf.py", "--tensor-parallel-size", 1, "--steps", 4, "--save-every", 2, "--output", "run").finish(180)
     expected = rows(tmp_path / "run")

@@ -45,7 +45,7 @@ def assert_every_way_is_exact(run, expected):
 
 @cpu_only
 @pytest.mark.parametrize(("topology", "quantized"), [("nccl", True), ("ipc", False)])
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
     arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized
     text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
@@ -139,7 +139,7 @@ def step(monkeypatch):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_whole_step_is_timed_beside_trls(script, tmp_path):
     flags = {"--prompts": 2, "--completions": 4, "--tokens": 8, "--prompt-tokens": 8, "--steps": 3, "--trl-batch": 4}
     arguments = [text for flag in flags.items() for text in flag]
@@ -160,7 +160,7 @@ def test_whole_step_is_timed_beside_trls(script, tmp_path):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_ranks_feed_several_engines_beside_their_ceiling(script, tmp_path):
     arguments = "--trainers", 2, "--engines", 2, "--tensor-parallel-size", 1, "--rounds", 2, "--output", "run"
     text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
@@ -170,7 +170,7 @@ def test_several_ranks_feed_several_engines_beside_their_ceiling(script, tmp_pat
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_path):
     flags = {"--topology": "nccl", "--prompts": 2, "--completions": 4, "--tokens": 32, "--mean-tokens": 8}
     arguments = [text for flag in (flags | {"--prompt-tokens": 8, "--steps": 3}).items() for text in flag]

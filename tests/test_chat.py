@@ -77,6 +77,6 @@ def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
     return [before, *rows]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_learns_from_chats_with_trls_reward(script, folder):
     run_two_steps(script, folder, "rlhf.py", 1e-5)

@@ -20,7 +20,7 @@ from weight_sync.engine_model import folds_weights
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("quantized", [False, True])
 def test_compiled_engine_computes_with_what_was_sent(tmp_path, quantized):
     options, bound = {}, MAX_MISMATCH

@@ -68,14 +68,13 @@ def small_disk(tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(KILLS, id="kills"),
-        pytest.param(LAYOUTS, id="layouts"),
-        pytest.param(OTHERS, id="others"),
-        pytest.param(PPO, id="ppo"),
+        pytest.param(KILLS, id="kills", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS, id="layouts", marks=pytest.mark.slow),
+        pytest.param(OTHERS, id="others", marks=pytest.mark.long),
+        pytest.param(PPO, id="ppo", marks=pytest.mark.long),
     ],
 )
 def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, small_disk, faults):

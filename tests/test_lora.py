@@ -170,7 +170,7 @@ def test_only_adapters_learn(model, batches):
     [
         {"micro_batch_tokens": 20},
         {"gradient_checkpointing": True},
-        pytest.param({"compile": True}, marks=pytest.mark.slow),
+        pytest.param({"compile": True}, marks=pytest.mark.long),
     ],
 )
 def test_gradient_is_the_same_however_it_is_computed(model, batches, other):
@@ -344,7 +344,7 @@ def test_a_new_head_is_not_rounded(model):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_script_with_adapters_learns_and_goes_on(script, tmp_path):
     flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")
     text = script("rlhf_colocate.py", *flags, **CORE_IN_PROCESS).finish(300)
@@ -360,7 +360,7 @@ def test_script_with_adapters_learns_and_goes_on(script, tmp_path):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_vllm_serves_a_checkpoints_adapters(model, tmp_path):
     learner = GRPOLearner(model, config(lora_rank=8, max_mismatch=1e-5), CPU)
     for name, parameter in learner.model.module.named_parameters():

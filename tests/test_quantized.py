@@ -148,7 +148,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     assert compare(pair)[0] == 16
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
     text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish(180)
     assert text.splitlines()[-1].startswith("OK: reward "), text
@@ -163,7 +163,7 @@ def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, 
     assert max(mismatch) < MAX_MISMATCH
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_table_of_a_config_file(script, tmp_path):
     from torchao.core.config import config_to_dict
     from torchao.quantization import Int8WeightOnlyConfig

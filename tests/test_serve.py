@@ -407,7 +407,7 @@ async def reward(completions, **_):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_outlives_a_killed_server_and_takes_it_in_again(script, tmp_path):
     from vllm.utils.network_utils import get_open_port
 

@@ -142,7 +142,7 @@ def learn_compiled(folder, model, batches, **changes):
         torch.save((counters["stats"]["unique_graphs"], steps), folder / f"compiled-{learner.model.ranks}.pt")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_blocks_learn_the_same_on_one_rank_and_on_two(model, tmp_path):
     batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed, count=8) for seed in range(2)]
     learner = GRPOLearner(model, config(), CPU)
