@@ -9,6 +9,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import wait
 from types import SimpleNamespace
 
 import pytest
@@ -114,6 +115,7 @@ def _worker(port, index, fault, said):
         receiver.compared = compared
         worker.compare_weights()
         said.put(("process", len(worker.weight_model.weights)))
+        wait([worker.weight_link.connection], 20)  # for rank 0's end: until then, other workers may have to answer
 
 
 @pytest.mark.parametrize(
