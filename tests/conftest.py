@@ -62,8 +62,12 @@ class Script:
 
     def wait_for(self, text: str, timeout: float = 120) -> None:
         """Wait until this has been printed."""
+        self.wait_for_count(text, 1, timeout)
+
+    def wait_for_count(self, text: str, count: int, timeout: float) -> None:
+        """Wait until this has been printed so many times."""
         deadline = time.monotonic() + timeout
-        while text not in self.text():
+        while self.text().count(text) < count:
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)

@@ -609,8 +609,11 @@ def test_run_learns_and_no_token_is_too_old_in_a_hundred_updates(script, tmp_pat
 
 @cpu_only
 @pytest.mark.long
-def test_without_staleness_it_goes_on_as_rlhf_does(script, tmp_path):
-    script("rlhf.py", "--tensor-parallel-size", 1, "--steps", 4, "--save-every", 2, "--output", "run").finish(180)
+@pytest.mark.parametrize("task", ["uppercase", "lookup"])
+def test_without_staleness_it_goes_on_as_rlhf_does(script, tmp_path, task):
+    """Also in conversations with tools."""
+    options = ["--tensor-parallel-size", 1, "--steps", 4, "--save-every", 2, "--output", "run"]
+    script("rlhf.py", "--task", task, "--eval-every", 0, *options).finish(180)
     expected = rows(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-000004")
     script("rlhf_async.py", "--max-staleness", 0, "--resume", "run").finish(180)

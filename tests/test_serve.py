@@ -1,11 +1,13 @@
 """rlhf_serve.py: servers that are lost and return, what they are refused for, and a whole run.
 
 pytest tests/test_serve.py            against servers of this file's own, without an engine
-pytest tests/test_serve.py -m slow    a run with two of vLLM's: one is killed, started again, and returns
+pytest tests/test_serve.py -m slow    a run with two of vLLM's, one of which is lost and returns; -m long: 20 times
 """
 
 import asyncio
 import json
+import random
+import signal
 import sys
 import threading
 import time
@@ -378,26 +380,14 @@ def test_urls_may_be_given_several_times_and_a_key_is_not_saved(monkeypatch):
 
 # A run
 
-
-def server_of(folder: Path, model: Path, number: int, port: int) -> Script:
-    """One of vLLM's, as docs/cluster.md starts it, on a core of its own."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--worker-extension-cls", "rlhf_utils.WorkerExtension", "--enable-scale-out"]
-    command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
-    command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(64 << 20)]
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "secret", "PYTHONPATH": str(ROOT)}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": str(number), "TORCH_COMPILE_DISABLE": "1"}
-    return Script(folder, *command, **environment)
-
-
-def kill(server: Script) -> None:
-    family = [psutil.Process(server.process.pid), *server.descendants()]
-    for process in family:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    server.process.wait()
-
-
+MARKING = """
+import os, pathlib
+from rlhf_utils import WorkerExtension
+class Marking(WorkerExtension):
+    def receive_weights(self, *arguments):
+        pathlib.Path(os.environ["RECEIVING"]).touch()
+        return super().receive_weights(*arguments)
+"""
 SLOW_REWARD = """
 import asyncio
 async def reward(completions, **_):
@@ -406,41 +396,85 @@ async def reward(completions, **_):
 """
 
 
+def server_of(folder: Path, model: Path, number: int, port: int) -> Script:
+    """One of vLLM's, as docs/cluster.md starts it, on a core of its own. A worker leaves a file when a sync begins."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--worker-extension-cls", "marking.Marking", "--enable-scale-out"]
+    command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
+    command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(64 << 20)]
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "secret", "PYTHONPATH": f"{folder}:{ROOT}"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": str(number), "TORCH_COMPILE_DISABLE": "1"}
+    return Script(folder, *command, **environment, RECEIVING=str(folder / f"receiving-{number}"))
+
+
+def signal_all(server: Script, number: int) -> None:
+    """To the server and all that it has started."""
+    for process in [psutil.Process(server.process.pid), *server.descendants()]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def kill(server: Script) -> None:
+    if server.process.poll() is None:
+        signal_all(server, signal.SIGKILL)
+        server.process.wait()
+
+
 @cpu_only
-@pytest.mark.long
-def test_a_run_outlives_a_killed_server_and_takes_it_in_again(script, tmp_path):
+@pytest.mark.parametrize("faults", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+def test_a_run_outlives_servers_that_are_killed_or_stopped_and_takes_them_in_again(script, tmp_path, faults):
     from vllm.utils.network_utils import get_open_port
 
     model, run, ports = build_tiny_model(tmp_path / "model"), tmp_path / "run", [get_open_port(), get_open_port()]
-    servers = [server_of(tmp_path, model, i, port) for i, port in enumerate(ports)]
+    (tmp_path / "marking.py").write_text(MARKING)
     (tmp_path / "slow.py").write_text(SLOW_REWARD)  # so that steps are left when a server is back
+    servers, chance = [server_of(tmp_path, model, i, port) for i, port in enumerate(ports)], random.Random(faults)
+    rows = lambda: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]  # noqa: E731
     try:
         for server in servers:
             server.wait_for("Application startup complete", 200)
         urls = [word for port in ports for word in ("--engine-url", f"http://127.0.0.1:{port}")]
         options = ["--model", model, "--learning-rate", 3e-3, "--reward", "slow:reward", "--api-key", "secret"]
-        process = script("rlhf_serve.py", *urls, *options, "--steps", 1000, "--save-every", 0, "--output", "run")
+        options += ["--engine-timeout", 10, "--steps", 10_000, "--save-every", 0, "--output", "run"]
+        process = script("rlhf_serve.py", *urls, *options)
         process.wait_for_step(run, 3)
-        kill(servers[0])
-        process.wait_for("engine 0 is lost", 10)
-        process.wait_for_step(run, len((run / "metrics.jsonl").read_text().splitlines()) + 3)
-        servers[0] = server_of(tmp_path, model, 0, ports[0])
-        process.wait_for("engine 0 serves again", 200)
-        process.wait_for_step(run, len((run / "metrics.jsonl").read_text().splitlines()) + 3)
+        for fault in range(1, faults + 1):
+            i, stops, receives = chance.randrange(2), chance.random() < 0.5, chance.random() < 0.5
+            mark = tmp_path / f"receiving-{i}"
+            mark.unlink(missing_ok=True)
+            while receives and not mark.exists():
+                assert process.process.poll() is None, process.text()
+                time.sleep(0.001)
+            time.sleep(chance.random() * (0.05 if receives else 2))
+            signal_all(servers[i], signal.SIGSTOP if stops else signal.SIGKILL)
+            process.wait_for_count("is lost", fault, 30)
+            process.wait_for_step(run, len(rows()) + 2)
+            if stops:
+                signal_all(servers[i], signal.SIGCONT)
+            else:
+                kill(servers[i])
+                servers[i] = server_of(tmp_path, model, i, ports[i])
+            process.wait_for_count("serves again", fault, 200)
+            process.wait_for_step(run, len(rows()) + 2)
+            print(f"fault {fault}: engine {i}, {'stopped' if stops else 'killed'},", "in a sync" * receives)
         process.process.terminate()
         text = process.finish(60)
     finally:
         for server in servers:
             kill(server)
     assert text.splitlines()[-1] == "error: interrupted", text
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    alive = [row["engines/alive"] for row in rows]
+    assert [text.count(f"engine {said}") for said in ("0 is lost", "1 is lost")] == [
+        text.count(f"engine {said}") for said in ("0 serves again", "1 serves again")
+    ]
+    assert [row["step"] for row in rows()] == list(range(1, len(rows()) + 1))
+    alive = [row["engines/alive"] for row in rows()]
     assert alive[0] == alive[-1] == 2
     assert 1 in alive
-    assert max(row["logprobs/mismatch"] for row in rows) < rlhf_serve.MAX_MISMATCH["cpu"]
-    (seconds,) = (row["engines/return"] for row in rows if "engines/return" in row)
-    assert seconds < 30
+    assert max(row["logprobs/mismatch"] for row in rows()) < rlhf_serve.MAX_MISMATCH["cpu"]
+    seconds = [row["engines/return"] for row in rows() if "engines/return" in row]
+    assert len(seconds) == faults
+    assert max(seconds) < 30
+    print(f"{faults} faults in {len(rows())} steps; serves again after {min(seconds):.2f} to {max(seconds):.2f} s")
     steps = [json.loads(line)["step"] for line in (run / "completions.jsonl").read_text().splitlines()]
     args = rlhf_serve.Arguments()
-    assert {steps.count(row["step"]) for row in rows} == {args.prompts_per_step * args.group_size}
+    assert {steps.count(row["step"]) for row in rows()} == {args.prompts_per_step * args.group_size}
