@@ -1,7 +1,7 @@
 """Syncs of whole families of models into a real vLLM engine: what is sent is served, and comes back bit for bit.
 
-pytest tests/test_architectures.py             one of them, at TP=2
-pytest tests/test_architectures.py -m slow     the others
+pytest tests/test_architectures.py             what the trainer sends of each, without an engine
+pytest tests/test_architectures.py -m slow     into engines; -m long: more families
 """
 
 import pytest
@@ -106,7 +106,7 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
 def case(architecture: str, size: int):
     """Every day: transposed weights."""
     marks = [pytest.mark.gpu(1 + size, or_cpu=True)]
-    marks += [] if architecture == "GPT2" else [pytest.mark.slow if architecture in ARCHITECTURES else pytest.mark.long]
+    marks += [pytest.mark.slow if architecture in ARCHITECTURES else pytest.mark.long]
     marks += [DIFFERENCES[architecture]] if architecture in DIFFERENCES else []
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 

@@ -54,6 +54,7 @@ def copy(folder: Path, *names: str) -> Path:
 
 
 @cpu_only
+@pytest.mark.slow
 def test_copied_sync_runs_the_readmes_snippet_and_an_extension_of_the_users_own(tmp_path):
     path = build_tiny_model(tmp_path / "model")
     snippet = next(code for code in code_of("README.md") if "WeightSender(" in code)

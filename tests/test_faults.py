@@ -124,7 +124,7 @@ run_main(main, RunArguments())
 """
 
 
-@pytest.mark.parametrize("signal_to", ["process", "group"])
+@pytest.mark.parametrize("signal_to", ["process", pytest.param("group", marks=pytest.mark.slow)])
 def test_a_run_that_is_told_to_end_does_so_while_nobody_waits_for_an_actor(tmp_path, signal_to):
     run = Script(tmp_path, sys.executable, "-c", STARTED, PYTHONPATH=str(ROOT))
     run.wait_for("Ray has started")

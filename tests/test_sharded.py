@@ -127,6 +127,7 @@ def learn_reducing(folder, model, batch):
         torch.testing.assert_close(also[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_an_update_where_they_fit(model, tmp_path):
     on_ranks(2, learn_reducing, tmp_path, model, rollouts(GRPOLearner(model, config(), CPU), count=8))
 
@@ -160,7 +161,7 @@ def test_compiled_blocks_learn_the_same_on_one_rank_and_on_two(model, tmp_path):
             assert difference < 1e-5 * change
 
 
-@pytest.fixture(scope="module", params=["Mixtral", "Qwen3Moe"])
+@pytest.fixture(scope="module", params=[pytest.param("Mixtral", marks=pytest.mark.slow), "Qwen3Moe"])
 def mixture(request, tmp_path_factory, model):
     """A model of 5 experts, of which 2 ranks hold 3 and 2."""
     import transformers
@@ -283,7 +284,7 @@ def save(learner, folder):
     learner.save(folder)
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3)])
+@pytest.mark.parametrize(("before", "after"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
 def test_checkpoint_is_of_no_number_of_ranks(model, tmp_path, before, after):
     batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed) for seed in range(2)]
     for count, function, *args in ((before, save_and_go_on, model, batches), (after, resume_and_go_on, batches)):
@@ -350,6 +351,7 @@ def test_moments_that_two_ranks_wrote_are_read_by_three(tmp_path):
             dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_training_state_in_one_file_of_an_older_run_is_read_by_two_ranks(model, tmp_path):
     """One rank's file is what any number of ranks wrote before each wrote a part."""
     learner = GRPOLearner(model, config(), CPU)
