@@ -39,14 +39,17 @@ from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
+from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, AsyncArguments, ServeArguments, EngineArguments, RunArguments):
-    """What the command line sets."""
+class Arguments(
+    GRPOConfig, TaskArguments, ToolArguments, AsyncArguments, ServeArguments, EngineArguments, RunArguments
+):
+    """The flags of this script."""
 
 
 class Engines(ReplicaPool):

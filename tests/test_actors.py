@@ -88,10 +88,10 @@ class Sampler:
     def __init__(self, number: int):
         pass
 
-    async def sample(self, prompts, first, args, *_) -> list:
+    async def sample(self, prompts, sampling, *_) -> list:
         if prompts == [[2]]:
             os._exit(1)
-        return [rollout() for _ in range(args.group_size)]
+        return [rollout() for _ in range(sampling[0]["n"])]
 
 
 def rollout():

@@ -29,6 +29,7 @@ from recipe.learning.grpo import GRPOLearner
 from recipe.learning.rollout import Rollout
 from recipe.rollouts import async_rollouts
 from recipe.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
+from recipe.rollouts.engine import sampling_options
 from recipe.run.checkpoint import Models
 from recipe.run.session import RaySession
 from recipe.tasks.dataset import Row
@@ -61,11 +62,11 @@ class Engines:
     def actor(self, number: int):
         return SimpleNamespace(sample=SimpleNamespace(remote=lambda *args: self.sample(number, *args)))
 
-    def sample(self, number, prompts, first, args, seed, evaluation, waits=False) -> Future:
-        self.calls.append(SimpleNamespace(engine=number, prompts=prompts, first=first, args=args, waits=waits))
+    def sample(self, number, prompts, sampling, evaluation=False, waits=False) -> Future:
+        self.calls.append(SimpleNamespace(engine=number, prompts=prompts, sampling=sampling, waits=waits))
         answer = Future()
         answer.future = lambda: answer
-        self.one_by_one.submit(self.answer, answer, prompts, args.group_size)
+        self.one_by_one.submit(self.answer, answer, prompts, sampling[0]["n"])
         return answer
 
     def answer(self, answer: Future, prompts: list, group_size: int) -> None:
@@ -143,10 +144,10 @@ def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait(
     taking = beside(ahead.take, 1)
     wait_until(lambda: len(ahead.engines.calls) == 3)
     time.sleep(0.1)
-    assert [(call.engine, call.prompts, call.first) for call in ahead.engines.calls] == [
-        (0, [[1]], 0),
-        (1, [[1]], 1),  # to the engine with the fewest
-        (0, [[2]], 0),
+    assert [(call.engine, call.prompts, call.sampling) for call in ahead.engines.calls] == [
+        (0, [[1]], [sampling_options(ahead.args, 1, 0)]),
+        (1, [[1]], [sampling_options(ahead.args, 1, 1)]),  # to the engine with the fewest
+        (0, [[2]], [sampling_options(ahead.args, 2, 0)]),
     ]
     assert all(call.waits for call in ahead.engines.calls)
     resampling = beside(ahead.resample, equal, 1)
@@ -323,7 +324,7 @@ def test_a_batch_with_few_new_tokens_gets_more_to_prove_the_sync(monkeypatch):
     ahead.engines.version, ahead.engines.calls = 1, []
     proof = ahead.proof(2, old)
     assert [rollout.versions.tolist() for rollout in proof] == [[1]] * 8  # of each engine, which has its own workers
-    assert [(call.engine, len(call.prompts), call.args.max_tokens) for call in ahead.engines.calls] == [
+    assert [(call.engine, len(call.prompts), call.sampling[0]["max_tokens"]) for call in ahead.engines.calls] == [
         (0, 2, 3),  # four completions of so many tokens are enough
         (1, 2, 3),
     ]
@@ -411,10 +412,9 @@ def held(monkeypatch):
 
 def test_what_waits_comes_after_all_that_does_not(held):
     async def run():
-        args = rlhf_async.Arguments(group_size=1)
         held.llm.goes_on.set()
-        waiting = await held.sample([[5], [6]], 0, args, 0, False, True)
-        proof = await held.sample([[7]], 0, args, 0, False)
+        waiting = await held.sample([[5], [6]], [{}, {}], False, True)
+        proof = await held.sample([[7]], [{}])
         assert [rollout.versions.tolist() for rollout in waiting + proof] == [[4]] * 3
         assert held.llm.begun == [[5], [6], [7]]
         assert held.llm.priorities == [1, 1, 0]  # the lowest number goes first
@@ -439,7 +439,7 @@ def test_an_engine_is_idle_in_a_sync_and_while_it_has_nothing_to_generate(held):
         llm, shares = held.llm, []
         llm.served = True
         await held.take_weights(0)
-        call = asyncio.create_task(held.sample([[5]], 0, rlhf_async.Arguments(group_size=1), 0, False))
+        call = asyncio.create_task(held.sample([[5]], [{}]))
         while not llm.begun:
             await asyncio.sleep(0)
         for _ in range(2):
@@ -497,7 +497,8 @@ class Pair:
         return asyncio.run_coroutine_threadsafe(call, self.loop)
 
     def sample(self, seed: int, prompts=((5, 6, 7, 8), (9, 10, 11))) -> Future:
-        return self.start(self.engine.sample([list(ids) for ids in prompts], 0, self.args, seed, False))
+        sampling = [sampling_options(self.args, seed, i) for i in range(len(prompts))]
+        return self.start(self.engine.sample([list(ids) for ids in prompts], sampling))
 
     @torch.no_grad()
     def hold(self, version: int) -> None:

@@ -77,18 +77,19 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
 
     actor = EngineActor(0)
     actor.llm = llm = SimpleNamespace(get_tokenizer=lambda: tokenizer, generate=generate)
-    rollouts = actor.sample([encode(prompt)], 0, args, 0, False)
+    sampling = [[engine.sampling_options(args, 0, 0, evaluation)] for evaluation in (False, True)]
+    rollouts = actor.sample([encode(prompt)], sampling[0])
     assert [(r.text, r.truncated) for r in rollouts] == [(texts[0], True), (" sat on the mat", False)]
 
     llm.reset_prefix_cache = lambda: asked.append("reset") or True
-    assert [r.text for r in actor.sample([encode(prompt)], 0, args, 0, True)] == [r.text for r in rollouts]
+    assert [r.text for r in actor.sample([encode(prompt)], sampling[1], True)] == [r.text for r in rollouts]
     assert asked == [0, None, "reset"]
-    assert actor.sample([], 0, args, 0, False) == []  # there are more engines than prompts
+    assert actor.sample([], []) == []  # there are more engines than prompts
     assert len(asked) == 3
 
     llm.reset_prefix_cache = lambda: False
     with pytest.raises(RunError, match="vLLM did not reset its prefix cache"):
-        actor.sample([encode(prompt)], 0, args, 0, True)
+        actor.sample([encode(prompt)], sampling[1], True)
 
 
 def run_arguments(**changes):
@@ -103,7 +104,7 @@ def test_engines_share_the_prompts_and_sample_what_one_would():
         """The prompts of each of so many engines, with the seeds of what they sample."""
 
         def begin(method, each):
-            asked.append([(prompts, first, args, seed) for prompts, first, args, seed, _ in each])
+            asked.append(each)
             return each
 
         def wait(phase, calls):
@@ -116,9 +117,9 @@ def test_engines_share_the_prompts_and_sample_what_one_would():
             [row.prompt_ids] * 2 for row in rows
         ]
         return [
-            (prompt, engine.sampling_params(args, seed, first + i, False).seed)
-            for prompts, first, args, seed in asked[-1]
-            for i, prompt in enumerate(prompts)
+            (prompt, options["seed"])
+            for prompts, sampling, _ in asked[-1]
+            for prompt, options in zip(prompts, sampling, strict=True)
         ]
 
     assert share(1) == share(2) == share(7)
@@ -172,7 +173,10 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch
     actor.llm = llm
     monkeypatch.setattr(llm, "generate", generate_both)
     prompts = [llm.get_tokenizer().encode(text) for text in ("Read the sign: ", "Grüße, 世界: ")]
-    rollouts, evaluated = (actor.sample(prompts, 0, run, 1, evaluation) for evaluation in (False, True))
+    options = lambda run, evaluation=False: [  # noqa: E731
+        engine.sampling_options(run, 1, i, evaluation) for i in range(len(prompts))
+    ]
+    rollouts, evaluated = (actor.sample(prompts, options(run, it), it) for it in (False, True))
     assert [r.completion_ids.tolist() for r in evaluated] == [r.completion_ids.tolist() for r in rollouts]
     assert not any(len(rollout.logprobs) for rollout in evaluated)
     assert len(rollouts) == len(plain[:64]) == 64
@@ -193,8 +197,8 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch
     monkeypatch.setattr(llm, "generate", generate)
     prompts = [[2 + (i + j) % 250 for j in range(61)] for i in range(128)]
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens < 128 * 61
-    rollouts = actor.sample(prompts, 0, run_arguments(max_tokens=4), 2, False)
+    rollouts = actor.sample(prompts, options(run_arguments(max_tokens=4)))
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == prompts
     assert {len(rollout.completion_ids) for rollout in rollouts} <= {1, 2, 3, 4}
-    (longest,) = actor.sample([[5] * (MAX_LENGTH - 1)], 0, run_arguments(), 2, False)
+    (longest,) = actor.sample([[5] * (MAX_LENGTH - 1)], options(run_arguments())[:1])
     assert len(longest.completion_ids) == 1

@@ -13,6 +13,7 @@ from test_task import Engines
 import rlhf
 from recipe.errors import TaskError
 from recipe.learning.learner import learning_rate
+from recipe.rollouts.engine import sampling_options
 from recipe.rollouts.evaluation import evaluate, pass_at_k
 from recipe.run.checkpoint import Models, choose_models, write_checkpoint
 from recipe.tasks import addition
@@ -56,10 +57,11 @@ def test_engines_share_the_held_out_prompts_and_answer_greedily():
     args, two = arguments(temperature=0.7), Engines(lambda *_: "1", lambda *_: "5")
     metrics = evaluate(two, load_task(args), args, 8)
     (a,), (b,) = two.calls
-    (prompts, first, sampling, _, evaluation), (others, second, *_, also) = a, b
-    assert (len(prompts), first, len(others), second) == (2, 0, 2, 2)
+    (prompts, sampling, evaluation), (others, also_sampling, also) = a, b
+    assert (len(prompts), len(others)) == (2, 2)
     assert evaluation and also
-    assert (sampling.group_size, sampling.temperature, sampling.max_tokens) == (1, 0.0, args.max_tokens)
+    greedy = replace(args, group_size=1, temperature=0.0)
+    assert sampling + also_sampling == [sampling_options(greedy, 0, number, True) for number in range(4)]
     names = {"eval/reward", "eval/rewards/graded/mean", "eval/steps_done", "eval/pass@1", "time/eval"}
     assert metrics.keys() == names
 
@@ -68,8 +70,8 @@ def test_samples_at_the_temperature_of_training():
     args = arguments(eval_samples=6, temperature=0.7, reward=["test_evaluation:exact"])
     engine, held_out = engines("1", "2", "3", "4", "5", "6"), load_task(args)
     metrics = evaluate(engine, held_out, args, 4)
-    ((_, _, sampling, _, _),) = engine.calls[0]
-    assert (sampling.group_size, sampling.temperature) == (6, 0.7)
+    ((_, sampling, _),) = engine.calls[0]
+    assert {(options["n"], options["temperature"]) for options in sampling} == {(6, 0.7)}
     right = sum(row.columns["answer"] in "123456" for row in held_out.eval_rows) / 4  # one sample of six is
     assert 0 < right <= 1
     assert metrics["eval/reward"] == pytest.approx(right / 6)

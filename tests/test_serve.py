@@ -23,6 +23,7 @@ from conftest import ROOT, Script, cpu_only
 import rlhf_serve
 from recipe.errors import RunError
 from recipe.rollouts import replicas
+from recipe.rollouts.engine import sampling_options
 from recipe.rollouts.replicas import Replica, ReplicaError, flags_of
 from recipe.run.arguments import parse
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
@@ -145,7 +146,7 @@ def servers(monkeypatch):
 
 def arguments(servers: list, **options) -> rlhf_serve.Arguments:
     urls = [server.url for server in servers]
-    defaults = {"engine_url": urls, "api_key": "secret", "engine_timeout": 1.0, "group_size": 2, "max_tokens": 8}
+    defaults = {"engine_url": urls, "api_key": "secret", "engine_timeout": 20.0, "group_size": 2, "max_tokens": 8}
     return rlhf_serve.Arguments(**defaults | options)
 
 
@@ -180,7 +181,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12]]
 
 
 def sample(pool, args):
-    return pool.sample(PROMPTS, 0, args, 1, False, True)
+    return pool.sample(PROMPTS, [sampling_options(args, 1, i) for i in range(len(PROMPTS))], False, True)
 
 
 def test_a_server_serves_after_its_proof_and_its_label_and_prompts_are_shared(servers):
@@ -220,7 +221,7 @@ def test_what_a_lost_server_had_not_finished_goes_to_others_with_the_same_seeds(
         assert set(seeds(other)[2:] + seeds(lost)[2:]) == set(unfinished)
         return rollouts
 
-    rollouts, _ = pool_of(servers, act)
+    rollouts, _ = pool_of(servers, act, engine_timeout=2.0 if fault == "silence" else 20.0)
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert all(rollout.versions.tolist() == [4] * len(rollout.prompt_ids) for rollout in rollouts)
     first = rlhf_serve.Arguments(group_size=2)

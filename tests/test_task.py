@@ -777,12 +777,12 @@ class Engines:
         assert method == "sample"
         return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
 
-    def sample(self, answer, calls, prompts, first, args, seed, evaluation):
-        calls.append((prompts, first, args, seed, evaluation))
+    def sample(self, answer, calls, prompts, sampling, evaluation):
+        calls.append((prompts, sampling, evaluation))
         return [
             Rollout(ids, [1], [0.0], None, answer("".join(map(chr, ids)), i))
-            for ids in prompts
-            for i in range(args.group_size)
+            for ids, options in zip(prompts, sampling, strict=True)
+            for i in range(options["n"])
         ]
 
     def wait(self, phase, calls):

@@ -33,7 +33,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import RolloutsAhead
 from recipe.rollouts.conversation import Turn
-from recipe.rollouts.engine import complete, sampling_params, step_seed, turn_params
+from recipe.rollouts.engine import NEXT_TURN, complete, sampling_options, turn_options
 from recipe.run.arguments import parse
 from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
@@ -153,15 +153,17 @@ class Engines:
         return self.count
 
     def begin(self, method, each):
-        assert method == "sample_turns"
-        return [[self.sampled(turn) for turn in turns] for turns, *_ in each]
+        assert method == "sample"
+        return [list(map(self.sampled, prompts, sampling)) for prompts, sampling, _ in each]
 
-    def sampled(self, turn) -> Rollout:
+    def sampled(self, prompt_ids, sampling) -> Rollout:
+        step, number = divmod(sampling["seed"], 4)  # as `turn_options` makes it, of four completions
+        turn = Turn(prompt_ids, number, step // NEXT_TURN, sampling["max_tokens"])
         self.turns.append(turn)
-        said = self.says(self.tokenizer.decode(turn.prompt_ids), turn.number)
+        said = self.says(self.tokenizer.decode(prompt_ids), number)
         ids = said if isinstance(said, list) else self.tokenizer.encode(f"{said}</s>")
         cut = ids[: turn.max_tokens]
-        return Rollout(turn.prompt_ids, cut, [-1.0 - turn.index] * len(cut), truncated=len(cut) < len(ids))
+        return Rollout(prompt_ids, cut, [-1.0 - turn.index] * len(cut), truncated=len(cut) < len(ids))
 
     def wait(self, phase, calls):
         return calls
@@ -537,11 +539,11 @@ def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch,
 def test_each_turn_of_each_completion_has_a_seed_of_its_own():
     args = rlhf.Arguments(group_size=4, prompts_per_step=8, max_tokens=100)
     turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
-    params = [turn_params(turn, args, step_seed(args, step), False) for step in (1, 2) for turn in turns]
-    assert len({own.seed for own in params}) == 2 * len(turns)
-    assert {(own.n, own.max_tokens) for own in params} == {(1, 50)}
-    alone = [sampling_params(args, step_seed(args, 1), i, False).seed for i in range(8)]
-    assert alone == [own.seed for own in params[: len(turns) : 16]]  # of the first turn: those of one without tools
+    options = [turn_options(args, step, turn) for step in (1, 2) for turn in turns]
+    assert len({own["seed"] for own in options}) == 2 * len(turns)
+    assert {(own["n"], own["max_tokens"]) for own in options} == {(1, 50)}
+    alone = [sampling_options(args, 1, i)["seed"] for i in range(8)]
+    assert alone == [own["seed"] for own in options[: len(turns) : 16]]  # of the first turn: those of one without tools
 
 
 @pytest.mark.parametrize("script", ["rlhf_ppo", "rlhf_nccl"])
@@ -606,10 +608,10 @@ class AsyncEngines(Engines):
 
     def __init__(self, tokenizer, says):
         super().__init__(tokenizer, says, count=1)
-        self.actors = {"engine": SimpleNamespace(sample_turns=SimpleNamespace(remote=self.remote))}
+        self.actors = {"engine": SimpleNamespace(sample=SimpleNamespace(remote=self.remote))}
 
-    def remote(self, turns, args, seed, evaluation, waits):
-        sampled, answer = self.sampled(*turns), Future()
+    def remote(self, prompts, sampling, evaluation, waits):
+        sampled, answer = self.sampled(*prompts, *sampling), Future()
         arrays = {name: np.array(getattr(sampled, name)) for name in ("completion_ids", "logprobs")}
         arrays["versions"] = np.full(len(sampled.completion_ids), self.version, np.int32)
         answer.set_result([replace(sampled, **arrays)])
@@ -665,7 +667,14 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
 
 @cpu_only
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rlhf.py", "rlhf_async.py"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rlhf.py",
+        "rlhf_async.py",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("rlhf_colocate.py", "rlhf_serve.py")),
+    ],
+)
 def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
     text = script(name, "--task", "lookup", "--output", "run", "--steps", 10).finish(400)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -38,8 +38,8 @@ from ..tasks.dataset import Row
 from ..tasks.environment import event_loop
 from ..tasks.rewards import Batch, Group, Scores, reward_metrics
 from ..tasks.task import Task
-from .conversation import Conversation, Turn, group_of
-from .engine import replace_equal_groups, rollouts_of, sampling_params, step_seed, turn_params
+from .conversation import Conversation, group_of
+from .engine import replace_equal_groups, rollouts_of, sampling_options, sampling_params, turn_options
 from .evaluation import evaluate
 
 PROOF_TOKENS = 256  # of a step at least prove the sync before it: a mean over fewer would vary too much for a bound
@@ -85,23 +85,13 @@ class AsyncEngineActor:
         return self.llm.model_config.max_model_len
 
     async def sample(
-        self, prompts: list[list[int]], first: int, args, seed: int, evaluation: bool, waits: bool = False
+        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, waits: bool = False
     ) -> list[Rollout]:
         """As `EngineActor.sample`, with the version of each token's weights.
 
         What `waits` comes after all that does not, in vLLM's queue.
         """
-        params = [sampling_params(args, seed, first + i, evaluation) for i in range(len(prompts))]
-        return await self._sample(prompts, params, evaluation, waits)
-
-    async def sample_turns(
-        self, turns: list[Turn], args, seed: int, evaluation: bool, waits: bool = False
-    ) -> list[Rollout]:
-        """As `sample`, one continuation of each of these turns."""
-        params = [turn_params(turn, args, seed, evaluation) for turn in turns]
-        return await self._sample([turn.prompt_ids for turn in turns], params, evaluation, waits)
-
-    async def _sample(self, prompts: list[list[int]], params: list, evaluation: bool, waits: bool) -> list[Rollout]:
+        params = map(sampling_params, sampling)
         requests = await asyncio.gather(
             *(self._generate(*each, priority=int(waits)) for each in zip(prompts, params, strict=True))
         )
@@ -240,8 +230,8 @@ class RolloutsAhead:
             return []
         prompts = [group.row.prompt_ids for group in batch.groups]
         short = replace(self.args, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
-        arguments = (prompts, 0, short, step_seed(self.args, step), False)
-        return [rollout for part in self.engines.call("proving", "sample", *arguments) for rollout in part]
+        sampling = [sampling_options(short, step, number) for number in range(len(prompts))]
+        return [rollout for part in self.engines.call("proving", "sample", prompts, sampling) for rollout in part]
 
     def _result(self, groups: "_Groups") -> Batch:
         self.session.wait_for_thread(groups.result, self._phase)
@@ -270,19 +260,19 @@ class RolloutsAhead:
         """The completions of row `i`, or its group of conversations, on their way in this engine."""
         if self.task.tools:
             return asyncio.run_coroutine_threadsafe(self._conversations(step, i, engine), event_loop("conversations"))
-        seed = step_seed(self.args, step.number)
-        return engine.sample.remote([step.rows[i].prompt_ids], i, self.args, seed, False, step.waits).future()
+        sampling = sampling_options(self.args, step.number, i)
+        return engine.sample.remote([step.rows[i].prompt_ids], [sampling], False, step.waits).future()
 
     async def _conversations(self, step: "_Groups", i: int, engine) -> Group:
-        size, seed = self.args.group_size, step_seed(self.args, step.number)
+        size = self.args.group_size
         every = [
             Conversation(self.task.tools, step.rows[i], number, self.args.max_tokens, evaluation=False)
             for number in range(i * size, (i + 1) * size)
         ]
-        await asyncio.gather(*(self._converse(own, engine, seed, step.waits) for own in every))
+        await asyncio.gather(*(self._converse(own, engine, step) for own in every))
         return group_of(every)
 
-    async def _converse(self, conversation: Conversation, engine, seed: int, waits: bool) -> None:
+    async def _converse(self, conversation: Conversation, engine, step: "_Groups") -> None:
         """A conversation from its beginning to its end. What has begun comes before what has not."""
         await conversation.start()
         while conversation.goes_on:
@@ -290,7 +280,8 @@ class RolloutsAhead:
                 if self.closed:
                     raise RunError("the run has ended")
                 turn = conversation.turn
-                call = engine.sample_turns.remote([turn], self.args, seed, False, waits and not turn.index)
+                sampling, waits = turn_options(self.args, step.number, turn), step.waits and not turn.index
+                call = engine.sample.remote([turn.prompt_ids], [sampling], False, waits)
             (sampled,) = await asyncio.wrap_future(call.future())
             await conversation.take(sampled)
 

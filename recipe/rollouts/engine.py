@@ -65,27 +65,19 @@ class EngineActor:
         die_with_children(unless=lambda: self.leaving)
         return self.llm.model_config.max_model_len
 
-    def sample(self, prompts: list[list[int]], first: int, args, seed: int, evaluation: bool) -> list[Rollout]:
-        """`group_size` completions of each prompt's tokens, in order, without rewards.
+    def sample(self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False) -> list[Rollout]:
+        """Completions of each prompt's tokens, in order, without rewards; `sampling` has each one's options.
 
-        `first` is the number of the first of these prompts in the step: what is sampled does not depend on how many
-        engines share it. Completions for an `evaluation` have no log-probabilities, which take time. The prefix cache
-        is reset after it: a run that was resumed in between would not have it, and must compute the same.
+        The prefix cache is reset after an `evaluation`: a run that was resumed in between would not have it, and must
+        compute the same.
         """
-        params = [sampling_params(args, seed, first + i, evaluation) for i in range(len(prompts))]
-        return self._generate(prompts, params, evaluation)
-
-    def sample_turns(self, turns: list[Turn], args, seed: int, evaluation: bool) -> list[Rollout]:
-        """As `sample`, one continuation of each of these turns."""
-        params = [turn_params(turn, args, seed, evaluation) for turn in turns]
-        return self._generate([turn.prompt_ids for turn in turns], params, evaluation)
-
-    def _generate(self, prompts: list[list[int]], params: list, evaluation: bool) -> list[Rollout]:
         if not prompts:
             return []
         from vllm import TokensPrompt
 
-        requests = self.llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+        requests = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=ids) for ids in prompts], [*map(sampling_params, sampling)], use_tqdm=False
+        )
         if evaluation:
             self.reset_prefix_cache()
         return rollouts_of(requests, self.llm.get_tokenizer())
@@ -187,16 +179,12 @@ def llm_options(
     return hardware | options | json.loads(args.engine_args)
 
 
-def sampling_params(args, seed: int, number: int, evaluation: bool):
-    """The vllm.SamplingParams of a step's prompt of this number."""
-    from vllm import SamplingParams
+def sampling_options(args, step: int, number: int, evaluation: bool = False) -> dict:
+    """vLLM's options for `group_size` completions of this step's prompt of this number.
 
-    # Flat: two lists per completion instead of an object per token.
-    return SamplingParams(flat_logprobs=True, **sampling_options(args, seed, number, evaluation))
-
-
-def sampling_options(args, seed: int, number: int, evaluation: bool) -> dict:
-    """The same by name, for a server."""
+    The seed is the prompt's own: what is sampled does not depend on which engine does it. Completions for an
+    `evaluation` have no log-probabilities, which take time.
+    """
     # Without top-p and top-k, the log-probabilities are of the whole vocabulary, as the trainer's are.
     return {
         "n": args.group_size,
@@ -205,15 +193,22 @@ def sampling_options(args, seed: int, number: int, evaluation: bool) -> dict:
         "ignore_eos": args.ignore_eos,
         "logprobs": None if evaluation else 0,
         "detokenize": False,  # vLLM would decode token by token; `_texts` decodes once
-        "seed": (seed * args.prompts_per_step + number) * args.group_size % 2**31,
+        "seed": ((args.seed * 1_000_003 + step) * args.prompts_per_step + number) * args.group_size % 2**31,
     }
 
 
-def turn_params(turn: Turn, args, seed: int, evaluation: bool):
-    """The vllm.SamplingParams of a turn."""
+def turn_options(args, step: int, turn: Turn, evaluation: bool = False) -> dict:
+    """vLLM's options for this turn of a completion."""
     of_all = args.prompts_per_step * args.group_size
     one = replace(args, group_size=1, prompts_per_step=of_all, max_tokens=turn.max_tokens)
-    return sampling_params(one, seed + NEXT_TURN * turn.index, turn.number, evaluation)
+    return sampling_options(one, step + NEXT_TURN * turn.index, turn.number, evaluation)
+
+
+def sampling_params(options: dict):
+    """The vllm.SamplingParams with these options."""
+    from vllm import SamplingParams
+
+    return SamplingParams(flat_logprobs=True, **options)  # two lists per completion instead of an object per token
 
 
 def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
@@ -255,10 +250,12 @@ def complete(
     if tools:
         return converse(engines, rows, args, step, evaluation, tools)
     bounds = [i * len(rows) // len(engines) for i in range(len(engines) + 1)]
-    shares = [([row.prompt_ids for row in rows[begin:end]], begin) for begin, end in itertools.pairwise(bounds)]
+    prompts = [row.prompt_ids for row in rows]
+    sampling = [sampling_options(args, step, number, evaluation) for number in range(len(rows))]
+    shares = [(prompts[begin:end], sampling[begin:end], evaluation) for begin, end in itertools.pairwise(bounds)]
     phase = "evaluating" if evaluation else "generating"
-    calls = engines.begin("sample", each=[(*share, args, step_seed(args, step), evaluation) for share in shares])
-    return in_groups(rows, [rollout for part in engines.session.wait(phase, calls) for rollout in part])
+    parts = engines.session.wait(phase, engines.begin("sample", each=shares))
+    return in_groups(rows, [rollout for part in parts for rollout in part])
 
 
 def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool, tools: Tools) -> Batch:
@@ -277,15 +274,13 @@ def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: 
         shares = [[own for own in every[begin:end] if own.goes_on] for begin, end in itertools.pairwise(bounds)]
         if not any(shares):
             return Batch([group_of(every[i : i + size]) for i in range(0, len(every), size)])
-        turns = [([own.turn for own in share], args, step_seed(args, step), evaluation) for share in shares]
-        sampled = engines.session.wait(phase, engines.begin("sample_turns", each=turns))
+        turns = [[own.turn for own in share] for share in shares]
+        prompts = ([turn.prompt_ids for turn in own] for own in turns)
+        sampling = ([turn_options(args, step, turn, evaluation) for turn in own] for own in turns)
+        each = [(*both, evaluation) for both in zip(prompts, sampling, strict=True)]
+        sampled = engines.session.wait(phase, engines.begin("sample", each=each))
         pairs = zip(itertools.chain(*shares), itertools.chain(*sampled), strict=True)
         work = together([own.take(rollout) for own, rollout in pairs])
-
-
-def step_seed(args, step: int) -> int:
-    """The seed of what is sampled for this step."""
-    return args.seed * 1_000_003 + step
 
 
 def in_groups(rows: list[Row], rollouts: list[Rollout]) -> Batch:

@@ -33,7 +33,7 @@ from rlhf_utils import SyncReport
 
 from ..errors import RunError
 from ..learning.rollout import Rollout
-from .engine import EngineArguments, llm_options, rollouts_of, sampling_options
+from .engine import EngineArguments, llm_options, rollouts_of
 
 EXTENSION = "rlhf_utils.WorkerExtension"
 PR_SET_PDEATHSIG = 1  # Linux: a process gets a signal when its parent ends
@@ -231,12 +231,11 @@ class ReplicaPool:
         return max((replica.report for replica in self._serving()), key=lambda report: report.seconds)
 
     async def sample(
-        self, prompts: list[list[int]], first: int, args, seed: int, evaluation: bool, waits: bool = False
+        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, waits: bool = False
     ) -> list[Rollout]:
         """As `AsyncEngineActor.sample`; the replicas share the prompts. Each of them takes what comes in this order,
         also what `waits`."""
-        options = [sampling_options(args, seed, first + i, evaluation) for i in range(len(prompts))]
-        answers = await asyncio.gather(*map(self._generate, prompts, options))
+        answers = await asyncio.gather(*map(self._generate, prompts, sampling))
         if evaluation:
             await self.together(self._serving(), lambda replica: replica.call("/reset_prefix_cache"))
         requests = [
