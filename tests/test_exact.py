@@ -1,5 +1,6 @@
-"""The operations of an exact trainer, with torch's arithmetic in the place of vLLM's kernels. The kernels themselves are
-seen on a GPU alone, by every run with --exact: docs/exact.md has what they gave.
+"""The operations of an exact trainer, with torch's arithmetic in the place of vLLM's kernels.
+
+The kernels themselves are seen on a GPU alone, by every run with --exact: docs/exact.md has what they gave.
 
 pytest tests/test_exact.py
 """
