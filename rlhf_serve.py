@@ -6,7 +6,7 @@
 
     GPU 0        trainer actor: fp32 master weights, GRPO (recipe/learning/grpo.py), a WeightSender for each server
     CPU          engines actor: speaks HTTP with all servers (recipe/rollouts/replicas.py)
-    elsewhere    vLLM's servers, whose workers have rlhf_utils.WorkerExtension
+    elsewhere    vLLM's servers, whose workers have rlhf_utils.WorkerExtension; one on GPU 0 has ColocateWorkerExtension
 
 1. Place: one Ray placement group, for the trainer and for the servers that this run starts.
 2. Connect the trainer with each server in a group of their own, and sync: now all serve the trainer's weights.
@@ -20,6 +20,7 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 
 import asyncio
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
 from recipe.tasks.tools import ToolArguments
-from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 
@@ -60,6 +61,9 @@ class Engines(ReplicaPool):
         return await self.load(model, args, device)
 
     async def connect(self, replica: Replica) -> None:
+        if replica.shares_device:
+            replica.arguments = (await self.trainer.share_memory.remote(replica.name),)
+            return
         size = 1 + replica.workers
         address = await self.trainer.init_weight_update_group.remote(replica.name, replica.host, size)
         await replica.rpc("init_weight_update_group", *address, 1, size)
@@ -67,7 +71,12 @@ class Engines(ReplicaPool):
     async def sync(self, replicas: list[Replica]) -> None:
         """Pause, receive, prove, label, resume, side by side. The trainer sends when its step allows it."""
         replicas = await self.together(replicas, lambda replica: replica.call("/pause", params={"mode": "keep"}))
-        receiving = {r: asyncio.ensure_future(r.rpc("receive_weights", self.timeout, timeout=None)) for r in replicas}
+        receiving = {
+            replica: asyncio.ensure_future(
+                replica.rpc("receive_weights", *replica.arguments, self.timeout, timeout=None)
+            )
+            for replica in replicas
+        }
         version, reports = await self.trainer.send_weights.remote([replica.name for replica in replicas])
 
         async def prove(replica: Replica) -> None:
@@ -96,16 +105,26 @@ class Trainer(LearnerActor):
 
     def init_weight_update_group(self, name: str, host: str, world_size: int) -> tuple[str, int]:
         """Begin to open a group with the server of this name. Returns the address at which its workers join."""
-        if name in self.senders:
-            self.threads.submit(lambda sender: sender.result().close(), self.senders.pop(name))
         address, port = address_towards(host), self.address()[1]
 
         def join() -> WeightSender:
             group = stateless_init_process_group(address, port, 0, world_size, self.learner.model.device)
             return WeightSender(group, timeout=self.timeout)
 
-        self.senders[name] = self.threads.submit(join)  # it waits for the workers, of which the trainer knows nothing
+        self.send_by(name, join)  # which waits for the workers, of which the trainer knows nothing
         return address, port
+
+    def share_memory(self, name: str) -> dict[str, str]:
+        """Begin to share this device's memory with the server of this name. Returns the handle for its worker."""
+        channel = SharedMemoryChannel(self.learner.model.device)
+        self.send_by(name, lambda: WeightSender(channel, timeout=self.timeout))
+        return channel.handles
+
+    def send_by(self, name: str, make: Callable[[], WeightSender]) -> None:
+        """From now on, this is how the server of this name gets its weights."""
+        if name in self.senders:
+            self.threads.submit(lambda sender: sender.result().close(), self.senders.pop(name))
+        self.senders[name] = self.threads.submit(make)
 
     def send_weights(self, names: list[str]) -> tuple[int, dict[str, SyncReport | str]]:
         """Send to these servers, side by side. Returns the version of the weights, and of each server a report, or why

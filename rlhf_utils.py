@@ -70,7 +70,7 @@ __all__ = [
 class WorkerExtension(BroadcastParts):
     """Methods for vLLM's workers, called by `collective_rpc`: `worker_extension_cls="rlhf_utils.WorkerExtension"`."""
 
-    model_update_group = None
+    channel, model_update_group = "broadcast", None
     weight_role = "engine worker"  # what errors call this worker
 
     def init_weight_update_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int):
@@ -123,7 +123,7 @@ class WorkerExtension(BroadcastParts):
 class ColocateWorkerExtension(SharedParts):
     """Methods for workers that share their device with a trainer rank. The weights are mapped, not broadcast."""
 
-    weight_path = ""
+    channel, weight_path = "shared memory", ""
 
     def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
         """As `WorkerExtension.receive_weights`. `handles` merges `SharedMemoryChannel.handles` of all trainer ranks."""

@@ -38,7 +38,7 @@ class Server:
     def __init__(self):
         self.version, self.paused, self.silent, self.reason = "default", False, threading.Event(), "stop"
         self.silent.set()  # while it is not, nothing is answered
-        self.lacks, self.calls, self.proof = None, [], "True"
+        self.lacks, self.calls, self.proof, self.channel = None, [], "True", "broadcast"
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
         self.start(0)
@@ -96,6 +96,7 @@ class Server:
         answers = {"/v1/models": {"data": [{"max_model_len": 64}]}, "/get_world_size": {"world_size": 1}}
         if path == "/collective_rpc":
             results = {"receive_weights": {"version": 1}, "check_weights_changed": self.proof}
+            results["report_channel"] = self.channel
             answers[path] = {"results": [results.get(body["method"])]}
         return 401 if path == "/v1/models" and key != "Bearer secret" else 200, answers.get(path, {})
 
@@ -120,7 +121,12 @@ class Trainer:
     def __init__(self):
         self.step, self.failing, self.joined = 4, {}, []
         self.init_weight_update_group = SimpleNamespace(remote=self.join)
+        self.share_memory = SimpleNamespace(remote=self.share)
         self.send_weights = SimpleNamespace(remote=self.send)
+
+    async def share(self, name):
+        self.joined.append((name,))
+        return {"cpu:0": f"/handle/of/{name}"}
 
     async def join(self, name, host, size):
         self.joined.append((name, host, size))
@@ -196,6 +202,17 @@ def test_a_server_serves_after_its_proof_and_its_label_and_prompts_are_shared(se
         assert done[1:7] == [*joined, *proof, "/update_weight_version", "/resume"]
         assert len(seeds(server)) == 2
     assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
+
+
+def test_a_server_on_the_trainers_device_maps_its_memory(servers):
+    servers[1].channel = "shared memory"
+    _, trainer = pool_of(servers, sample)
+    assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1",)]
+    received = [
+        [body["args"] for path, body in own.calls if body and body.get("method") == "receive_weights"]
+        for own in servers
+    ]
+    assert received == [[[3600.0]], [[{"cpu:0": "/handle/of/engine 1"}, 3600.0]]]
 
 
 @pytest.mark.parametrize("fault", ["death", "silence", "shutdown", "restart"])
@@ -383,11 +400,13 @@ def test_urls_may_be_given_several_times_and_a_key_is_not_saved(monkeypatch):
 
 MARKING = """
 import os, pathlib
-from rlhf_utils import WorkerExtension
-class Marking(WorkerExtension):
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension
+class Marking:
     def receive_weights(self, *arguments):
         pathlib.Path(os.environ["RECEIVING"]).touch()
         return super().receive_weights(*arguments)
+class Broadcast(Marking, WorkerExtension): ...
+class Shared(Marking, ColocateWorkerExtension): ...
 """
 SLOW_REWARD = """
 import asyncio
@@ -398,9 +417,10 @@ async def reward(completions, **_):
 
 
 def server_of(folder: Path, model: Path, number: int, port: int) -> Script:
-    """One of vLLM's, as docs/cluster.md starts it, on a core of its own. A worker leaves a file when a sync begins."""
+    """One of vLLM's, as docs/cluster.md starts it, on a core of its own: the first gets broadcasts, the second maps the
+    trainer's memory. A worker leaves a file when a sync begins."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--worker-extension-cls", "marking.Marking", "--enable-scale-out"]
+    command += ["--worker-extension-cls", ("marking.Broadcast", "marking.Shared")[number], "--enable-scale-out"]
     command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
     command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(64 << 20)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "secret", "PYTHONPATH": f"{folder}:{ROOT}"}

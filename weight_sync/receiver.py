@@ -16,6 +16,7 @@ from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
 class WeightReceiver:
     """The worker's end of a `WeightSender`'s syncs. Subclasses add the channel."""
 
+    channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_link: Link | None = None
     weight_staging: Staging | None = None
     weight_sample: tuple | None = None  # the last sync's, to be compared: its digest, and that of all weights
@@ -35,6 +36,10 @@ class WeightReceiver:
     def report_device_id(self) -> str:
         """The UUID of this worker's GPU, as nvidia-smi prints it; on CPU "cpu:" and the worker's rank in the engine."""
         return device_id_of(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
+
+    def report_channel(self) -> str:
+        """How weights come to this worker: by "broadcast", or through "shared memory" of the trainer's device."""
+        return self.channel
 
     def weight_digests(self) -> tuple[int | None, int | None]:
         """Two digests: of the parameters that this worker serves, and of all tensors that its model's layers keep."""

@@ -70,6 +70,8 @@ class Replica:
     def __init__(self, name: str, url: str, api_key: str | None, timeout: float):
         self.name, self.url, self.timeout = name, url, timeout
         self.serving, self.flying, self.workers = False, 0, 0  # flying: requests on their way
+        self.shares_device = False  # its worker is on the trainer's GPU
+        self.arguments: tuple = ()  # of `receive_weights`, before the timeout
         self.host = httpx.URL(url).host
         self.report: SyncReport | None = None  # of its last sync
         self.reason = ""  # why it was lost, or could not return
@@ -127,12 +129,15 @@ class Replica:
                 raise refuse("it runs without VLLM_SERVER_DEV_MODE=1")
             if (await self.client.post("/inference/v1/generate", json={})).status_code == httpx.codes.NOT_FOUND:
                 raise refuse("it runs without --enable-scale-out")
-            known = await self.client.post("/collective_rpc", json={"method": "report_device_id"})
+            known = await self.client.post("/collective_rpc", json={"method": "report_channel"})
             if known.is_error:
                 raise refuse(f"its workers are without --worker-extension-cls {EXTENSION}")
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise refuse(f"nobody answers there ({error or type(error).__name__})") from error
         self.workers = size.json()["world_size"]
+        self.shares_device = known.json()["results"][0] == "shared memory"
+        if self.shares_device and self.workers > 1:
+            raise RunError(f"--engine-url {self.url}: of its {self.workers} workers, one can be on the trainer's GPU")
         return models.json()["data"][0]["max_model_len"]
 
     async def generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
