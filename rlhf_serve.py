@@ -61,6 +61,7 @@ class Engines(ReplicaPool):
         return await self.load(model, args, device)
 
     async def connect(self, replica: Replica) -> None:
+        replica.arguments = ()
         if replica.shares_device:
             replica.arguments = (await self.trainer.share_memory.remote(replica.name),)
             return

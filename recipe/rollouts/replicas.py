@@ -71,7 +71,7 @@ class Replica:
         self.name, self.url, self.timeout = name, url, timeout
         self.serving, self.flying, self.workers = False, 0, 0  # flying: requests on their way
         self.shares_device = False  # its worker is on the trainer's GPU
-        self.arguments: tuple = ()  # of `receive_weights`, before the timeout
+        self.arguments: tuple = ()  # of `receive_weights`, beside the timeout
         self.host = httpx.URL(url).host
         self.report: SyncReport | None = None  # of its last sync
         self.reason = ""  # why it was lost, or could not return
