@@ -620,7 +620,7 @@ def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
     flags = "--steps", 4, "--save-every", 2, "--output", "whole"
     script("rlhf_ppo.py", *flags, **CORE_IN_PROCESS).finish(600)
@@ -659,7 +659,7 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_beside_two_workers_learn(script, tmp_path):
     text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--steps", 12, "--output", "run").finish(600)
     assert text.splitlines()[-1].startswith("OK: reward "), text

@@ -169,7 +169,7 @@ def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path):
     assert max(row["logprobs/mismatch"] for row in rows(tmp_path / "run")) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_addition_rises_on_sums_that_no_step_learned_from(script, tmp_path):
     """The beginning of the run: from half of the sums to nine tenths it takes 500 steps."""
     text = script("rlhf.py", "--task", "addition", "--steps", 40, "--output", "run").finish(300)

@@ -666,13 +666,11 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
 
 
 @cpu_only
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        "rlhf.py",
-        "rlhf_async.py",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("rlhf_colocate.py", "rlhf_serve.py")),
+        pytest.param("rlhf_async.py", marks=pytest.mark.slow),
+        *(pytest.param(f"rlhf{name}.py", marks=pytest.mark.long) for name in ("", "_colocate", "_serve")),
     ],
 )
 def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
