@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from recipe.run.arguments import RunArguments
 
-QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
 OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
 SHAPES = {
     "tiny": OPT
@@ -14,6 +14,9 @@ SHAPES = {
     "opt-125m": OPT | {"word_embed_proj_dim": 768},
     "qwen2.5-0.5b": QWEN2
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "qwen2.5-1.5b": QWEN2
+    | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
     | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "qwen2.5-7b": QWEN2
     | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}

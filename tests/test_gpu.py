@@ -5,6 +5,7 @@ make test-gpu    (REQUIRE_GPU=1 makes a skip a failure)
 """
 
 import json
+import os
 import re
 from collections import defaultdict
 
@@ -18,6 +19,10 @@ from test_quantized import compare
 from test_task import chat_tokenizer
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from recipe.learning import layout
+from recipe.learning.exact import match_engine
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import DECODE_GRAPHS
 from recipe.rollouts.quantization import quantize_by_torchao
 from recipe.tasks.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
@@ -146,6 +151,92 @@ def test_five_models_of_half_a_billion_parameters_share_a_gpu(script, tmp_path):
             }  # fmt: skip
             memory = row[f"memory/{phase}/{name}"]
             assert memory > least if works else memory < 0.2 * weights, (phase, name, memory)
+
+
+# --- Log-probabilities that are the engine's, bit for bit -------------------------------------------------------------
+
+
+SMALL_QWEN2 = {"vocab_size": 258, "num_hidden_layers": 4, "intermediate_size": 1024, "num_key_value_heads": 2}
+HEADS = {64: {"hidden_size": 512, "num_attention_heads": 8}, 128: {"hidden_size": 512, "num_attention_heads": 4}}
+
+
+def small_qwen2(folder, head_dim: int = 64):
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**SMALL_QWEN2, **HEADS[head_dim])).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+FLIPS = [
+    # after which sync, --exact, exit status, what the run says
+    (1, "auto", 0, r"^not exact: .* the engines start again, without that$"),
+    (3, "auto", 0, r"^step 3: \d+ of \d+ log-probabilities are not the engine's bit for bit: .*correct for that$"),
+    (3, "on", 1, r"error: .*--exact on: at step 3 \d+ of \d+ log-probabilities are not the engine's bit for bit"),
+]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("sync", "exactly", "status", "says"), FLIPS)
+def test_one_bit_that_flips_in_the_engine_shows_in_the_next_step(script, tmp_path, sync, exactly, status, says):
+    model = small_qwen2(tmp_path / "model")
+    options = ["--model", model, "--steps", 5, "--max-tokens", 64, "--save-every", 0, "--output", "run", "--engines", 1]
+    options += ["--exact", exactly, "--gpu-memory-utilization", 0.05, "--tensor-parallel-size", 1]
+    options += ["--engine-args", json.dumps({"worker_extension_cls": "exact_fault.FlippingExtension"})]
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {"FLIP_AFTER": str(sync), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpus(slice(1))}
+    run = script("rlhf_colocate.py", *options, **environment)
+    text = run.finish(300)
+    assert run.process.returncode == status, text
+    assert re.search(says, text, re.MULTILINE), text
+    if sync > 1:  # the next sync has put it right
+        rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        assert [row["logprobs/different_tokens"] > 0 for row in rows] == [False] * 2 + (
+            [True, False, False] * (not status)
+        )
+
+
+def measure_exact_model(_, folder) -> None:
+    """Log-probabilities and gradient of four completions of one prompt: as transformers computes them in fp32, and as a
+    trainer does, exact or not, in rows of their own and behind the prompt."""
+    match_engine()
+    learner = GRPOLearner(str(folder / "model"), GRPOConfig(group_size=4, max_tokens=300), torch.device("cuda"))
+    model, generator = learner.model, torch.Generator().manual_seed(0)
+    prompt, *drawn = (torch.randint(2, 258, (n,), generator=generator).tolist() for n in (600, 300, 300, 280, 17))
+    rollouts, weights = (
+        [Rollout(prompt, ids, [], 0.0) for ids in drawn],
+        torch.randn(4, 300, generator=generator).cuda(),
+    )
+
+    def result(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        learner.optimizer.zero_grad()
+        (logprobs * weights).sum().backward()
+        return logprobs.detach().cpu(), torch.cat([p.grad.flatten().cpu() for p in model.module.parameters()])
+
+    precise = torch.zeros(4, 300, device="cuda")
+    for row, ids in enumerate(drawn):
+        logits = model.module(torch.tensor([prompt + ids], device="cuda")).logits[0, len(prompt) - 1 : -1]
+        precise[row, : len(ids)] = logits.log_softmax(-1).gather(1, torch.tensor(ids, device="cuda")[:, None])[:, 0]
+    results = {"fp32": result(precise)}
+    for exactly in (False, True):
+        model.make_exact(exactly)
+        for shared, layout.SHARED_TOKENS in (("rows", 10**9), ("shared", 512)):
+            with model.computing():
+                results[f"{'exact' if exactly else 'plain'} {shared}"] = result(model.score(rollouts, 300)[0])
+    torch.save(results, folder / "results.pt")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("head_dim", HEADS)
+def test_exact_gradients_are_as_near_to_fp32_as_others(tmp_path, head_dim):
+    small_qwen2(tmp_path / "model", head_dim)
+    torch.multiprocessing.spawn(measure_exact_model, (tmp_path,))  # its environment is not for other tests
+    results = torch.load(tmp_path / "results.pt")
+    logprobs, gradient = results.pop("fp32")
+    off = {name: float((own - gradient).norm() / gradient.norm()) for name, (_, own) in results.items()}
+    print(off, {name: float((own - logprobs).abs().mean()) for name, (own, _) in results.items()})
+    assert off["plain rows"] < 0.05
+    assert max(off.values()) < 1.2 * off["plain rows"]
+    assert results["exact shared"][0].equal(results["exact rows"][0])
 
 
 # --- An engine on GPUs of its own, and one on the trainer's -----------------------------------------------------------

@@ -19,6 +19,8 @@ from functools import cache, partial
 
 import torch
 
+from .layout import shared_attention
+
 FLASH_HEAD_DIM = 128  # for which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
 PAGE = 16  # tokens in a block of the Triton kernel's keys and values
 FIRST_NORMS = ("layers.0.input_layernorm", ".q_norm", ".k_norm")  # no residual is added to their input
@@ -109,7 +111,7 @@ def make_exact(module) -> None:
             part.forward = partial(_positions, rotary_table(module.config, module.device))
         elif kind.endswith("Attention") and callable(rotate := getattr(modeling, "apply_rotary_pos_emb", None)):
             modeling.apply_rotary_pos_emb = rotate if isinstance(rotate, partial) else partial(_rotate, rotate)
-    AttentionInterface.register("exact", attention)
+    AttentionInterface.register("exact", partial(shared_attention, attention))
     module.config._attn_implementation = "exact"
 
 
@@ -170,7 +172,7 @@ def _rotate(
 
 
 def attention(module, query, key, value, attention_mask, scaling: float, sliding_window: int | None = None, **_):
-    """An attention function of transformers: queries [B, H, S, D], causal, without padding on the left."""
+    """An attention function of transformers: queries [B, H, S, D], causal, the last one at the last key."""
     return Attention.apply(query, key, value, scaling, sliding_window), None
 
 
@@ -230,7 +232,8 @@ class Rotary(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention of queries [B, H, S, D] to keys and values [B, K, S, D]: [B, S, H, D]."""
+    """Causal attention of queries [B, H, S, D], the last of their sequence, to its keys and values [B, K, L, D]: [B, S,
+    H, D]."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, window):
@@ -318,33 +321,33 @@ def rotary_kernel(
 def attention_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output [B, S, H, D] and, where the kernel gives it, the log-sum-exp [H, B * S] of queries [B, S, H, D]."""
-    batch, length, _, dim = q.shape
+    """The output [B, S, H, D] and, where the kernel gives it, the log-sum-exp [H, B * S] of queries [B, S, H, D]. They
+    are the last ones of sequences with keys and values [B, L, K, D]."""
+    (batch, length, _, dim), whole = q.shape, k.shape[1]
     left = (window - 1, 0) if window else (-1, -1)
     if dim == FLASH_HEAD_DIM:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        bounds = _bounds(batch, length, q.device)
         flat = (tensor.flatten(0, 1) for tensor in (q, k, v))
         options = {"softmax_scale": scale, "causal": True, "window_size": list(left), "fa_version": 3, "num_splits": 1}
         out, lse = flash_attn_varlen_func(
             *flat,
             max_seqlen_q=length,
-            cu_seqlens_q=bounds,
-            max_seqlen_k=length,
-            cu_seqlens_k=bounds,
+            cu_seqlens_q=_bounds(batch, length, q.device),
+            max_seqlen_k=whole,
+            cu_seqlens_k=_bounds(batch, whole, q.device),
             return_softmax_lse=True,
             **options,
         )
         return out.view_as(q), lse
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    pages = -(-length // PAGE)
+    pages = -(-whole // PAGE)
     k, v = (
-        torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pages * PAGE - length)).view(-1, PAGE, *t.shape[2:]) for t in (k, v)
+        torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pages * PAGE - whole)).view(-1, PAGE, *t.shape[2:]) for t in (k, v)
     )
     out, flat = torch.empty_like(q), q.flatten(0, 1)
-    lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
+    lengths = torch.full((batch,), whole, dtype=torch.int32, device=q.device)
     table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
     unified_attention(
         q=flat,
@@ -354,7 +357,7 @@ def attention_kernel(
         cu_seqlens_q=_bounds(batch, length, q.device),
         max_seqlen_q=length,
         seqused_k=lengths,
-        max_seqlen_k=length,
+        max_seqlen_k=whole,
         softmax_scale=scale,
         causal=True,
         window_size=left,
@@ -377,11 +380,11 @@ def attention_backward_kernel(
     scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries [B, S, H, D], keys and values [B, S, K, D], by torch's FlashAttention."""
-    batch, length = q.shape[:2]
-    bounds = _bounds(batch, length, q.device)
+    """Gradients of queries [B, S, H, D], keys and values [B, L, K, D], by torch's FlashAttention."""
+    (batch, length), whole = q.shape[:2], k.shape[1]
     options = {"scale": scale} | ({"window_size_left": window - 1, "window_size_right": 0} if window else {})
-    shared = (bounds, bounds, length, length, 0.0, True)
+    bounds = _bounds(batch, length, q.device), _bounds(batch, whole, q.device)
+    shared = (*bounds, length, whole, 0.0, True)
     grad, q, k, v, out = (tensor.flatten(0, 1) for tensor in (grad, q, k, v, out))
     if lse is None:  # the Triton kernel does not give it
         _, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *shared, False, **options)
@@ -389,7 +392,7 @@ def attention_backward_kernel(
     grads = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse.contiguous(), *shared, nothing, nothing[:1], **options
     )
-    return tuple(tensor.unflatten(0, (batch, length)) for tensor in grads)
+    return tuple(tensor.unflatten(0, (batch, -1)) for tensor in grads)
 
 
 def logprob_kernel(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from transformers.hf_argparser import HfArg
 
 from ..errors import DivergenceError, MismatchError
+from .layout import as_tensor
 from .lora import load_adapters
-from .model import Model, ModelConfig, Share, as_tensor
+from .model import Model, ModelConfig, Share
 from .objectives import PolicyLossConfig, kl_estimate, loss_weights, token_importance, token_losses
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state

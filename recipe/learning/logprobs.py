@@ -19,25 +19,25 @@ CHUNK = 1024  # positions with logits at one time: 0.6 GB in fp32 for a vocabula
 
 def token_scores(
     model,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+    targets: torch.Tensor,
+    states_at: torch.Tensor,
     temperature: float,
     entropy: bool,
     head_apart: bool,
     scores: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities [N] of tokens of ids [B, S], and entropies [N] of what they were drawn from, if asked for.
+    """Log-probabilities [N] of the targets [N], and entropies [N] of what they were drawn from, if asked for.
 
-    `positions` [N] are the tokens' in `ids.flatten()`. Sequences are padded on the right, which no earlier position
-    sees, so that there is no attention mask: attention that is causal alone is faster. `scores` makes log-probabilities
-    and entropies of logits, as `scores_of_logits` does.
+    The model gets these inputs, as layout.py lays them out: padding on the right needs no mask, and attention that is
+    causal alone is faster. `states_at` [N] are the positions, in `input_ids.flatten()`, of the states that predict the
+    targets. `scores` makes log-probabilities and entropies of logits, as `scores_of_logits` does.
     """
-    targets, states_at = ids.flatten()[positions], positions - 1  # a state predicts the token at the next position
     if head_apart:
-        output = model.get_decoder()(input_ids=ids, use_cache=False)
+        output = model.get_decoder()(**inputs, use_cache=False)
         states = output.last_hidden_state
     else:
-        states = model.forward(input_ids=ids, use_cache=False).logits
+        states = model.forward(**inputs, use_cache=False).logits
 
     def score(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         logits = _head(model, type(output), states, targets) if head_apart else states

@@ -7,27 +7,25 @@ rollouts. All ranks get the same rollouts, and the result is that of a single ra
 """
 
 import gc
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from annotated_types import Ge
 from transformers.hf_argparser import HfArg
 
 from . import exact
+from .attention import can_share_prompts, choose_attention, random_prompts
+from .layout import SHARED, as_tensor, groups, lay_out
 from .logprobs import has_head_apart, scores_of_logits, token_scores
 from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
 from .sharding import add_forward, checkpoint_blocks, compile_blocks, load_model
-
-MAX_ROUNDING = 4  # times the measured rounding by which two implementations of the same attention may differ
 
 
 @dataclass
@@ -97,6 +95,11 @@ class Model:
             text += f"\nadapters of rank {self.config.lora_rank} on {adapted_layers(self.module)}"
         return text
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the completions of a long prompt pass behind it in one row (layout.py)."""
+        return self.attention[0] == SHARED
+
     def computing(self) -> AbstractContextManager[None]:
         """Around all passes, backward included: on a GPU the model computes in bf16."""
         return bf16_weights(self.module) if self.device.type == "cuda" and self.ranks == 1 else nullcontext()
@@ -133,21 +136,24 @@ class Model:
         """This rank's part of B rollouts, of which some are `learned` from, and of tensors [B, ...].
 
         All ranks get as many, and split them alike, so that their passes through the sharded model match: their k-th
-        rollouts are neighbours in length. Where the ranks do not divide a number, the shortest rollout fills up, with
-        rows of zeros.
+        rollouts are neighbours in length, and share a prompt if they do so on one rank. Where the ranks do not divide a
+        group, its shortest rollout fills up, with rows of zeros.
         """
         lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
-        filler = len(rollouts)
-        rollouts, lengths = [*rollouts, rollouts[lengths.index(min(lengths))]], [*lengths, min(lengths)]
-        rows, parts = [], {True: [], False: []}
+        chosen, rows, parts = [], [], {True: [], False: []}
         for wanted, slices in parts.items():
-            order = sorted((row for row in range(filler) if learned[row] == wanted), key=lambda row: -lengths[row])
-            order += [filler] * (-len(order) % self.ranks)
-            for part in micro_batches([lengths[row] for row in order[:: self.ranks]], self.config.micro_batch_tokens):
-                slices.append(slice(len(rows) + part.start, len(rows) + part.stop))
-            rows += order[self.rank :: self.ranks]
+            candidates = [row for row in range(len(rollouts)) if learned[row] == wanted]
+            for group, shared in groups(rollouts, candidates, self.shares_prompts):
+                group.sort(key=lambda row: -lengths[row])
+                fillers = -len(group) % self.ranks
+                of_ranks = group + fillers * [group[-1]]
+                own = [lengths[row] - shared for row in of_ranks[:: self.ranks]]
+                for part in micro_batches(own, self.config.micro_batch_tokens - shared):
+                    slices.append(slice(len(chosen) + part.start, len(chosen) + part.stop))
+                chosen += of_ranks[self.rank :: self.ranks]
+                rows += (group + fillers * [len(rollouts)])[self.rank :: self.ranks]
         mine = {name: torch.cat([tensor, torch.zeros_like(tensor[:1])])[rows] for name, tensor in tensors.items()}
-        return Share([rollouts[row] for row in rows], mine, parts[True], parts[False])
+        return Share([rollouts[row] for row in chosen], mine, parts[True], parts[False])
 
     def sum(self, *values: float | torch.Tensor) -> list[float]:
         """The sums of these values over the ranks."""
@@ -230,6 +236,9 @@ class Model:
         self.attention = choose_attention(module, self.config.attention)
         add_forward(module, "has_head_apart", has_head_apart)
         self.head_apart = module.has_head_apart()
+        add_forward(module, "can_share_prompts", can_share_prompts)
+        if self.attention[0] == "sdpa" and module.can_share_prompts(self.head_apart):
+            self.attention = (SHARED, self.attention[1])
 
     def _measure_rounding(self, precise: torch.Tensor) -> None:
         """Measure how far the log-probabilities, as the model computes them, are from the `precise` ones in fp32. An
@@ -255,17 +264,16 @@ class Model:
 
     def _token_scores(self, rollouts: list[Rollout], width: int, *args) -> tuple[torch.Tensor | None, ...]:
         """What `token_scores` returns of the completions' sampled tokens: [b, width], and zeros elsewhere."""
-        sequences = [as_tensor(np.concatenate([rollout.prompt_ids, rollout.completion_ids])) for rollout in rollouts]
-        ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).long()
-        begins = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
+        layout = lay_out(rollouts, self.shares_prompts)
         masks = [
             torch.nn.functional.pad(as_tensor(rollout.mask), (0, width - len(rollout.mask))) for rollout in rollouts
         ]
         rows, columns = torch.stack(masks).nonzero(as_tuple=True)
-        positions = rows * ids.shape[1] + begins[rows] + columns  # in ids.flatten()
-        ids, rows, columns, positions = (tensor.to(self.device) for tensor in (ids, rows, columns, positions))
+        tensors = (*layout.tokens(rows, columns), rows, columns)
+        targets, states_at, rows, columns = (tensor.to(self.device) for tensor in tensors)
+        inputs = {name: tensor.to(self.device) for name, tensor in layout.inputs.items()}
         with self.autocast():
-            scores = self.module.token_scores(ids, positions, *args)
+            scores = self.module.token_scores(inputs, targets, states_at, *args)
         padding = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if score is None else padding.index_put((rows, columns), score) for score in scores)
 
@@ -275,7 +283,7 @@ def micro_batches(lengths: list[int], tokens: int) -> list[slice]:
     sequence."""
     parts, begin = [], 0
     while begin < len(lengths):
-        end = min(begin + max(1, tokens // lengths[begin]), len(lengths))
+        end = min(begin + max(1, tokens // max(1, lengths[begin])), len(lengths))
         parts.append(slice(begin, end))
         begin = end
     return parts
@@ -284,60 +292,6 @@ def micro_batches(lengths: list[int], tokens: int) -> list[slice]:
 def longest(rollouts: list[Rollout]) -> int:
     """T: the tokens of the longest completion."""
     return max(len(rollout.completion_ids) for rollout in rollouts)
-
-
-def as_tensor(numbers) -> torch.Tensor:
-    """As torch.tensor(numbers), which takes four times as long for a list: the GPU waits for a step's first tensors."""
-    return torch.from_numpy(np.array(numbers))
-
-
-def random_prompts(module) -> torch.Tensor:
-    """The ids [2, 64] of two prompts, always the same, on the model's device."""
-    vocabulary = module.config.get_text_config().vocab_size
-    return torch.randint(vocabulary, (2, 64), generator=torch.Generator().manual_seed(0)).to(module.device)
-
-
-@torch.no_grad()
-def choose_attention(module, asked: str | None = None, forward: Callable | None = None) -> tuple[str, str]:
-    """The attention that this fp32 model computes with from now on, and a remark on it: the model's default if its
-    logits of random prompts are eager's, or if it was asked for; else eager. `forward` computes the logits, if that is
-    not the model's own; hidden states do as well.
-
-    transformers' fast attention leaves out what it does not know, without a word, such as Gemma 2's soft-capping.
-
-    Rounding is measured, as what eager's logits change by when every element of the embeddings becomes a neighbouring
-    float. In 40 families, of whatever depth and scale, equal implementations differ by 0.2 to 1.4 times that; Gemma 2
-    by 7 with weights so small that its log-probabilities are only 2e-6 off, by thousands with larger ones.
-    """
-    own, config = module.config._attn_implementation, module.config.get_text_config()
-    if own == "eager" or getattr(config, "alibi", False):  # Falcon's eager adds ALiBi twice, as of transformers 5.19
-        return own, own
-    ids, generator = random_prompts(module), torch.Generator().manual_seed(1)
-    window = getattr(config, "sliding_window", None)
-    if window:
-        config.sliding_window = min(window, ids.shape[1] // 4)  # for both: it is at work in a short prompt as well
-
-    def logits(attention: str) -> torch.Tensor:
-        module.config._attn_implementation = attention  # its setter reaches models that set_attn_implementation refuses
-        return (forward or module)(input_ids=ids, use_cache=False)[0]
-
-    def nudge(_, inputs, embeddings: torch.Tensor) -> torch.Tensor:
-        signs = torch.randint(2, embeddings.shape, generator=generator).to(embeddings) * 2 - 1
-        return embeddings * (1 + signs * torch.finfo(torch.float32).eps)
-
-    eager = logits("eager")
-    distance = (logits(own) - eager).abs().mean()
-    hook = module.get_input_embeddings().register_forward_hook(nudge)
-    rounding = (logits("eager") - eager).abs().mean()
-    hook.remove()
-    if window:
-        config.sliding_window = window
-    if distance <= MAX_ROUNDING * rounding:
-        return own, f"{own}, whose logits are eager's but for rounding"
-    off = f"{distance:.1g} from eager's, {distance / rounding:.0f} times what rounding explains"
-    if asked:
-        return own, f"{own}, as asked for; its logits are {off}"
-    return "eager", f"eager, which is slower: {own}'s logits are {off} (--attention {own} takes it all the same)"
 
 
 def _make_savable(generation_config) -> None:

@@ -48,13 +48,13 @@ def _trunk(module, **inputs):
     return module.base_model(**inputs)
 
 
-def _token_values(module, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor]:
-    """Values [N] of the states in which tokens of ids [B, S] were chosen: of what comes before each of them.
-
-    `positions` [N] are the tokens' in `ids.flatten()`. As in logprobs.py, right-padding needs no mask.
-    """
-    states = module.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return (module.score(states.flatten(0, 1)[positions - 1])[:, 0].float(),)
+def _token_values(
+    module, inputs: dict[str, torch.Tensor], targets: torch.Tensor, states_at: torch.Tensor
+) -> tuple[torch.Tensor]:
+    """Values [N] of the states at these positions of `input_ids.flatten()`, as in logprobs.py: of what comes before
+    each of the targets [N]."""
+    states = module.base_model(**inputs, use_cache=False).last_hidden_state
+    return (module.score(states.flatten(0, 1)[states_at])[:, 0].float(),)
 
 
 class RewardModel(ValueModel):

@@ -1,0 +1,22 @@
+"""A worker extension, for tests: it flips one bit of an exact engine behind a sync's back.
+
+As soon as $FLIP_AFTER syncs have been checked, the lowest bit of one element of the first layer changes.
+"""
+
+import os
+
+import torch
+
+from recipe.rollouts.exact_engine import ExactColocateWorkerExtension
+
+
+class FlippingExtension(ExactColocateWorkerExtension):
+    checked = 0
+
+    def check_weights_changed(self) -> bool:
+        serves = super().check_weights_changed()
+        self.checked += 1
+        if self.checked == int(os.environ["FLIP_AFTER"]) and "VLLM_BATCH_INVARIANT" in os.environ:
+            weight = self.model_runner.get_model().model.layers[0].mlp.down_proj.weight
+            weight.data.view(torch.int16)[7, 7] ^= 1
+        return serves
