@@ -177,11 +177,17 @@ FLIPS = [
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("sync", "exactly", "status", "says"), FLIPS)
-def test_one_bit_that_flips_in_the_engine_shows_in_the_next_step(script, tmp_path, sync, exactly, status, says):
-    model = small_qwen2(tmp_path / "model")
+def test_one_bit_that_flips_in_the_engine_shows_in_the_next_step(
+    script, tmp_path, monkeypatch, sync, exactly, status, says
+):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import step
+
+    step.build_model(model := tmp_path / "model", step.Arguments(shape="qwen2.5-0.5b"), "cuda")
     options = ["--model", model, "--steps", 5, "--max-tokens", 64, "--save-every", 0, "--output", "run", "--engines", 1]
-    options += ["--exact", exactly, "--gpu-memory-utilization", 0.05, "--tensor-parallel-size", 1]
-    options += ["--engine-args", json.dumps({"worker_extension_cls": "exact_fault.FlippingExtension"})]
+    options += ["--exact", exactly, "--gpu-memory-utilization", 0.1, "--tensor-parallel-size", 1]
+    engine = {"worker_extension_cls": "exact_fault.FlippingExtension", "kv_cache_memory_bytes": 2 << 30}
+    options += ["--engine-args", json.dumps(engine)]
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {"FLIP_AFTER": str(sync), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpus(slice(1))}
     run = script("rlhf_colocate.py", *options, **environment)

@@ -66,10 +66,10 @@ def test_completions_behind_one_prompt_are_scored_as_in_rows_of_their_own(
         pytest.skip("its operations have no exact ones")
     learner = GRPOLearner(write_model(architecture, tmp_path, **SHARING[architecture]), config(), CPU)
     assert learner.model.attention[0] == SHARED
-    group = groups_of_three(learner)[:3]
+    group = groups_of_three(learner)[:6]  # two groups
     learner.model.make_exact(exactly)
     found = []
-    for tokens, rows in ((8, 1), (APART, 3)):
+    for tokens, rows in ((8, 1), (APART, 6)):
         monkeypatch.setattr(layout, "SHARED_TOKENS", tokens)
         assert len(lay_out(group, learner.model.shares_prompts).inputs["input_ids"]) == rows
         found.append(scores_and_gradients(learner.model, group))
@@ -124,7 +124,8 @@ def batches(llama, monkeypatch):
     "changes",
     [
         {"mask_truncated_completions": True},  # a group of which one completion teaches nothing
-        {"micro_batch_tokens": 15, "kl_coef": 0.1},  # a group in parts
+        {"kl_coef": 0.1},
+        {"micro_batch_tokens": 15},  # a group in parts
         {"num_mini_batches": 2, "gradient_checkpointing": False},
         {"lora_rank": 4},
         {"compile": True},
@@ -148,8 +149,13 @@ def learn_masked(folder, model, batches, settings):
 
 
 def test_micro_batches_count_a_shared_prompt_once(llama, batches):
-    learner = GRPOLearner(llama, config(micro_batch_tokens=24), CPU)
-    batch = [replace(rollout, completion_ids=[7] * 8) for rollout in batches[0]]
-    share = learner.model.share(batch, [True] * 9, {"row": torch.arange(9)})
-    parts = [share.tensors["row"][part].tolist() for part in share.learned]
-    assert parts == [[0, 1], [2], [3], [4], [5], [6, 7], [8]]  # prompts of 8, 10 and 2 tokens, completions of 8
+    batch = [replace(rollout, completion_ids=[7] * 8) for rollout in batches[0]]  # prompts of 8, 10 and 2 tokens
+    for tokens, expected in [
+        (26, [[3, 4], [5], [0, 1], [2], [6, 7], [8]]),
+        (55, [[3, 4, 5, 0], [1, 2], [6, 7, 8]]),  # what has a prompt once, and what has not, pass apart
+        (1000, [[3, 4, 5, 0, 1, 2], [6, 7, 8]]),
+        (1, [[row] for row in (3, 4, 5, 0, 1, 2, 6, 7, 8)]),
+    ]:
+        learner = GRPOLearner(llama, config(micro_batch_tokens=tokens), CPU)
+        share = learner.model.share(batch, [True] * 9, {"row": torch.arange(9)})
+        assert [share.tensors["row"][part].tolist() for part in share.learned] == expected

@@ -110,9 +110,12 @@ def test_kl_of_completions_that_are_all_truncated_does_not_depend_on_micro_batch
 
 
 def test_micro_batches_hold_so_many_tokens_with_their_padding():
-    parts = micro_batches([9, 7, 5, 5, 3, 2, 1], 10)
-    assert [[9, 7, 5, 5, 3, 2, 1][part] for part in parts] == [[9], [7], [5, 5], [3, 2, 1]]
-    assert micro_batches([4, 4, 1], 3) == [slice(0, 1), slice(1, 2), slice(2, 3)]  # no fewer than one sequence
+    def split(sizes, tokens):
+        return [sizes[part] for part in micro_batches([(b"", 0, size) for size in sizes], tokens)]
+
+    assert split([9, 7, 5, 5, 3, 2, 1], 10) == [[9], [7], [5, 5], [3, 2, 1]]
+    assert split([4, 4, 1], 3) == [[4], [4], [1]]  # no fewer than one sequence
+    assert split([], 3) == []
 
 
 def write_model(architecture, folder, **options):

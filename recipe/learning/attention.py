@@ -74,7 +74,7 @@ def can_share_prompts(module, head_apart: bool) -> bool:
     def logprobs(layout: Layout) -> torch.Tensor:
         tokens = layout.tokens(torch.tensor([0] * 32 + [1] * 16), torch.tensor([*range(32), *range(16)]))
         targets, states_at = (tensor.to(module.device) for tensor in tokens)
-        inputs = {name: tensor.to(module.device) for name, tensor in layout.inputs.items()}
+        inputs = layout.inputs_on(module.device)
         return token_scores(module, inputs, targets, states_at, 1.0, False, head_apart, scores_of_logits)[0]
 
     apart = logprobs(rows_apart(pair))

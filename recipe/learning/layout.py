@@ -1,17 +1,18 @@
-"""How a micro-batch of rollouts passes through a model: in a row each, or in one row behind the prompt they share.
+"""How a micro-batch of rollouts passes through a model: in a row each, or in one row that has every prompt once.
 
 The completions of a group repeat their prompt. With a prompt of 4,096 tokens and 8 completions of 512, a row each does
 seven eighths of the prompt's work again. One row does it once:
 
-    prompt | completion 0 | completion 1 | ...
+    prompt 0 | completion 0 | completion 1 | ... | prompt 1 | completion 8 | ...
 
-Each completion's positions go on from the prompt's. Its tokens attend to the prompt and to what precedes them in their
-own completion: `shared_attention` sees to that with two calls of a causal attention.
+Each completion's positions go on from its prompt's. Its tokens attend to the prompt and to what precedes them in their
+own completion: `shared_attention` sees to that with two calls of a causal attention for each group.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -20,16 +21,17 @@ from torch.nn.attention.bias import causal_lower_right
 from .rollout import Rollout
 
 SHARED = "sdpa_shared"  # what transformers' attention interface calls sdpa by `shared_attention`
-SHARED_TOKENS = 512  # of a prompt that passes once; with shorter ones, many groups in a micro-batch are faster
+SHARED_TOKENS = 512  # of a prompt that is worth it
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's inputs for b completions, and where they are in `input_ids.flatten()`."""
+    """Where b completions are in a model's inputs, by positions in `input_ids.flatten()`."""
 
-    inputs: dict[str, torch.Tensor]  # input_ids [rows, S]; for a shared prompt also position_ids and attention_mask
+    inputs: dict[str, torch.Tensor]  # input_ids [rows, S], and if there is one row, position_ids [1, S]
     begins: torch.Tensor  # the position of each completion's first token, [b]
     before: torch.Tensor  # of the token before it, whose state predicts it, [b]
+    shapes: list[tuple[int, int, int]] | None = None  # of one row's groups, as `shared_attention` takes them
 
     def tokens(self, rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids [N] of the completions' tokens at these columns, and the positions [N] of the states that predict
@@ -37,13 +39,24 @@ class Layout:
         at = self.begins[rows] + columns
         return self.inputs["input_ids"].flatten()[at], torch.where(columns > 0, at - 1, self.before[rows])
 
+    def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The inputs as arguments of the model."""
+        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        if self.shapes:
+            # transformers hands a mask of four dimensions to every attention as it is.
+            inputs["attention_mask"] = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
+            inputs["attention_mask"].shapes = self.shapes
+        return inputs
+
 
 def lay_out(rollouts: list[Rollout], shares: bool) -> Layout:
-    """One row for all, if the model `shares` prompts and all have the same long one; else a row for each."""
-    (_, shared), *others = groups(rollouts, range(len(rollouts)), shares)
-    if shared and not others and len(rollouts) > 1:
-        return one_row(rollouts)
-    return rows_apart(rollouts)
+    """One row, if the model `shares` prompts and all of these are long; else a row for each."""
+    return one_row(rollouts) if shares and all(map(is_long, rollouts)) else rows_apart(rollouts)
+
+
+def is_long(rollout: Rollout) -> bool:
+    """Whether its prompt passes once for its group."""
+    return len(rollout.prompt_ids) >= SHARED_TOKENS
 
 
 def rows_apart(rollouts: list[Rollout]) -> Layout:
@@ -53,57 +66,53 @@ def rows_apart(rollouts: list[Rollout]) -> Layout:
     return Layout({"input_ids": ids}, begins, begins - 1)
 
 
-def groups(rollouts: list[Rollout], rows: Iterable[int], shares: bool) -> list[tuple[list[int], int]]:
-    """These rows, by who may pass together, and how many tokens of a prompt they share.
-
-    If the model `shares` prompts, the rollouts of each long prompt are a group. All others are one, which shares 0.
-    """
-    found = {}
-    for row in rows:
-        prompt = rollouts[row].prompt_ids
-        shared = len(prompt) if shares and len(prompt) >= SHARED_TOKENS else 0
-        found.setdefault(np.asarray(prompt[:shared], np.int64).tobytes(), ([], shared))[0].append(row)
-    return list(found.values())
-
-
 def one_row(rollouts: list[Rollout]) -> Layout:
-    """The prompt that all have, and their completions behind it. The model's attention is `shared_attention`."""
-    prompt, completions = as_tensor(rollouts[0].prompt_ids).long(), _padded([r.completion_ids for r in rollouts])
-    (shared,), (count, length) = prompt.shape, completions.shape
-    positions = torch.cat([torch.arange(shared), torch.arange(shared, shared + length).repeat(count)])
-    begins = shared + length * torch.arange(count)
-    inputs = {
-        "input_ids": torch.cat([prompt, completions.flatten()])[None],
-        "position_ids": positions[None],
-        "attention_mask": torch.ones(1, dtype=torch.bool).expand(count, 1, length, shared + length),
-    }
-    return Layout(inputs, begins, torch.full_like(begins, shared - 1))
+    """One row with each prompt once, for a model with `shared_attention`. Rollouts of one prompt are neighbours."""
+    ids, positions, begins, before, shapes, end = [], [], [], [], [], 0
+    for group in (list(group) for _, group in groupby(rollouts, prompt_key)):
+        completions = _padded([rollout.completion_ids for rollout in group])
+        prompt, (count, length) = as_tensor(group[0].prompt_ids).long(), completions.shape
+        ids += [prompt, completions.flatten()]
+        positions += [torch.arange(len(prompt)), torch.arange(len(prompt), len(prompt) + length).repeat(count)]
+        end += len(prompt)
+        begins.append(end + length * torch.arange(count))
+        before += [end - 1] * count
+        shapes.append((len(prompt), count, length))
+        end += completions.numel()
+    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(positions)[None]}
+    return Layout(inputs, torch.cat(begins), torch.tensor(before), shapes)
+
+
+def prompt_key(rollout: Rollout) -> bytes:
+    return np.asarray(rollout.prompt_ids, np.int64).tobytes()
 
 
 def shared_attention(attend: Callable, module, query, key, value, attention_mask=None, **options):
     """An attention function of transformers: `attend`, which is causal, also where completions share a prompt.
 
-    Queries, keys and values are [B, heads, S, D]. With a row of P prompt tokens and G completions of T tokens comes a
-    mask [G, 1, T, P + T], of which only the shape is read: `attend` aligns the last query with the last key.
+    Queries, keys and values are [B, heads, S, D]. A mask comes with `one_row` alone, for its attribute `shapes`: of
+    each group the tokens P of the prompt, the completions G, and the tokens T of each of those, padding included.
     """
     if attention_mask is None:
         return attend(module, query, key, value, None, **options)
+    return _attend_by_group(attend, module, query, key, value, attention_mask.shapes, **options), None
+
+
+@torch.compiler.disable
+def _attend_by_group(attend: Callable, module, query, key, value, shapes: list[tuple[int, int, int]], **options):
     if options.get("sliding_window"):
         raise ValueError("a layer with a sliding window has no shared prompts")
-    count, _, length, whole = attention_mask.shape
-    prompts, completions = zip(*(_split(tensor, whole - length, count) for tensor in (query, key, value)), strict=True)
-    of_prompt, _ = attend(module, *prompts, None, **options)  # [1, P, heads, D]
-    queries, *seen = completions
-    seen = (
-        torch.cat([prompt.expand(count, -1, -1, -1), own], 2) for prompt, own in zip(prompts[1:], seen, strict=True)
-    )
-    of_completions, _ = attend(module, queries, *seen, causal_lower_right(length, whole), **options)  # [G, T, heads, D]
-    return torch.cat([of_prompt, of_completions.flatten(0, 1)[None]], 1), None
-
-
-def _split(tensor: torch.Tensor, prompt: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompt's part [1, heads, P, D] and the completions' [G, heads, T, D]."""
-    return tensor[:, :, :prompt], tensor[0, :, prompt:].unflatten(1, (count, -1)).transpose(0, 1)
+    sizes, out = [prompt + count * length for prompt, count, length in shapes], []
+    groups = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
+    for (prompt, count, length), group in zip(shapes, groups, strict=True):
+        # [1, heads, P, D] and [G, heads, T, D]
+        q, k, v = (tensor[:, :, :prompt] for tensor in group)
+        queries, *own = (tensor[0, :, prompt:].unflatten(1, (count, length)).transpose(0, 1) for tensor in group)
+        keys, values = (torch.cat([t.expand(count, -1, -1, -1), o], 2) for t, o in zip((k, v), own, strict=True))
+        last = causal_lower_right(length, prompt + length)  # the last query is at the last key
+        out.append(attend(module, q, k, v, None, **options)[0])
+        out.append(attend(module, queries, keys, values, last, **options)[0].flatten(0, 1)[None])
+    return torch.cat(out, 1)
 
 
 def register_shared() -> None:

@@ -7,6 +7,7 @@ rollouts. All ranks get the same rollouts, and the result is that of a single ra
 """
 
 import gc
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from transformers.hf_argparser import HfArg
 
 from . import exact
 from .attention import can_share_prompts, choose_attention, random_prompts
-from .layout import SHARED, as_tensor, groups, lay_out
+from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
 from .logprobs import has_head_apart, scores_of_logits, token_scores
 from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
 from .named_tensors import NamedTensors
@@ -142,16 +143,21 @@ class Model:
         lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
         chosen, rows, parts = [], [], {True: [], False: []}
         for wanted, slices in parts.items():
-            candidates = [row for row in range(len(rollouts)) if learned[row] == wanted]
-            for group, shared in groups(rollouts, candidates, self.shares_prompts):
-                group.sort(key=lambda row: -lengths[row])
-                fillers = -len(group) % self.ranks
+            groups = defaultdict(list)  # by prompt, if it passes once, and all others
+            for row in sorted(range(len(rollouts)), key=lambda row: -lengths[row]):
+                if learned[row] == wanted:
+                    once = self.shares_prompts and is_long(rollouts[row])
+                    groups[prompt_key(rollouts[row]) if once else b""].append(row)
+            sizes = []
+            for key, group in groups.items():
+                shared, fillers = len(rollouts[group[0]].prompt_ids) if key else 0, -len(group) % self.ranks
                 of_ranks = group + fillers * [group[-1]]
-                own = [lengths[row] - shared for row in of_ranks[:: self.ranks]]
-                for part in micro_batches(own, self.config.micro_batch_tokens - shared):
-                    slices.append(slice(len(chosen) + part.start, len(chosen) + part.stop))
+                sizes += [(key, shared, lengths[row] - shared) for row in of_ranks[:: self.ranks]]
                 chosen += of_ranks[self.rank :: self.ranks]
                 rows += (group + fillers * [len(rollouts)])[self.rank :: self.ranks]
+            first = len(chosen) - len(sizes)
+            for part in micro_batches(sizes, self.config.micro_batch_tokens):
+                slices.append(slice(first + part.start, first + part.stop))
         mine = {name: torch.cat([tensor, torch.zeros_like(tensor[:1])])[rows] for name, tensor in tensors.items()}
         return Share([rollouts[row] for row in chosen], mine, parts[True], parts[False])
 
@@ -271,22 +277,27 @@ class Model:
         rows, columns = torch.stack(masks).nonzero(as_tuple=True)
         tensors = (*layout.tokens(rows, columns), rows, columns)
         targets, states_at, rows, columns = (tensor.to(self.device) for tensor in tensors)
-        inputs = {name: tensor.to(self.device) for name, tensor in layout.inputs.items()}
         with self.autocast():
-            scores = self.module.token_scores(inputs, targets, states_at, *args)
+            scores = self.module.token_scores(layout.inputs_on(self.device), targets, states_at, *args)
         padding = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if score is None else padding.index_put((rows, columns), score) for score in scores)
 
 
-def micro_batches(lengths: list[int], tokens: int) -> list[slice]:
-    """Slices of sequences of these lengths, longest first: each of at most so many tokens with its padding, or of one
-    sequence."""
-    parts, begin = [], 0
-    while begin < len(lengths):
-        end = min(begin + max(1, tokens // max(1, lengths[begin])), len(lengths))
-        parts.append(slice(begin, end))
-        begin = end
-    return parts
+def micro_batches(sizes: list[tuple[bytes, int, int]], tokens: int) -> list[slice]:
+    """Slices of sequences with these sizes, each of at most so many tokens with its padding, or of one sequence.
+
+    A size is the key of a group, the tokens that it has in common, and the sequence's own. Groups are neighbours, with
+    the longest first. Sequences of b"" have nothing in common, and pass without others.
+    """
+    parts, begin, used, group, widest = [], 0, 0, None, 0
+    for row, (key, shared, own) in enumerate(sizes):
+        apart = key != group
+        more = shared + own if apart else widest
+        if row > begin and (used + more > tokens or (apart and b"" in (key, group))):
+            parts.append(slice(begin, row))
+            begin, used, apart, more = row, 0, True, shared + own
+        used, group, widest = used + more, key, own if apart else widest
+    return [*parts, slice(begin, len(sizes))] if sizes else []
 
 
 def longest(rollouts: list[Rollout]) -> int:
