@@ -33,7 +33,7 @@ quick: venv  ## the tests without an engine, in under a minute
 	$(PYTEST) $(addprefix tests/test_,learning.py objectives.py copies.py transport.py shared_memory.py replay.py)
 
 test: lint  ## the linter and the main tests: at most 8 minutes on 2 cores
-	$(PYTEST)
+	$(PYTEST) -n 2 --dist loadfile
 
 test-rest: venv  ## more runs of scripts, with faults, and families of models, two at a time: about 20 minutes
 	$(PYTEST) -m slow -n 2 --dist loadfile

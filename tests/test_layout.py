@@ -128,7 +128,7 @@ def batches(llama, monkeypatch):
         {"micro_batch_tokens": 15},  # a group in parts
         {"num_mini_batches": 2, "gradient_checkpointing": False},
         {"lora_rank": 4},
-        {"compile": True},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

@@ -406,6 +406,8 @@ def test_rank_never_holds_more_than_its_share_and_a_tensor(model, tmp_path, monk
     on_ranks(2, load_and_write, tmp_path)
     for rank in range(2):
         for peak in torch.load(tmp_path / f"peaks-{rank}"):
-            assert sum(tensors) / 2 < peak < sum(tensors) / 2 + 3 * max(tensors)  # gloo copies what it gathers
+            # Three tensors more, since gloo copies what it gathers; half the share, since a watcher that looks now
+            # and then may miss the last tensors.
+            assert sum(tensors) / 4 < peak < sum(tensors) / 2 + 3 * max(tensors)
     loaded = Qwen2ForCausalLM.from_pretrained(tmp_path / "written").state_dict()
     assert all(loaded[name].equal(tensor.float()) for name, tensor in whole_model.state_dict().items())
