@@ -6,7 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -18,6 +20,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # importing TRL would set i
 # In the background of a shell Ctrl-C is ignored, which the scripts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
+HANGS_SECONDS = 600  # a run that takes longer hangs; slow machines, with two runs on two cores, need a third of it
 sys.path.insert(0, str(ROOT))
 
 
@@ -31,7 +34,9 @@ def pytest_runtest_setup(item):
 
 
 class Script:
-    """A command that runs a script of this project, with all that it started."""
+    """A command that runs a script of this project, with all that it started. It ends with its test."""
+
+    running: ClassVar[list["Script"]] = []
 
     def __init__(self, folder: Path, *command: str, **environment: str):
         self.temporary = Path(tempfile.mkdtemp(prefix="t-"))  # a short path: sockets lie below it
@@ -45,26 +50,33 @@ class Script:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self.running.append(self)
 
-    def finish(self, timeout: float) -> str:
+    def finish(self, timeout: float = HANGS_SECONDS) -> str:
         """Wait for the end and return what was printed."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            for process in [self.process, *family]:
-                process.kill()
+            self.kill()
             pytest.fail(f"not done after {timeout:.0f} s:\n{self.text()[-3000:]}")
         return self.text()
+
+    def kill(self) -> None:
+        """End it now, with all that it started; nothing happens if it has ended."""
+        if self.process.poll() is None:
+            for process in [*self.descendants(), self.process]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
 
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def wait_for(self, text: str, timeout: float = 120) -> None:
+    def wait_for(self, text: str, timeout: float = HANGS_SECONDS) -> None:
         """Wait until this has been printed."""
         self.wait_for_count(text, 1, timeout)
 
-    def wait_for_count(self, text: str, count: int, timeout: float) -> None:
+    def wait_for_count(self, text: str, count: int, timeout: float = HANGS_SECONDS) -> None:
         """Wait until this has been printed so many times."""
         deadline = time.monotonic() + timeout
         while self.text().count(text) < count:
@@ -72,7 +84,7 @@ class Script:
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.05)
 
-    def wait_for_step(self, run: Path, step: int, timeout: float = 120) -> None:
+    def wait_for_step(self, run: Path, step: int, timeout: float = HANGS_SECONDS) -> None:
         metrics, deadline = run / "metrics.jsonl", time.monotonic() + timeout
         while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
             assert self.process.poll() is None, self.text()
@@ -129,6 +141,14 @@ def script(tmp_path):
         return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments), **environment)
 
     return start
+
+
+@pytest.fixture(autouse=True)
+def no_script_outlives_its_test():
+    """A test that fails leaves no run to slow the ones after it."""
+    yield
+    while Script.running:
+        Script.running.pop().kill()
 
 
 @pytest.fixture

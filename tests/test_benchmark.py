@@ -48,7 +48,7 @@ def assert_every_way_is_exact(run, expected):
 @pytest.mark.long
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
     arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized
-    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
+    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     peers = PEERS[topology][:1] if quantized else PEERS[topology]
     assert_every_way_is_exact(tmp_path / "run", [*peers, "ours, reload", "ours, default"])
@@ -63,7 +63,7 @@ def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
 )
 def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
     arguments = ["--topology", topology, "--shape", "opt-125m", "--rounds", 2, "--output", "run"]
-    text = script("benchmarks/sync.py", *arguments, CUDA_VISIBLE_DEVICES=gpus(where)).finish(300)
+    text = script("benchmarks/sync.py", *arguments, CUDA_VISIBLE_DEVICES=gpus(where)).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert_every_way_is_exact(tmp_path / "run", [*PEERS[topology], *NATIVE, "ours, reload", "ours, replay"])
 
@@ -143,7 +143,7 @@ def step(monkeypatch):
 def test_whole_step_is_timed_beside_trls(script, tmp_path):
     flags = {"--prompts": 2, "--completions": 4, "--tokens": 8, "--prompt-tokens": 8, "--steps": 3, "--trl-batch": 4}
     arguments = [text for flag in flags.items() for text in flag]
-    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish(300)
+    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     results = json.loads((tmp_path / "run" / "step.json").read_text())
     assert results["failed"] == {}
@@ -163,7 +163,7 @@ def test_whole_step_is_timed_beside_trls(script, tmp_path):
 @pytest.mark.long
 def test_several_ranks_feed_several_engines_beside_their_ceiling(script, tmp_path):
     arguments = "--trainers", 2, "--engines", 2, "--tensor-parallel-size", 1, "--rounds", 2, "--output", "run"
-    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish(180)
+    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "2 trainer -> 2 x TP=1, NCCL" in text
     assert_every_way_is_exact(tmp_path / "run", ["raw broadcast", "ours, reload", "ours, default"])
@@ -174,7 +174,7 @@ def test_several_ranks_feed_several_engines_beside_their_ceiling(script, tmp_pat
 def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_path):
     flags = {"--topology": "nccl", "--prompts": 2, "--completions": 4, "--tokens": 32, "--mean-tokens": 8}
     arguments = [text for flag in (flags | {"--prompt-tokens": 8, "--steps": 3}).items() for text in flag]
-    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish(300)
+    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     results = json.loads((tmp_path / "run" / "step.json").read_text())
     assert [row["way"] for row in results["ways"]] == ["rlhf.py", "rlhf_async.py"]

@@ -31,7 +31,7 @@ def default_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
     options = ("--offload-optimizer", "--save-every", "30", "--output", "run")
     command = (sys.executable, str(ROOT / "rlhf_colocate.py"), *options)
-    return folder / "run", Script(folder, *command, **CORE_IN_PROCESS).finish(240)
+    return folder / "run", Script(folder, *command, **CORE_IN_PROCESS).finish()
 
 
 @cpu_only
@@ -72,7 +72,7 @@ def test_one_engine_goes_on_until_a_rank_is_killed(default_run, script, tmp_path
     victim = [child for child in family if child.cmdline() and child.cmdline()[0].startswith("ray::Trainer")][1]
     victim.kill()  # which the other rank may be waiting for, and a worker
     killed = time.monotonic()
-    text = process.finish(60)
+    text = process.finish()
     assert time.monotonic() - killed < DEAD_SIDE_SECONDS
     process.assert_failed_cleanly(text, family)
     assert "the trainer" in text.splitlines()[-1], text

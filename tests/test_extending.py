@@ -80,7 +80,7 @@ llm.llm_engine.engine_core.shutdown()
     body = "".join(f"    {line}\n" if line else "\n" for line in (snippet + use + check).splitlines())
     (folder / "main.py").write_text(PRELUDE + body)
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(folder)}
-    text = Script(folder, sys.executable, "main.py", str(path), **environment).finish(240)
+    text = Script(folder, sys.executable, "main.py", str(path), **environment).finish()
     assert "\nOK\n" in text, text[-3000:]
     assert "[{'version': 1}, {'version': 1}]" in text
 

@@ -89,7 +89,7 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             (tmp_path / "fault.json").unlink(missing_ok=True)
             process = script("tests/fault.py", fault, ROOT / name, *options, *how)
             how = ["--resume", "run"]
-            text = process.finish(180)
+            text = process.finish()
             print(text)
             happened = json.loads((tmp_path / "fault.json").read_text())
             assert time.time() - happened["time"] < FAULT_SECONDS
@@ -102,9 +102,9 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
     process = script(name, *how, "--steps", done + 2, **CORE_IN_PROCESS)
     beside = [script(name, "--output", "beside", "--steps", 1, **CORE_IN_PROCESS)] if faults is OTHERS else []
     process.wait_for("run folder")  # which this run holds from now on
-    again = script(name, "--resume", "run").finish(60)
+    again = script(name, "--resume", "run").finish()
     assert again.splitlines()[-1].startswith("error: another run is using "), again
-    for text in [each.finish(180) for each in (process, *beside)]:
+    for text in [each.finish() for each in (process, *beside)]:
         assert text.splitlines()[-1].startswith("OK: "), text
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, done + 3))

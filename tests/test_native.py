@@ -53,7 +53,7 @@ def reward(completions, **_):
 def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
     options = "--seed", random.randrange(1000), "--reward", "mine:reward"
-    text = script("rlhf_nccl.py", *options, "--output", "run").finish(180)
+    text = script("rlhf_nccl.py", *options, "--output", "run").finish()
     assert (tmp_path / "calls").read_text() == "." * 8 * 31  # of 30 steps and the last proof, no nonsense before them
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert re.search(r"^(\d+) of \1 greedy tokens are the trainer's own", text, re.MULTILINE)
@@ -68,7 +68,7 @@ def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
 @pytest.mark.slow
 def test_mixture_of_experts_gets_the_trainers_weights(script, tmp_path):
     build("Qwen3Moe", tmp_path / "model")
-    text = script("rlhf_nccl.py", "--model", "model", "--steps", 2, "--output", "run").finish(180)
+    text = script("rlhf_nccl.py", "--model", "model", "--steps", 2, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: "), text
 
 
@@ -106,7 +106,7 @@ def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault,
             time.sleep(0.05)
         failed = time.monotonic()
         run.descendant("VLLM::Worker_TP1").kill()
-    text = run.finish(60)
+    text = run.finish()
     assert time.monotonic() - failed < DEAD_SIDE_SECONDS
     print(text)
     run.assert_failed_cleanly(text, family)
@@ -118,7 +118,7 @@ def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault,
 @cpu_only
 def test_what_needs_a_gpu_says_so(script):
     run = script("rlhf_nccl.py", "--quantization", "fp8")
-    text = run.finish(60)
+    text = run.finish()
     run.assert_failed_cleanly(text, [])
     assert text.splitlines()[-1] == "error: --backend ipc and --quantization fp8 want a GPU, and Ray sees none"
 

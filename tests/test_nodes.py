@@ -125,7 +125,7 @@ def test_run_over_two_nodes_ends_when_the_cable_is_cut_and_goes_on_when_it_is_ba
         start_ray(hosts, B, ray_folder, f"--address={A}:6379")
         alone = build_tiny_model(Path(ray_folder) / "model")  # where host B has another disk
         run = start_run(hosts, tmp_path, "--model", str(alone))
-        text = run.finish(120)
+        text = run.finish()
         run.assert_failed_cleanly(text, [])
         assert f"error: {alone} is not on the node {B}: " in text.splitlines()[-1], text
 
@@ -135,7 +135,7 @@ def test_run_over_two_nodes_ends_when_the_cable_is_cut_and_goes_on_when_it_is_ba
         assert where["ray::Trainer"] != where["ray::Engine"] == where["VLLM::Worker"], where
         hosts.plug("down")
         cut = time.monotonic()
-        text = run.finish(90)
+        text = run.finish()
         print(text)
         assert time.monotonic() - cut < FAULT_SECONDS
         psutil.wait_procs([p for p in hosts.processes(A) if "VLLM" in title_of(p)], timeout=20)  # Ray ends them
@@ -148,7 +148,7 @@ def test_run_over_two_nodes_ends_when_the_cable_is_cut_and_goes_on_when_it_is_ba
         start_ray(hosts, B, ray_folder, f"--address={A}:6379")
         step = max(int(path.name[-6:]) for path in (tmp_path / "run").glob("checkpoint-*"))
         two = "--trainers", "2", "--engines", "2"
-        text = start_run(hosts, tmp_path, "--resume", "run", *two, "--steps", str(step + 2)).finish(180)
+        text = start_run(hosts, tmp_path, "--resume", "run", *two, "--steps", str(step + 2)).finish()
         assert text.splitlines()[-1].startswith("OK: "), text
         for host in (A, B):
             assert not [

@@ -595,7 +595,7 @@ def default_run(tmp_path_factory):
     """The folder of a run with the default arguments, and what it printed."""
     folder = tmp_path_factory.mktemp("default")
     command = (sys.executable, str(ROOT / "rlhf_ppo.py"), "--output", "run")
-    return folder / "run", Script(folder, *command, **CORE_IN_PROCESS).finish(400)
+    return folder / "run", Script(folder, *command, **CORE_IN_PROCESS).finish()
 
 
 @cpu_only
@@ -623,10 +623,10 @@ def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
 @pytest.mark.long
 def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
     flags = "--steps", 4, "--save-every", 2, "--output", "whole"
-    script("rlhf_ppo.py", *flags, **CORE_IN_PROCESS).finish(600)
+    script("rlhf_ppo.py", *flags, **CORE_IN_PROCESS).finish()
     whole, run = tmp_path / "whole", shutil.copytree(tmp_path / "whole", tmp_path / "run")
     shutil.rmtree(run / "checkpoint-000004")  # as if it had been killed before
-    text = script("rlhf_ppo.py", "--resume", "run", **CORE_IN_PROCESS).finish(600)
+    text = script("rlhf_ppo.py", "--resume", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert timeless(run) == timeless(whole)
     for part in ("model.safetensors", "critic/model.safetensors"):
@@ -642,7 +642,7 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
         --reward recipe.tasks.uppercase:uppercase --reward-model recipe.tasks.tiny_reward_model:build_tiny_reward_model
         --reward-weights 2 0.5 --kl-target 0.01 --kl-horizon 100 --num-epochs 2 --output run
     """
-    text = script("rlhf_ppo.py", *flags.split()).finish(600)
+    text = script("rlhf_ppo.py", *flags.split()).finish()
     assert re.search(r"^OK: reward .*, eval -?\d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
     assert re.findall(r"^cpu:\d +(\w+) (\d)$", text, re.M) == [
         ("trainer", "0"), ("critic", "0"), ("reference", "0"), ("reward_model", "0"), ("engine", "0"), ("engine", "1"),
@@ -661,7 +661,7 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
 @cpu_only
 @pytest.mark.long
 def test_two_ranks_beside_two_workers_learn(script, tmp_path):
-    text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--steps", 12, "--output", "run").finish(600)
+    text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--steps", 12, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     metrics = rows(tmp_path / "run")
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.3

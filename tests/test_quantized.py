@@ -150,7 +150,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
 
 @pytest.mark.long
 def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
-    text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish(180)
+    text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
     pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
@@ -170,7 +170,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
 
     (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
     arguments = ["--quantization-config", "int8.json", "--tensor-parallel-size", 1]
-    text = script("benchmarks/quantized_memory.py", *arguments, **CORE_IN_PROCESS).finish(240)
+    text = script("benchmarks/quantized_memory.py", *arguments, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "/model, CUDA graphs NONE, TP=1\n" in text
     assert "rollouts of 8 prompts x 8 completions of 16 tokens" in text

@@ -435,12 +435,6 @@ def signal_all(server: Script, number: int) -> None:
             process.send_signal(number)
 
 
-def kill(server: Script) -> None:
-    if server.process.poll() is None:
-        signal_all(server, signal.SIGKILL)
-        server.process.wait()
-
-
 @cpu_only
 @pytest.mark.parametrize("faults", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 def test_a_run_outlives_servers_that_are_killed_or_stopped_and_takes_them_in_again(script, tmp_path, faults):
@@ -451,38 +445,34 @@ def test_a_run_outlives_servers_that_are_killed_or_stopped_and_takes_them_in_aga
     (tmp_path / "slow.py").write_text(SLOW_REWARD)  # so that steps are left when a server is back
     servers, chance = [server_of(tmp_path, model, i, port) for i, port in enumerate(ports)], random.Random(faults)
     rows = lambda: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]  # noqa: E731
-    try:
-        for server in servers:
-            server.wait_for("Application startup complete", 200)
-        urls = [word for port in ports for word in ("--engine-url", f"http://127.0.0.1:{port}")]
-        options = ["--model", model, "--learning-rate", 3e-3, "--reward", "slow:reward", "--api-key", "secret"]
-        options += ["--engine-timeout", 10, "--steps", 10_000, "--save-every", 0, "--output", "run"]
-        process = script("rlhf_serve.py", *urls, *options)
-        process.wait_for_step(run, 3)
-        for fault in range(1, faults + 1):
-            i, stops, receives = chance.randrange(2), chance.random() < 0.5, chance.random() < 0.5
-            mark = tmp_path / f"receiving-{i}"
-            mark.unlink(missing_ok=True)
-            while receives and not mark.exists():
-                assert process.process.poll() is None, process.text()
-                time.sleep(0.001)
-            time.sleep(chance.random() * (0.05 if receives else 2))
-            signal_all(servers[i], signal.SIGSTOP if stops else signal.SIGKILL)
-            process.wait_for_count("is lost", fault, 30)
-            process.wait_for_step(run, len(rows()) + 2)
-            if stops:
-                signal_all(servers[i], signal.SIGCONT)
-            else:
-                kill(servers[i])
-                servers[i] = server_of(tmp_path, model, i, ports[i])
-            process.wait_for_count("serves again", fault, 200)
-            process.wait_for_step(run, len(rows()) + 2)
-            print(f"fault {fault}: engine {i}, {'stopped' if stops else 'killed'},", "in a sync" * receives)
-        process.process.terminate()
-        text = process.finish(60)
-    finally:
-        for server in servers:
-            kill(server)
+    for server in servers:
+        server.wait_for("Application startup complete")
+    urls = [word for port in ports for word in ("--engine-url", f"http://127.0.0.1:{port}")]
+    options = ["--model", model, "--learning-rate", 3e-3, "--reward", "slow:reward", "--api-key", "secret"]
+    options += ["--engine-timeout", 10, "--steps", 10_000, "--save-every", 0, "--output", "run"]
+    process = script("rlhf_serve.py", *urls, *options)
+    process.wait_for_step(run, 3)
+    for fault in range(1, faults + 1):
+        i, stops, receives = chance.randrange(2), chance.random() < 0.5, chance.random() < 0.5
+        mark = tmp_path / f"receiving-{i}"
+        mark.unlink(missing_ok=True)
+        while receives and not mark.exists():
+            assert process.process.poll() is None, process.text()
+            time.sleep(0.001)
+        time.sleep(chance.random() * (0.05 if receives else 2))
+        signal_all(servers[i], signal.SIGSTOP if stops else signal.SIGKILL)
+        process.wait_for_count("is lost", fault, 30)
+        process.wait_for_step(run, len(rows()) + 2)
+        if stops:
+            signal_all(servers[i], signal.SIGCONT)
+        else:
+            servers[i].kill()
+            servers[i] = server_of(tmp_path, model, i, ports[i])
+        process.wait_for_count("serves again", fault)
+        process.wait_for_step(run, len(rows()) + 2)
+        print(f"fault {fault}: engine {i}, {'stopped' if stops else 'killed'},", "in a sync" * receives)
+    process.process.terminate()
+    text = process.finish()
     assert text.splitlines()[-1] == "error: interrupted", text
     assert [text.count(f"engine {said}") for said in ("0 is lost", "1 is lost")] == [
         text.count(f"engine {said}") for said in ("0 serves again", "1 serves again")

@@ -76,6 +76,7 @@ class RaySession:
         for process in alive:
             with suppress(psutil.Error):
                 process.kill()
+        psutil.wait_procs(alive, timeout=3)  # a killed process takes a moment to go
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def end(self, actors: dict[str, ray.actor.ActorHandle], patience: float = SHUTDOWN_SECONDS) -> None:
