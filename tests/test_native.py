@@ -65,7 +65,7 @@ def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_mixture_of_experts_gets_the_trainers_weights(script, tmp_path):
     build("Qwen3Moe", tmp_path / "model")
     text = script("rlhf_nccl.py", "--model", "model", "--steps", 2, "--output", "run").finish()
@@ -86,14 +86,17 @@ def fault(tmp_path, monkeypatch):
 
 
 @cpu_only
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("raise", r"the weight transfer is stuck: .* what the engine's processes said is in run\.log"),
-        ("hang", "the engine died"),
+        pytest.param(
+            "raise",
+            r"the weight transfer is stuck: .* what the engine's processes said is in run\.log",
+            id="raises",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("hang", "the engine died", id="killed", marks=pytest.mark.slow),
     ],
-    ids=["raises", "killed"],
 )
 def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault, kind, message):
     run = script("rlhf_nccl.py", "--steps", 10_000, "--output", "run")
