@@ -57,7 +57,7 @@ def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
     """Returns the metrics of the run, all of which are as they should be."""
     flags = FLAGS.replace("--dynamic-sampling 2", "") if name == "rlhf_ppo.py" else FLAGS  # it has no groups
     flags = *flags.split(), "--steps", 2, "--output", "run", *more
-    text = script(name, *flags, **environment or CORE_IN_PROCESS).finish(300 if environment else 180)
+    text = script(name, *flags, **environment or CORE_IN_PROCESS).finish()
     assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
     assert re.search(r"^ +\d\.\d\d  'What is \d+ and \d+\?' -> '", text, re.M), text
     before, *rows = metrics(folder)

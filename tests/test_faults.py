@@ -102,7 +102,7 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
     process = script(name, *how, "--steps", done + 2, **CORE_IN_PROCESS)
     beside = [script(name, "--output", "beside", "--steps", 1, **CORE_IN_PROCESS)] if faults is OTHERS else []
     process.wait_for("run folder")  # which this run holds from now on
-    again = script(name, "--resume", "run").finish()
+    again = script(name, "--resume", "run").finish(60)
     assert again.splitlines()[-1].startswith("error: another run is using "), again
     for text in [each.finish() for each in (process, *beside)]:
         assert text.splitlines()[-1].startswith("OK: "), text

@@ -109,7 +109,7 @@ def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault,
             time.sleep(0.05)
         failed = time.monotonic()
         run.descendant("VLLM::Worker_TP1").kill()
-    text = run.finish()
+    text = run.finish(60)
     assert time.monotonic() - failed < DEAD_SIDE_SECONDS
     print(text)
     run.assert_failed_cleanly(text, family)
@@ -121,7 +121,7 @@ def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault,
 @cpu_only
 def test_what_needs_a_gpu_says_so(script):
     run = script("rlhf_nccl.py", "--quantization", "fp8")
-    text = run.finish()
+    text = run.finish(60)
     run.assert_failed_cleanly(text, [])
     assert text.splitlines()[-1] == "error: --backend ipc and --quantization fp8 want a GPU, and Ray sees none"
 

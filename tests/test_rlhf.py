@@ -38,7 +38,7 @@ def timeless(run):
 def default_run(tmp_path_factory):
     """The folder of a run with the default arguments."""
     folder, seed = tmp_path_factory.mktemp("default"), str(random.randrange(1000))
-    text = Script(folder, sys.executable, str(ROOT / "rlhf.py"), "--seed", seed, "--output", "run").finish()
+    text = Script(folder, sys.executable, str(ROOT / "rlhf.py"), "--seed", seed, "--output", "run").finish(180)
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "the trainer's attention: sdpa, whose logits are eager's but for rounding\n" in text
     assert not [line for line in text.splitlines() if "INFO" in line or "pid=" in line], text
@@ -271,7 +271,7 @@ def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys,
 )
 def test_what_is_not_there_ends_the_run_before_an_actor_starts(script, arguments, message):
     run = script("rlhf.py", *arguments)
-    text = run.finish()
+    text = run.finish(60)
     run.assert_failed_cleanly(text, [])
     assert message in text.splitlines()[-1]
 

@@ -472,7 +472,7 @@ def test_a_run_outlives_servers_that_are_killed_or_stopped_and_takes_them_in_aga
         process.wait_for_step(run, len(rows()) + 2)
         print(f"fault {fault}: engine {i}, {'stopped' if stops else 'killed'},", "in a sync" * receives)
     process.process.terminate()
-    text = process.finish()
+    text = process.finish(60)
     assert text.splitlines()[-1] == "error: interrupted", text
     assert [text.count(f"engine {said}") for said in ("0 is lost", "1 is lost")] == [
         text.count(f"engine {said}") for said in ("0 serves again", "1 serves again")

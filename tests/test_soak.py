@@ -37,7 +37,7 @@ def test_memory_of_the_whole_loop_is_flat(script, tmp_path):
     finally:
         family = process.descendants()
         process.process.terminate()
-    text = process.finish()
+    text = process.finish(60)
     process.assert_failed_cleanly(text, family)
     assert text.splitlines()[-1] == "error: interrupted", text
 

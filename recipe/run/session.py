@@ -72,11 +72,10 @@ class RaySession:
         with suppress(Exception):  # an actor may be what failed
             self.end(dict(self.actors), AFTER_ERROR_SECONDS if error else SHUTDOWN_SECONDS)
         ray.shutdown()
-        _, alive = psutil.wait_procs(family, timeout=3)
-        for process in alive:
+        for process in _running(family, 3):
             with suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(alive, timeout=3)  # a killed process takes a moment to go
+        _running(family, 3)  # a killed process takes a moment to go
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def end(self, actors: dict[str, ray.actor.ActorHandle], patience: float = SHUTDOWN_SECONDS) -> None:
@@ -138,6 +137,23 @@ class RaySession:
         errors = [(actor, answer) for actor, answer in answers if isinstance(answer, Exception)]
         said = [each for each in errors if isinstance(_cause(each[1]), USER_ERRORS)]
         return explain(phase, *([each for each in errors if _died(each[1])] or said or errors)[0])
+
+
+def _running(processes: list[psutil.Process], patience: float) -> list[psutil.Process]:
+    """Those of the processes that still run after so many seconds. A zombie has ended, whether or not it is reaped."""
+    deadline = time.monotonic() + patience
+    while running := [each for each in processes if each.is_running() and _status(each) != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return running
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
 
 
 def explain(phase: str, actor: str, error: Exception) -> Exception:
