@@ -150,7 +150,11 @@ class ColocateWorkerExtension(SharedParts):
 
         if "memory" in handshake:
             names = [name for name, *_ in handshake["wire"]]
-            return TrainerMemory(dict(zip(names, map_handles(handshake["memory"]), strict=True)))
+            weights = dict(zip(names, map_handles(handshake["memory"]), strict=True))
+            factors = iter(map_handles(handshake["factors"]))
+            for name, options in handshake["adapters"].items():
+                weights[name] = LoRAWeight(weights[name], next(factors), next(factors), *options)
+            return TrainerMemory(weights)
         return SharedStaging(
             link, map_handles(handshake["buffers"]), self.weight_buckets, sends="emptied", awaits="filled"
         )

@@ -4,6 +4,7 @@
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU, which trainer and engine share
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
     python benchmarks/sync.py --shape qwen2.5-7b --quantized                 # into an engine that torchao quantizes
+    python benchmarks/sync.py --shape qwen2.5-7b --topology ipc --lora-rank 32    # adapters, which arrive merged
     python benchmarks/sync.py --shape qwen2.5-7b --trainers 4 --engines 2    # 8 GPUs: FSDP2 shards -> 2 x TP=2, NCCL
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
 
@@ -18,8 +19,8 @@ The output also says how long the transfer alone took, until the workers had tol
 the other ways, the last call resets the prefix cache. On GPUs, the engine has captured CUDA graphs, as in the scripts,
 unless --enforce-eager is given.
 
-With several trainers or engines, the other ways do not apply: only the ceiling and ours are timed. The ceiling then is
-one broadcast from rank 0 to all workers.
+With several trainers or engines, or with adapters, the other ways do not apply: only the ceiling and ours are timed.
+The ceiling of several is one broadcast from rank 0 to all workers.
 
 Staging is the peak of GPU memory that a way allocates beyond the weights, trainer + worker, in the last round. If the
 first round differs, it is printed as well: there, the first sync verifies replay. Writes a table, sync.json and
@@ -49,6 +50,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from transformers.hf_argparser import HfArg  # noqa: E402
 
 from recipe.errors import RunError  # noqa: E402
+from recipe.learning.lora import LoRAArguments, adapter_parameters, add_adapters  # noqa: E402
 from recipe.learning.named_tensors import NamedTensors  # noqa: E402
 from recipe.learning.sharding import join_ranks  # noqa: E402
 from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options  # noqa: E402
@@ -84,6 +86,7 @@ class Arguments(LayoutArguments, EngineArguments, BenchmarkArguments):
     topology: Literal[tuple(CASES)] = HfArg(default="nccl", help="on CPU: gloo, or shared memory")
     trainer_dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16", help="dtype of the weights that are sent")
     quantized: bool = HfArg(default=False, help="an engine of FP8 weights (CPU: int8)")
+    lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="rank of adapters on all linear layers")
     rounds: Annotated[int, Ge(1)] = HfArg(default=6, help="rounds of each way")
     max_model_len: Annotated[int | None, Ge(1)] = HfArg(default=256, help="tokens; the engine generates none")
     # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
@@ -180,6 +183,10 @@ class BenchTrainer:
         with self.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
         self.model = model.requires_grad_(False)
+        if args.lora_rank:
+            add_adapters(model, LoRAArguments(lora_rank=args.lora_rank), dtype)
+            for parameter in adapter_parameters(model):
+                torch.nn.init.normal_(parameter, std=0.02)
         if args.trainers > 1:
             fully_shard(self.model)
         self.named_tensors = NamedTensors(self.model)
@@ -450,7 +457,7 @@ def main(args: Arguments) -> None:
     with RunFolder(args, "sync") as run, RaySession(args, run.progress) as session:
         bench = Bench(run, session, args)
         case = CASES[args.topology].format(**asdict(args), tp=args.tensor_parallel_size)
-        alone = args.trainers == args.engines == 1
+        plain = args.trainers == args.engines == 1 and not args.lora_rank
         bench.open_sender(replay=False)
         bench.run_way("ours", "reload")
         bench.nbytes = bench.ask_trainer("last_report").nbytes
@@ -460,13 +467,13 @@ def main(args: Arguments) -> None:
         bench.reference = bench.ask_workers("digest")
         bench.reconnect()
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
-        if args.quantized or not alone:
+        if args.quantized or not plain:
             pass  # vLLM's examples load in parts; for a model that torchao quantizes, vLLM needs one call with all
         elif bench.ipc:
             bench.measure("ZMQ + IPC buckets", "zmq_buckets", *bench.ask_workers("report_device_id"))
         else:
             bench.measure("one RPC a parameter", "one_rpc_a_parameter")
-        for packed in (False, True) if bench.gpu and alone else ():
+        for packed in (False, True) if bench.gpu and plain else ():
             bench.release()
             bench.run_way("connect_native", packed, *bench.address())
             bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")
@@ -481,10 +488,8 @@ def main(args: Arguments) -> None:
 def finish(run: RunFolder, args: Arguments, rows: list[dict], nbytes: int) -> None:
     """Write the results. Raises RunError if a way left other weights than a reload does."""
     results = {"shape": args.shape, "device": device_kind()[0], "nbytes": nbytes, "ways": rows}
-    results |= {
-        name: getattr(args, name)
-        for name in ("topology", "quantized", "trainer_dtype", "tensor_parallel_size", "trainers", "engines")
-    }
+    settings = "topology quantized lora_rank trainer_dtype tensor_parallel_size trainers engines"
+    results |= {name: getattr(args, name) for name in settings.split()}
     (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, run.path / "sync.png")
     if wrong := [row["way"] for row in rows if row["exact"] is False]:

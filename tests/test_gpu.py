@@ -379,8 +379,7 @@ def test_sample_of_the_trainers_memory_finds_a_replay_that_went_wrong(request, c
 
 
 def test_adapters_arrive_merged_by_peft_and_no_other_way(pair):
-    pair.connect()
-    restore(pair)
+    pair.connect()  # anew: a worker maps what a session begins with
     assert_adapters_are_exact(pair, syncs=20)
     pair.connect()
 
@@ -433,6 +432,7 @@ def test_merging_kernel_writes_what_torch_computes(dtype, transposed, rank, scal
         lora_A = torch.randn(rank, inputs, device="cuda") * 0.02
         lora_B = torch.randn(outputs, rank, device="cuda") * 0.02
         weight, merged = LoRAWeight(base, lora_A, lora_B, scaling, transposed), torch.empty_like(base)
-        weight.merge_into(merged, base, first)
-        assert merged.equal(weight.merge(base, first).to(dtype))
-        assert not any(Merge(weight, base, first).wrong(merged, seed) for seed in range(20))
+        merge = Merge(weight, base, first)
+        merge(merged)
+        assert merged.equal(merge.merged().to(dtype))
+        assert not any(merge.wrong(merged, seed) for seed in range(20))

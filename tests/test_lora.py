@@ -111,17 +111,20 @@ def test_a_base_of_half_precision_is_merged_in_fp32():
 
 KERNEL = """
 import torch
-from weight_sync.lora import LoRAWeight
+from weight_sync.lora import LoRAWeight, Merge
 
-for rows, columns, rank, first, transposed in [(70, 99, 5, 0, False), (64, 65, 40, 13, False), (66, 90, 4, 7, True)]:
+# rows, columns, rank, first row, first column, transposed
+for rows, columns, rank, first, left, transposed in [
+    (70, 99, 5, 0, 0, False), (64, 65, 40, 13, 0, False), (66, 90, 4, 7, 0, True), (30, 90, 4, 7, 9, True),
+]:
     outputs, inputs = (columns, rows) if transposed else (rows, columns)
     lora_A, lora_B = torch.randn(rank, inputs), torch.randn(outputs, rank)
-    base = torch.randn(rows, columns).bfloat16()[first:]
-    weight = LoRAWeight(base, lora_A, lora_B, 0.7, transposed)
-    merged = torch.full((rows, columns), 7.0)
-    weight._merge_by_kernel(merged[first:], base, first)
-    torch.testing.assert_close(merged[first:], weight.merge(base, first), atol=1e-5, rtol=1e-5)
-    assert (merged[:first] == 7).all()
+    base = torch.randn(rows, columns).bfloat16()
+    weight, merged = LoRAWeight(base, lora_A, lora_B, 0.7, transposed), torch.full((rows, columns), 7.0)
+    Merge(weight, base[first:, left:], first, left)._by_kernel(merged[first:, left:])
+    expected = weight.merge(base)[first:, left:]
+    torch.testing.assert_close(merged[first:, left:], expected, atol=1e-5, rtol=1e-5)
+    assert (merged[:first] == 7).all() and (merged[:, :left] == 7).all()
 """
 
 

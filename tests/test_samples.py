@@ -28,6 +28,7 @@ from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, rebui
 from weight_sync import copies, samples
 from weight_sync.channels import TrainerMemory
 from weight_sync.groups import shared_buffer
+from weight_sync.lora import LoRAWeight, materialized
 
 DIFFERS = "a sample of what the last sync left in the engine was not what the trainer had"
 copies._has_kernel, copies.SHORTEST_RUN, samples.SAMPLED_BLOCKS = lambda device: True, 32, 16
@@ -60,12 +61,18 @@ def values(seed):
 
 
 class Mapped:
-    def __init__(self, stale=None):
+    def __init__(self, stale=None, adapters=()):
         # A trainer whose memory a worker reads. Or the memory that the tensor `stale` had, and has left.
-        self.trainer, self.version = {}, 0
-        for name, value in values(0).items():
-            self.trainer[name] = shared_buffer(value.nbytes, CPU).view(value.dtype).view(value.shape)
-        mapped = iter(self.trainer)
+        self.version, given = 0, values(0)
+        for name in adapters:
+            given |= {f"{name}.A": torch.ones(1, given[name].shape[1]), f"{name}.B": torch.ones(len(given[name]), 1)}
+        self.memory = {n: shared_buffer(t.nbytes, CPU).view(t.dtype).view(t.shape) for n, t in given.items()}
+        for name, value in given.items():
+            self.memory[name].copy_(value)
+        self.trainer = {name: self.memory[name] for name in values(0)}
+        for name in adapters:
+            self.trainer[name] = LoRAWeight(*(self.memory[name + end] for end in ("", ".A", ".B")), 0.5)
+        mapped = iter(self.memory)
         rlhf_utils.rebuild_ipc = lambda *a: rebuild_ipc(*a).clone() if next(mapped) == stale else rebuild_ipc(*a)
         channel = SharedMemoryChannel(CPU)
         self.worker, self.sender = Worker(Engine(Casting(rank=1)), channel.handles), WeightSender(channel)
@@ -73,13 +80,23 @@ class Mapped:
     def sync(self):
         self.version += 1
         for name, value in values(self.version).items():
-            self.trainer[name].copy_(value)
+            self.memory[name].copy_(value)
+        for name, tensor in self.memory.items():
+            if name.endswith(".B"):
+                tensor.fill_(self.version)
         receiving = Receiving(self.worker)
         try:
             assert self.sender.send_weights(self.trainer.items()).loader == "replay"
         finally:
             receiving.join(20)
             self.error = receiving.error
+
+
+def assert_serves(pair):
+    expected = Casting(rank=1)
+    expected.load_weights((name, materialized(weight)) for name, weight in pair.trainer.items())
+    model = pair.worker.weight_model.model
+    assert all(parameter.equal(expected.get_parameter(name)) for name, parameter in model.named_parameters())
 
 
 def assert_fails(pair):
@@ -99,16 +116,20 @@ for version in (2, 3):
     model = pair.worker.weight_model
     assert pair.error is None and model.digest is None  # nothing vouches for it yet
     assert version % 2 or pair.worker.check_weights_changed()
-    expected = Casting(rank=1)
-    expected.load_weights(pair.trainer.items())
-    assert all(parameter.equal(expected.get_parameter(name)) for name, parameter in model.model.named_parameters())
+    assert_serves(pair)
 draws = [str(model.samples.draw(seed)[0]) for seed in (1, 1, 2)]
 assert draws[0] == draws[1] != draws[2]
 pair.sender.close()
 assert pair.worker.check_weights_changed() and pair.worker.check_weights_changed()
 
-for stale in ("q", "embed"):  # a copy, and a cast
-    pair = Mapped(stale)
+pair = Mapped(adapters=("q", "o", "fc"))  # copied by rows, by columns, and transposed
+for _ in range(3):
+    pair.sync()
+    assert isinstance(pair.sender.staging, TrainerMemory) and pair.worker.check_weights_changed()
+    assert_serves(pair)
+
+for stale, adapters in ("q", ()), ("embed", ()), ("q.B", ("q",)):  # a copy, a cast, what is merged
+    pair = Mapped(stale, adapters)
     pair.sync()
     pair.sync()
     assert not pair.worker.check_weights_changed() and not pair.worker.check_weights_changed()

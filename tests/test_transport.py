@@ -28,7 +28,7 @@ from weight_sync.buckets import ALIGN_BYTES, piece_of, plan_buckets
 from weight_sync.channels import BroadcastChannel, BroadcastStaging
 from weight_sync.groups import GlooCommunicator
 from weight_sync.link import BUSY_POLL_SECONDS
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight, Merge, materialized
 from weight_sync.ranks import Ranks, ranks_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
@@ -212,14 +212,14 @@ def test_wrong_word_of_a_merged_weight_ends_the_sync(monkeypatch):
     adapted = LoRAWeight(torch.randn(3, 64), torch.randn(2, 64), torch.randn(3, 2), 0.7)
     weights = [("embedding", torch.randn(9)), ("w", adapted)]
     sender.send_weights(weights)
-    merge = LoRAWeight.merge
+    merged = Merge.merged
 
-    def merge_wrongly(*args):
-        merged = merge(*args)
-        merged[1, 17] *= 1.001
-        return merged
+    def merge_wrongly(merge):
+        found = merged(merge)
+        found[1, 17] *= 1.001
+        return found
 
-    monkeypatch.setattr(LoRAWeight, "merge", merge_wrongly)
+    monkeypatch.setattr(Merge, "merged", merge_wrongly)
     with pytest.raises(WeightSyncError, match=r"1 sampled elements of a merged weight are not base"):
         sender.send_weights(weights)
     receiving.join(10)
@@ -230,12 +230,12 @@ def test_wrong_word_of_a_merged_weight_ends_the_sync(monkeypatch):
 def test_wrong_row_of_a_merged_weight_is_found_in_the_end(monkeypatch):
     """Few rows are computed again, and other ones in each sync."""
     weights = [("w", LoRAWeight(torch.randn(24, 8), torch.randn(2, 8), torch.randn(24, 2), 0.7))]
-    merge = LoRAWeight.merge
+    merged = Merge.merged
     for row in (0, 23):  # the seldom ones
-        merge_wrongly = lambda *args, row=row: merge(*args).index_fill_(0, torch.tensor(row), 9.0)  # noqa: E731
+        merge_wrongly = lambda merge, row=row: merged(merge).index_fill_(0, torch.tensor(row), 9.0)  # noqa: E731
         trainer, other = groups(2)
         receiving, sender = Receiving(Worker(Engine(), other), syncs=200), WeightSender(trainer)
-        monkeypatch.setattr(LoRAWeight, "merge", merge_wrongly)
+        monkeypatch.setattr(Merge, "merged", merge_wrongly)
         with pytest.raises(WeightSyncError, match="8 sampled elements of a merged weight are not base"):
             for _ in range(200):
                 sender.send_weights(weights)

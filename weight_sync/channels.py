@@ -19,6 +19,7 @@ from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes
 from .copies import Reading
 from .groups import device_id_of, refuse_expandable_segments, shared_buffer, synchronize
 from .link import CONNECT_SECONDS, HELLO_SECONDS, LINK_KEY, Link, WeightSyncError, listen
+from .lora import LoRAWeight, Merge
 
 
 class Staging:
@@ -30,6 +31,10 @@ class Staging:
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         """The elements [count] of a piece, in the staging buffer of bucket `i`."""
         return self.words(i, piece)[: piece.nbytes].view(piece.dtype)
+
+    def source(self, i: int, piece: Piece) -> torch.Tensor | LoRAWeight:
+        """Where a replay reads a piece: its `view`, or the weight that it merges."""
+        return self.view(i, piece)
 
     def words(self, i: int, piece: Piece) -> torch.Tensor:
         """The bytes of a piece in whole words. The trainer packs zeros behind an odd end."""
@@ -101,20 +106,33 @@ class SharedStaging(Staging):
 
 
 class TrainerMemory(Staging):
-    """No staging buffers: the worker has mapped the trainer's parameters and reads them in place."""
+    """No staging buffers: the worker has mapped the trainer's weights, and reads them in place. Of those with adapters
+    it has mapped the base and both factors, and merges them while it reads."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]):
+    def __init__(self, weights: dict[str, torch.Tensor | LoRAWeight]):
         super().__init__([], [])
-        self.tensors = tensors
+        self.weights = weights
+        self.adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
+        self.bases = [getattr(weight, "base", weight) for weight in weights.values()]
+        self.factors = [factor for weight in self.adapted.values() for factor in (weight.lora_A, weight.lora_B)]
+        self.memory = [*self.bases, *self.factors]  # all that is mapped
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
-        return self.tensors[piece.name].view(-1)[piece.begin : piece.begin + piece.count]
+        weight = self.weights[piece.name]
+        if piece.name in self.adapted:
+            merged = torch.empty(piece.shape, dtype=piece.dtype, device=weight.base.device)
+            Merge(weight, weight.base)(merged)
+            weight = merged
+        return weight.view(-1)[piece.begin : piece.begin + piece.count]
+
+    def source(self, i: int, piece: Piece) -> torch.Tensor | LoRAWeight:
+        return self.adapted.get(piece.name) or self.view(i, piece)
 
     def digests(self, mode: str) -> bool:
         return mode != "replay"  # of that, a sample is compared
 
     def digest(self, i: int, total: torch.Tensor) -> None:
-        Reading(list(self.tensors.values())).run(total)  # anew, since of tensors with an odd end it reads copies
+        Reading(self.memory).run(total)  # anew, since of tensors with an odd end it reads copies
 
     def start(self, i: int) -> Callable[[], bool]:
         return lambda: True

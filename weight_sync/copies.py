@@ -43,7 +43,7 @@ class Copies:
         self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         runs = {False: [], True: []}
         for destination, source in (pair for pair in pairs if not callable(pair[1])):
-            found = _runs(destination, source) if _has_kernel(device) else None
+            found = runs_of(destination, source) if _has_kernel(device) else None
             if found is None:
                 self.plain.append((destination, source))
             else:
@@ -56,6 +56,11 @@ class Copies:
         """Whether `run` does anything."""
         copied = any(runs.size(1) for runs in self.runs.values())
         return bool(self.fills or self.computed or self.plain or copied or self.rest)
+
+    def load_kernels(self) -> None:
+        """Run what computes, so that its kernels are compiled. CUDA forbids that while a graph is captured."""
+        for destination, write in self.computed:
+            write(destination)
 
     def run(self, total: torch.Tensor | None = None) -> None:
         """Run in the current stream. After `digest_together`, adds the digest to `total`, int64 [1]."""
@@ -158,7 +163,7 @@ def _in_words(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0 and tensor.data_ptr() % WORD_BYTES == 0
 
 
-def _runs(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
+def runs_of(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
     """The copy as runs [3, n]. None if it needs a partial word, or runs too short."""
     if source.dtype != destination.dtype and (source.dtype, destination.dtype) != (torch.float32, torch.bfloat16):
         return None

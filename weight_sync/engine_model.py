@@ -194,7 +194,7 @@ class EngineModel:
             copies, served = [s for each in steps for s in each if isinstance(s, Copies)], list(self.served_tensors())
             self.replay_digests = not recording.layers and digest_together(copies, served)
             if isinstance(staging, TrainerMemory):
-                self.samples = Samples(copies, list(staging.tensors.values()), served)
+                self.samples = Samples(copies, staging.bases, served)
             self.digest_total = torch.zeros(1, dtype=torch.int64, device=recording.device)
             self.replay_steps = captured(steps, self.digest_total) if recording.device.type == "cuda" else steps
         except NotImplementedError as reason:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .link import WeightSyncError
+
 SAMPLED_ROWS = 4  # of a merged weight, which are computed again
 TILING = {"ROWS": 64, "COLUMNS": 64, "RANKS": 32, "num_warps": 4}  # of the kernel
 
@@ -31,47 +33,54 @@ class LoRAWeight:
     def numel(self) -> int:
         return self.base.numel()
 
-    def merge(self, base: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-        """`base`, which holds rows of this weight from the first one on, merged in fp32: bit for bit what peft merges.
-
-        Makes one new tensor.
-        """
-        lora_A, lora_B, end = self.lora_A.float(), self.lora_B.float(), first_row + base.shape[0]
-        delta = (lora_B @ lora_A).T[first_row:end] if self.transposed else lora_B[first_row:end] @ lora_A
-        # Subtract the opposite: where nothing has been learned yet it is +0, and a weight of -0 stays what it was.
-        delta = delta.mul_(-self.scaling).add_(0.0)
-        return torch.sub(base, delta, out=delta)
-
-    def merge_into(self, out: torch.Tensor, base: torch.Tensor, first_row: int = 0) -> None:
-        """Write what `merge` returns to `out`, rounded to its dtype. On a GPU nothing in between is ever in memory."""
-        if out.device.type == "cuda":
-            self._merge_by_kernel(out, base, first_row)
-        else:
-            out.copy_(self.merge(base, first_row))
-
-    def _merge_by_kernel(self, out: torch.Tensor, base: torch.Tensor, first_row: int) -> None:
-        (rows, columns), (left, right) = base.shape, (self.lora_B, self.lora_A)
-        if self.transposed:
-            left, right = right.T, left.T
-        left = left[first_row : first_row + rows]
-        strides = [stride for tensor in (base, left, right, out) for stride in tensor.stride()]
-        _kernel()[(-(-rows // TILING["ROWS"]), -(-columns // TILING["COLUMNS"]))](
-            *(base, left, right, out, -self.scaling, rows, columns, right.shape[0], *strides),
-            **TILING,
-            enable_fp_fusion=False,  # torch rounds a product before it adds
-        )
+    def merge(self, base: torch.Tensor) -> torch.Tensor:
+        """`base`, in place of this weight's own, merged in fp32: bit for bit what peft merges. Makes one new tensor."""
+        return Merge(self, base).merged()
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """Some rows of a weight, `base`, the first of which is row `first_row`, as a source of `Copies`."""
+    """Some rows and columns of a weight, as a source of `Copies`. `base` has those of the weight's base."""
 
     weight: LoRAWeight
-    base: torch.Tensor
-    first_row: int
+    base: torch.Tensor  # [m, n], from this row and column on
+    first_row: int = 0
+    first_column: int = 0
+
+    def merged(self) -> torch.Tensor:
+        """The merged weight [m, n] in fp32, a new tensor."""
+        lora_A, lora_B, (rows, columns) = self.weight.lora_A.float(), self.weight.lora_B.float(), self._region()
+        delta = (lora_B @ lora_A).T[rows, columns] if self.weight.transposed else lora_B[rows] @ lora_A[:, columns]
+        # Subtract the opposite: where nothing has been learned yet it is +0, and a weight of -0 stays what it was.
+        delta = delta.mul_(-self.weight.scaling).add_(0.0)
+        return torch.sub(self.base, delta, out=delta)
 
     def __call__(self, out: torch.Tensor) -> None:
-        self.weight.merge_into(out, self.base, self.first_row)
+        """Write the merged weight to `out`, rounded to its dtype. On a GPU nothing in between is ever in memory."""
+        if out.device.type == "cuda":
+            self._by_kernel(out)
+        else:
+            out.copy_(self.merged())
+
+    def _region(self) -> tuple[slice, slice]:
+        begins = (self.first_row, self.first_column)
+        return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.base.shape, strict=True))
+
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors [m, r] and [r, n] of the difference."""
+        left, right, (rows, columns) = self.weight.lora_B, self.weight.lora_A, self._region()
+        if self.weight.transposed:
+            left, right = right.T, left.T
+        return left[rows], right[:, columns]
+
+    def _by_kernel(self, out: torch.Tensor) -> None:
+        (rows, columns), (left, right) = self.base.shape, self._factors()
+        strides = [stride for tensor in (self.base, left, right, out) for stride in tensor.stride()]
+        _kernel()[(-(-rows // TILING["ROWS"]), -(-columns // TILING["COLUMNS"]))](
+            *(self.base, left, right, out, -self.weight.scaling, rows, columns, right.shape[0], *strides),
+            **TILING,
+            enable_fp_fusion=False,  # torch rounds a product before it adds
+        )
 
     def wrong(self, merged: torch.Tensor, seed: int) -> torch.Tensor:
         """How many elements in a few rows of `merged`, other rows for other seeds, are not the merged weight's: int [].
@@ -80,15 +89,19 @@ class Merge:
         """
         begin = random.Random(seed).randrange(max(1, len(self.base) - SAMPLED_ROWS + 1))
         base, merged = self.base[begin:][:SAMPLED_ROWS].double(), merged[begin:][:SAMPLED_ROWS]
-        left, right = self.weight.lora_B.double(), self.weight.lora_A.double()
-        if self.weight.transposed:
-            left, right = right.T, left.T
-        left, scaling = left[self.first_row + begin :][: len(base)], self.weight.scaling
+        left, right = (factor.double() for factor in self._factors())
+        left, scaling = left[begin:][: len(base)], self.weight.scaling
         exact = base + scaling * (left @ right)
         terms = base.abs() + abs(scaling) * (left.abs() @ right.abs())
         error = terms * (len(right) + 4) * torch.finfo(torch.float32).eps
         low, high, found = (each.to(merged.dtype).double() for each in (exact - error, exact + error, merged))
         return ((found < low) | (found > high) | (found.isnan() != exact.isnan())).sum()
+
+
+def refuse_wrong(elements: int) -> None:
+    """Raise WeightSyncError if there are such elements, which `Merge.wrong` has found."""
+    if elements:
+        raise WeightSyncError(f"{elements} sampled elements of a merged weight are not base + scaling * B @ A")
 
 
 def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:

@@ -6,8 +6,8 @@ from torch.distributed.tensor import DTensor
 from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes, piece_of
 from .channels import Staging
 from .copies import Copies, digest_together
-from .link import Link, WeightSyncError
-from .lora import LoRAWeight, Merge
+from .link import Link
+from .lora import LoRAWeight, Merge, refuse_wrong
 from .ranks import Ranks, ShardedPart
 
 
@@ -64,8 +64,7 @@ class Packing:
         self.ranks.sum(self.total, links, deadline)
         digest, wrong = self.total.tolist()
         self.total.zero_()  # now, so that the next sync need not
-        if wrong and not self.ranks.helps:
-            raise WeightSyncError(f"{wrong} sampled elements of a merged weight are not base + scaling * B @ A")
+        refuse_wrong(0 if self.ranks.helps else wrong)
         return digest
 
     def _copy(self, tensor: torch.Tensor, piece: Piece, view: torch.Tensor) -> tuple | None:

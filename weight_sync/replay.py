@@ -9,7 +9,8 @@ import torch
 
 from .buckets import Piece
 from .copies import Copies, load_kernel
-from .trace import Write, layer_of, layout, plain_tensors, registered
+from .lora import LoRAWeight, Merge
+from .trace import Write, layer_of, layout, plain_tensors, registered, strided_as
 
 PROCESSED = "_already_called_process_weights_after_loading"  # vLLM's quantization methods set this flag on a layer
 
@@ -50,7 +51,7 @@ class Recording:
                 view = write.destination
                 destination = parameter.as_strided(view.size(), view.stride(), view.storage_offset())
                 if isinstance(write.value, torch.Tensor):
-                    pairs += _piece_copies(destination, write.value, piece, self.staging.view(i, piece))
+                    pairs += _piece_copies(destination, write.value, piece, self.staging.source(i, piece))
                 elif piece.begin == 0:
                     fills.append((destination, write.value))
                 if layer and layer.is_complete(self.unused_scratch):
@@ -151,6 +152,8 @@ class _Graph:
 def captured(steps: list[list], total: torch.Tensor) -> list[list]:
     """Capture the steps of each bucket as one CUDA graph. They sum their digest in `total`, int64 [1]."""
     load_kernel(total.device)
+    for step in (step for each in steps for step in each if isinstance(step, Copies)):
+        step.load_kernels()
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()  # shared, since the graphs run one after the other
     # Drop copies without work: a bucket may hold other workers' rows only.
@@ -166,13 +169,13 @@ def captured(steps: list[list], total: torch.Tensor) -> list[list]:
 
 
 def _piece_copies(
-    destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor | LoRAWeight
+) -> list[tuple[torch.Tensor, torch.Tensor | Merge]]:
     """The part of a traced copy that reads `piece`, as a list of at most one (destination, source).
 
     The trace saw `destination.copy_(copied)`, where `copied` is a view of a meta tensor of the piece's full shape.
-    `source` holds the piece's elements, in any dtype. Raises NotImplementedError if the piece is only a part of the
-    tensor and the copy does not read whole rows of it.
+    `source` holds the piece's elements, in any dtype, or merges them. Raises NotImplementedError if the piece is only a
+    part of the tensor and the copy does not read whole rows of it.
     """
     offset = copied.storage_offset()
     if piece.count < torch.Size(piece.shape).numel():
@@ -187,4 +190,11 @@ def _piece_copies(
         offset = copied.storage_offset() - piece.begin
     if not copied.numel():
         return []
+    if isinstance(source, LoRAWeight):
+        columns = source.shape[1]
+        if copied.stride() == (1, columns):
+            destination, copied = destination.t(), copied.t()
+        if copied.stride() != (columns, 1):
+            raise NotImplementedError(f"{piece.name}: it is merged, and copied neither by rows nor by columns")
+        return [(destination, Merge(source, strided_as(source.base, copied), *divmod(offset, columns)))]
     return [(destination, source.as_strided(copied.size(), copied.stride(), source.storage_offset() + offset))]

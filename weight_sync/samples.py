@@ -5,24 +5,25 @@ come from, the worker where they are served.
 
 import torch
 
-from .copies import BLOCK_WORDS, WORD_BYTES, Copies, Table, place
+from .copies import BLOCK_WORDS, WORD_BYTES, Copies, Table, place, runs_of
+from .lora import LoRAWeight, Merge, refuse_wrong
 
 SAMPLED_BLOCKS = 64
 
 
 class Samples:
-    """Blocks that some copies read from tensors `read` and write to tensors `served`.
+    """Blocks that some copies read from tensors `read` and write to tensors `served`. A block that is merged counts as
+    read from its base.
 
     What torch copies is not among them, nor what goes elsewhere first, as weights that are quantized do.
     """
 
     def __init__(self, copies: list[Copies], read: list[torch.Tensor], served: list[torch.Tensor]):
         sizes = {False: WORD_BYTES, True: 2 * WORD_BYTES}  # bytes that are read for a word, by whether a run casts
-        runs = [
-            torch.cat([runs, torch.full_like(runs[:1], sizes[cast])])
-            for each in copies
-            for cast, runs in each.runs.items()
-        ]
+        found = [(cast, runs) for each in copies for cast, runs in each.runs.items()]
+        merged = [pair for each in copies for pair in each.computed]
+        found += [(out.dtype != merge.base.dtype, runs_of(out, merge.base)) for out, merge in merged]
+        runs = [torch.cat([own, torch.full_like(own[:1], sizes[cast])]) for cast, own in found if own is not None]
         source, destination, words, size = torch.cat([torch.zeros(4, 0, dtype=torch.int64), *runs], 1)
         tensor, byte = place(source, size * words, read)
         target, _ = place(destination, WORD_BYTES * words, served)
@@ -48,12 +49,27 @@ class Samples:
         return blocks.tolist(), _table(destination + WORD_BYTES * begin, words, False, torch.arange(n), self.device)
 
 
-def sample_digest(blocks: list[list[int]], tensors: list[torch.Tensor], dtypes: list[torch.dtype]) -> int:
-    """The digest of these blocks of the trainer's tensors, in the dtypes in which they are served."""
+def sample_digest(blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]) -> int:
+    """The digest of these blocks of the trainer's weights, in the dtypes in which they are served.
+
+    Raises WeightSyncError if what the last one of them merges is wrong.
+    """
     tensor, byte, words = torch.tensor(blocks)
-    address = torch.tensor([each.data_ptr() for each in tensors])[tensor] + byte
-    casts = torch.tensor([each.dtype != dtype for each, dtype in zip(tensors, dtypes, strict=True)])[tensor]
-    total = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
+    bases = [getattr(weight, "base", weight) for weight in weights]
+    address = torch.tensor([base.data_ptr() for base in bases])[tensor] + byte
+    casts = torch.tensor([base.dtype != dtype for base, dtype in zip(bases, dtypes, strict=True)])[tensor]
+    merged = []  # rows that have the blocks, and must outlive the table
+    for i, which in enumerate(tensor.tolist()):
+        weight, dtype = weights[which], dtypes[which]
+        if isinstance(weight, LoRAWeight):
+            columns, begin = weight.shape[1], int(byte[i]) // weight.base.itemsize
+            first, end = begin // columns, -(-(begin + int(words[i]) * WORD_BYTES // dtype.itemsize) // columns)
+            merge = Merge(weight, weight.base[first:end], first)
+            merged.append(torch.empty(end - first, columns, dtype=dtype, device=weight.base.device))
+            merge(merged[-1])
+            address[i], casts[i] = merged[-1].data_ptr() + (begin - first * columns) * dtype.itemsize, False
+    refuse_wrong(int(merge.wrong(merged[-1], seed=int(byte[-1]))) if merged else 0)
+    total = torch.zeros(1, dtype=torch.int64, device=bases[0].device)
     for cast in (False, True):
         own = (casts == cast).nonzero()[:, 0]
         _table(address[own], words[own], cast, own, total.device).run(total)

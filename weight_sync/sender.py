@@ -141,7 +141,7 @@ class WeightSender:
         if metadata != self.metadata or moved:
             self.staging = None  # free its memory before allocating anew
             if self.channel:
-                self._preflight(metadata, tensors, may_map=self.replay and not adapted and not moved)
+                self._preflight(metadata, tensors, adapted, may_map=self.replay and not moved)
             else:
                 self._follow(metadata, next(iter(tensors.values())).device)
             self.metadata = metadata
@@ -149,7 +149,9 @@ class WeightSender:
             self.packing = Packing(tensors, adapted, self.buckets, self.staging, self.ranks)
         self.sources = sources
 
-    def _preflight(self, metadata: list, tensors: dict[str, torch.Tensor], may_map: bool) -> None:
+    def _preflight(
+        self, metadata: list, tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight], may_map: bool
+    ) -> None:
         """The handshake: every worker checks names, dtypes and shapes, and both ends agree on dtypes and buckets.
 
         With `may_map`, workers that can map the tensors' memory get no staging buffers. Raises WeightSyncError with all
@@ -172,17 +174,19 @@ class WeightSender:
         if problems:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
-        mapped, device = may_map and self.channel.can_map(tensors.values()), next(iter(tensors.values())).device
+        memory = TrainerMemory({name: adapted.get(name, tensor) for name, tensor in tensors.items()})
+        mapped, device = may_map and self.channel.can_map(memory.memory), memory.bases[0].device
         bucket_bytes = 1 << 62 if mapped else staging_buffer_bytes()
         self.buckets = wire_buckets(wire, bucket_bytes)
         if mapped:
-            self.staging, shared = TrainerMemory(tensors), {"memory": list(tensors.values())}
+            self.staging, shared = memory, {"memory": memory.bases, "factors": memory.factors}
             load_kernel(device)  # or a later sync would wait for its compilation
         else:
             self.staging, shared = self.channel.open_staging(self.links, self.buckets, device)
         handles = {kind: list(map(pack_handle, tensors)) for kind, tensors in shared.items()}
+        adapters = {name: (weight.scaling, weight.transposed) for name, weight in memory.adapted.items()}
         for link in (*self.links, *self.ranks.links):
-            link.send(wire=wire, bucket_bytes=bucket_bytes, **handles)
+            link.send(wire=wire, bucket_bytes=bucket_bytes, adapters=adapters, **handles)
         self.nbytes = sum(piece.nbytes for bucket in self.buckets for piece in bucket)
         self.loader = "" if self.replay else "reload (replay is switched off)"
         self.version = max(answer["version"] for answer in answers)  # a failed sync may leave different ones
@@ -261,7 +265,7 @@ class WeightSender:
         deadline = time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
         peers = [*self.links, *self.ranks.links]
         if not self.packing:
-            synchronize(next(iter(self.staging.tensors.values())).device)  # the optimizer step may still be running
+            synchronize(self.staging.bases[0].device)  # the optimizer step may still be running
         for link in peers:
             link.send(mode=mode, version=self.version)
         started: list[Callable[[], bool]] = []
@@ -272,8 +276,7 @@ class WeightSender:
             started.append(self.staging.start(i))
         if self.staging.digests(mode):
             # The last buckets are on their way. The sync counts once this is the digest of what arrived.
-            mapped = [] if self.packing else list(self.staging.tensors.values())
-            total = digest(mapped) if mapped else self.packing.digest(self.links, deadline)
+            total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.memory)
             for link in self.links:
                 link.send(digest=total)
         for done in started[-STAGING_BUFFERS:]:
@@ -282,9 +285,9 @@ class WeightSender:
 
     def _send_sample(self) -> None:
         """Tell the worker the digest of the blocks that it names. It compares when it is next asked or called."""
-        tensors, dtypes = list(self.staging.tensors.values()), [piece.dtype for piece in self.buckets[0]]
+        weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
         for link in self.links:
-            link.send(sample=sample_digest(link.recv(ANSWER_SECONDS, expected_soon=True)["blocks"], tensors, dtypes))
+            link.send(sample=sample_digest(link.recv(ANSWER_SECONDS, expected_soon=True)["blocks"], weights, dtypes))
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
