@@ -23,14 +23,16 @@ from pathlib import Path
 import ray
 
 from recipe.errors import RunError
+from recipe.learning.exact import match_engine
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
+from recipe.rollouts.exact_engine import ExactArguments, exact_options, is_exact, settle_exactness
 from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models
+from recipe.run.checkpoint import Models, choose_models, replace_flags
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
@@ -41,7 +43,9 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, ToolArguments, LayoutArguments, EngineArguments, RunArguments):
+class Arguments(
+    GRPOConfig, TaskArguments, ToolArguments, ExactArguments, LayoutArguments, EngineArguments, RunArguments
+):
     """The flags of this script."""
 
 
@@ -49,7 +53,7 @@ class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension"}
+        options = exact_options(args, model, "WorkerExtension")
         return self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
@@ -65,6 +69,8 @@ class Trainer(LearnerActor):
     """A Ray actor around a rank of the learner. Rank 0 is also rank 0 of the group in which the weights travel."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
+        if args.exact != "off":
+            match_engine()
         own = self.join(address, args.trainers, device)
         proof = Proof(MAX_MISMATCH[device], weights_proven=True)
         self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
@@ -83,8 +89,8 @@ class Trainer(LearnerActor):
         return self.learner.learn(rollouts)
 
 
-def place(args: Arguments) -> tuple[str, int, list[Seat], list[Seat]]:
-    """Reserve the topology. Returns the device, the GPUs that stay unused, and the seats of trainers and engines."""
+def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
+    """Reserve the topology. Returns the device, a remark on it, and the seats of trainers and engines."""
     gpus, trainers, tp = int(ray.cluster_resources().get("GPU", 0)), args.trainers, args.tensor_parallel_size
     wanted = trainers + args.engines * tp
     if 0 < gpus < wanted:
@@ -97,38 +103,42 @@ def place(args: Arguments) -> tuple[str, int, list[Seat], list[Seat]]:
         order = by_node(group)  # an engine spans as few nodes as possible
         ranks = [seat(group, bundle, num_gpus=1) for bundle in order[:trainers]]
         workers = [order[begin : begin + tp] for begin in range(trainers, wanted, tp)]
-        return "cuda", gpus - wanted, ranks, [seat(group, own[0], own) for own in workers]
+        remark = f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more" if gpus > wanted else ""
+        return "cuda", remark, ranks, [seat(group, own[0], own) for own in workers]
     group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
     ranks = [seat(group, rank, num_cpus=1 / trainers) for rank in range(trainers)]
     workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
-    return "cpu", 0, ranks, [seat(group, trainers + i, own) for i, own in enumerate(workers)]
+    remark = f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them"
+    return "cpu", remark, ranks, [seat(group, trainers + i, own) for i, own in enumerate(workers)]
 
 
 def main(args: Arguments) -> None:
     task = load_task(args)
     with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
         # 1. Place
-        device, unused, trainer_seats, engine_seats = place(args)
+        device, remark, trainer_seats, engine_seats = place(args)
         models, args = choose_models(run.path, args, device)
         task.tokenize(models.loaded, args.max_model_len)
-        if device == "cpu":
-            run.say(
-                f"no GPU: the trainer and a TP={args.tensor_parallel_size} engine run on CPU, with gloo between them"
-            )
-        if unused:
-            run.say(f"{unused} GPUs stay unused: --trainers and --engines take more")
+        run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        args = settle_exactness(run, args, models.loaded, trainers.rank_0("starting", "capability"))
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)
-        loading |= engines.begin("start", models.loaded, args, device, each=[(seat.bundles,) for seat in engine_seats])
+        loading |= engines.begin("start", models.loaded, args, device, each=engines.bundles)
         (steps_done, remarks), *_, longest = session.wait("starting", loading)
         run.say(remarks + task.check_lengths(longest, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         connect(trainers, engines, args.tensor_parallel_size)
         report = sync(trainers, engines.begin("receive_weights", args.timeout))
+        if args.exact != "off" and not is_exact(run, engines, trainers, task, args, longest):
+            args = replace_flags(args, exact="off")
+            engines.restart()
+            engines.call("starting", "start", models.loaded, args, device, each=engines.bundles)
+            connect(trainers, engines, args.tensor_parallel_size)
+            report = sync(trainers, engines.begin("receive_weights", args.timeout))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         run.start_metrics(steps_done, args)
 
@@ -156,9 +166,7 @@ def main(args: Arguments) -> None:
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
         batch = task.rewards.score(batch, args.steps)
         mismatch = trainers.first("proving", "mismatch", batch.rollouts)
-        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        run.show(batch)
-        summary = run.summary(batch.rollouts)
+        summary = run.summary(batch, mismatch)
     print(summary)
 
 

@@ -39,7 +39,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactArguments, can_be_exact, check_exactness, exact_options
+from recipe.rollouts.exact_engine import ExactArguments, exact_options, is_exact, settle_exactness
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, by_node, measure, memory_table, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models, replace_flags
@@ -78,10 +78,8 @@ class Arguments(GRPOConfig, TaskArguments, ToolArguments, ExactArguments, Engine
 class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
-    def start(self, model: str, args: Arguments, device: str, exact: bool, bundles: list[int]) -> int:
-        options = {"worker_extension_cls": "rlhf_utils.ColocateWorkerExtension"}
-        options |= {"enable_sleep_mode": args.sleep != "none"}
-        options |= exact_options(model, "ExactColocateWorkerExtension") if exact else {}
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
+        options = exact_options(args, model, "ColocateWorkerExtension") | {"enable_sleep_mode": args.sleep != "none"}
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
         longest = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
         self.remember_weights()
@@ -105,10 +103,8 @@ class Engine(EngineActor):
 class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner. It sends to the worker on the same device."""
 
-    def load(
-        self, address: tuple[str, int], models: Models, args: Arguments, device: str, exact: bool
-    ) -> tuple[int, str]:
-        if exact:
+    def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
+        if args.exact != "off":
             match_engine()
         own = self.join(address, args.engines * args.tensor_parallel_size, device)
         proof = Proof(MAX_MISMATCH[device], weights_proven=True)
@@ -173,18 +169,19 @@ def main(args: Arguments) -> None:
         run.say("no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake" if device == "cpu" else "")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        exact = can_be_exact(run, args, models.loaded, trainers.rank_0("starting", "capability"))
-        engines, longest = start(session, engine_seats, models, args, device, exact)
+        args = settle_exactness(run, args, models.loaded, trainers.rank_0("starting", "capability"))
+        engines = ActorGroup(session, "engine", Engine, engine_seats)
+        longest = engines.first("starting", "start", models.loaded, args, device, each=engines.bundles)
         address = trainers.rank_0("loading", "address")
-        steps_done, remarks = trainers.first("loading", "load", address, models, args, device, exact)
+        steps_done, remarks = trainers.first("loading", "load", address, models, args, device)
         run.say(remarks + task.check_lengths(longest, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(run, trainers, engines, args)
-        if exact and not check_exactness(run, engines, trainers, task, args, longest):
-            trainers.call("connecting", "make_exact", "off")
-            engines.end()
-            engines, _ = start(session, engine_seats, models, args, device, exact=False)
+        if args.exact != "off" and not is_exact(run, engines, trainers, task, args, longest):
+            args = replace_flags(args, exact="off")
+            engines.restart()
+            engines.call("starting", "start", models.loaded, args, device, each=engines.bundles)
             handles = connect(run, trainers, engines, args)
         level, loaded = args.sleep, measure(session, "load")
         run.start_metrics(steps_done, args)
@@ -217,20 +214,8 @@ def main(args: Arguments) -> None:
         batch = task.rewards.score(batch, args.steps)
         engines.call("sleeping", "sleep", level)
         mismatch = trainers.first("proving", "mismatch", batch.rollouts)
-        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        run.show(batch)
-        summary = run.summary(batch.rollouts)
+        summary = run.summary(batch, mismatch)
     print(summary)
-
-
-def start(
-    session: RaySession, seats: list[Seat], models: Models, args: Arguments, device: str, exact: bool
-) -> tuple[ActorGroup, int]:
-    """Start the engines. Returns them, and the tokens that a prompt and its completion may have."""
-    engines = ActorGroup(session, "engine", Engine, seats)
-    bundles = [(seat.bundles,) for seat in seats]
-    longest, *_ = engines.call("starting", "start", models.loaded, args, device, exact, each=bundles)
-    return engines, longest
 
 
 def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arguments) -> list[tuple[dict[str, str]]]:

@@ -202,7 +202,7 @@ def main(args: Arguments) -> None:
         run.say(f"trainer and TP={tp} engine on {'CPU' if device == 'cpu' else 'GPUs'}, by vLLM's {backend} backend")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         engine = ActorGroup(session, "engine", Engine, engine_seats)
-        starting = engine.begin("start", models.loaded, args, device, engine_seats[0].bundles)
+        starting = engine.begin("start", models.loaded, args, device, each=engine.bundles)
         if backend == "ipc":
             session.wait("starting", starting)  # first: vLLM measures the GPU's free memory
         trainer = ActorGroup(session, "trainer", Trainer, trainer_seats)
@@ -246,9 +246,7 @@ def main(args: Arguments) -> None:
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
         batch = task.rewards.score(batch, args.steps)
         mismatch = trainer.first("proving", "mismatch", batch.rollouts)
-        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        run.show(batch)
-        summary = run.summary(batch.rollouts)
+        summary = run.summary(batch, mismatch)
     print(summary)
 
 

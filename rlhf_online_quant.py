@@ -103,8 +103,8 @@ class Trainer(LearnerActor):
         return self.learner.learn(rollouts)
 
 
-def place(args: Arguments) -> tuple[str, int, list[Seat], list[Seat]]:
-    """Reserve the topology. Returns the device, the GPUs that stay unused, and the seats of trainers and engines."""
+def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
+    """Reserve the topology. Returns the device, a remark on it, and the seats of trainers and engines."""
     gpus, trainers, tp = int(ray.cluster_resources().get("GPU", 0)), args.trainers, args.tensor_parallel_size
     wanted = trainers + args.engines * tp
     if 0 < gpus < wanted:
@@ -117,32 +117,29 @@ def place(args: Arguments) -> tuple[str, int, list[Seat], list[Seat]]:
         order = by_node(group)  # an engine spans as few nodes as possible
         ranks = [seat(group, bundle, num_gpus=1) for bundle in order[:trainers]]
         workers = [order[begin : begin + tp] for begin in range(trainers, wanted, tp)]
-        return "cuda", gpus - wanted, ranks, [seat(group, own[0], own) for own in workers]
+        remark = f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more" if gpus > wanted else ""
+        return "cuda", remark, ranks, [seat(group, own[0], own) for own in workers]
     group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
     ranks = [seat(group, rank, num_cpus=1 / trainers) for rank in range(trainers)]
     workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
-    return "cpu", 0, ranks, [seat(group, trainers + i, own) for i, own in enumerate(workers)]
+    remark = f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them"
+    return "cpu", remark, ranks, [seat(group, trainers + i, own) for i, own in enumerate(workers)]
 
 
 def main(args: Arguments) -> None:
     task = load_task(args)
     with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
         # 1. Place
-        device, unused, trainer_seats, engine_seats = place(args)
+        device, remark, trainer_seats, engine_seats = place(args)
         models, args = choose_models(run.path, args, device)
         task.tokenize(models.loaded, args.max_model_len)
-        if device == "cpu":
-            run.say(
-                f"no GPU: the trainer and a TP={args.tensor_parallel_size} engine run on CPU, with gloo between them"
-            )
-        if unused:
-            run.say(f"{unused} GPUs stay unused: --trainers and --engines take more")
+        run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)
-        loading |= engines.begin("start", models.loaded, args, device, each=[(seat.bundles,) for seat in engine_seats])
+        loading |= engines.begin("start", models.loaded, args, device, each=engines.bundles)
         (steps_done, remarks), *_, longest = session.wait("starting", loading)
         run.say(remarks + task.check_lengths(longest, args.max_tokens))
         run.say(f"engine weights by torchao's {engines.first('starting', 'quantized_by')}")
@@ -182,9 +179,7 @@ def main(args: Arguments) -> None:
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
         batch = task.rewards.score(batch, args.steps)
         mismatch = trainers.first("proving", "mismatch", batch.rollouts)
-        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        run.show(batch)
-        summary = run.summary(batch.rollouts)
+        summary = run.summary(batch, mismatch)
     print(summary)
 
 

@@ -243,7 +243,7 @@ def main(args: Arguments) -> None:
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
-        longest = engine.first("starting", "start", paths["trainer"], args, device, seats["engine"][0].bundles)
+        longest = engine.first("starting", "start", paths["trainer"], args, device, each=engine.bundles)
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
         (steps_done, remarks), *_ = load(session, models, paths, states, args, device, shared)
         reward = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args).score
@@ -291,9 +291,7 @@ def main(args: Arguments) -> None:
         engine.call("sleeping", "sleep", args.sleep)
         batch = reward(batch, args.steps)
         (mismatch,) = in_turn(session, "proving", [(models["trainer"], "mismatch", batch.rollouts)], shared)
-        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        run.show(batch)
-        summary = run.summary(batch.rollouts)
+        summary = run.summary(batch, mismatch)
     print(summary)
 
 

@@ -215,9 +215,7 @@ def main(args: Arguments) -> None:
             # 4. Generate again, and prove the last sync
             batch = ahead.take(args.steps + 1)
         mismatch = trainers.first("proving", "mismatch", batch.rollouts)
-        run.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
-        run.show(batch)
-        summary = run.summary(batch.rollouts)
+        summary = run.summary(batch, mismatch)
     print(summary)
 
 

@@ -388,8 +388,7 @@ class Bench:
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
         self.engine = ActorGroup(session, "engine", BenchEngine, engine_seats)
         self.trainer = ActorGroup(session, "trainer", BenchTrainer, trainer_seats)
-        bundles = [(seat.bundles,) for seat in engine_seats]
-        starting = self.engine.begin("start", str(model), args, device, each=bundles)
+        starting = self.engine.begin("start", str(model), args, device, each=self.engine.bundles)
         address, engines = self.trainer.rank_0("starting", "address"), list(self.engine.actors.values())
         starting |= self.trainer.begin("load", str(model), args, device, address, engines)
         self.graphs, *_ = session.wait("starting", starting)

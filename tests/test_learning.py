@@ -30,6 +30,8 @@ from recipe.run import checkpoint
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models, last_checkpoint, replace_flags, write_checkpoint
 from recipe.run.folder import RunFolder
+from recipe.tasks.dataset import Row
+from recipe.tasks.rewards import Batch, Group
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
 
 CPU = torch.device("cpu")
@@ -915,7 +917,8 @@ def test_checkpoints_are_written_as_often_as_asked_and_never_with_0(tmp_path, mo
     with RunFolder(RunArguments(save_every=every, steps=10, output=tmp_path / "run"), "test") as run:
         assert [step for step in range(1, 11) if run.saves(step)] == steps
         run.rows = [{"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}]
-        assert run.summary([Rollout([1], [2], [0.0], 1.0)]).startswith("OK: reward 0.500 -> 1.000")
+        batch = Batch([Group(Row("a", {}, "row 0"), [Rollout([1], [2], [0.0], 1.0)])])
+        assert run.summary(batch, 0.0).startswith("OK: reward 0.500 -> 1.000")
     assert (run.path / "reward.png").exists() == (every == 0)  # otherwise drawn with each checkpoint
 
 

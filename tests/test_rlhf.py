@@ -186,8 +186,8 @@ def placed(monkeypatch):
         monkeypatch.setattr(rlhf.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
         monkeypatch.setattr(rlhf, "reserve", lambda bundles, strategy: reserved.append((bundles, strategy)))
         monkeypatch.setattr(rlhf, "by_node", lambda _: order or list(range(gpus)))
-        _, unused, trainers, engines = rlhf.place(rlhf.Arguments(**arguments))
-        return reserved, unused, trainers, engines
+        _, remark, trainers, engines = rlhf.place(rlhf.Arguments(**arguments))
+        return reserved, remark, trainers, engines
 
     return place
 
@@ -197,9 +197,9 @@ def bundle_of(seat) -> int:
 
 
 def test_every_rank_and_every_worker_has_a_gpu(placed):
-    reserved, unused, trainers, engines = placed(8, trainers=3, engines=2, tensor_parallel_size=2)
+    reserved, remark, trainers, engines = placed(8, trainers=3, engines=2, tensor_parallel_size=2)
     assert reserved == [([{"GPU": 1}] * 7, "PACK")]
-    assert unused == 1
+    assert remark == "1 GPUs stay unused: --trainers and --engines take more"
     assert [bundle_of(seat) for seat in trainers] == [0, 1, 2]
     assert [seat.bundles for seat in engines] == [[3, 4], [5, 6]]
     assert [bundle_of(seat) for seat in engines] == [3, 5]
@@ -216,9 +216,9 @@ def test_workers_of_an_engine_are_on_one_node(placed):
 
 
 def test_without_gpus_trainers_and_engines_share_a_core_each(placed):
-    reserved, unused, trainers, engines = placed(0, trainers=2, engines=4)
+    reserved, remark, trainers, engines = placed(0, trainers=2, engines=4)
     assert reserved == [([{"CPU": 0.5}] * 2 + [{"CPU": 0.25}] * 4, "SPREAD")]
-    assert unused == 0
+    assert "no GPU" in remark
     assert [bundle_of(seat) for seat in trainers + engines] == [0, 1, 2, 3, 4, 5]
     assert [seat.bundles for seat in engines] == [[2, 3], [4, 5], [6, 7], [8, 9]]  # of cores
 

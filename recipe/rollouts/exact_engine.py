@@ -18,6 +18,7 @@ from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 from ..errors import MismatchError, RunError
 from ..learning.exact import attention_backend, missing_operation
 from ..run.actors import ActorGroup
+from ..run.checkpoint import replace_flags
 from ..run.folder import RunFolder
 from ..tasks.task import Task
 from .engine import complete
@@ -52,11 +53,13 @@ class ExactColocateWorkerExtension(ColocateWorkerExtension):
     """`ColocateWorkerExtension`, for an exact engine."""
 
 
-def can_be_exact(run: RunFolder, args, model: str, capability: int | None) -> bool:
-    """Whether to try. Says why not; with `--exact on`, that is a RunError. `capability` is that of the GPU, as 90 for
-    9.0; None: there is none."""
+def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
+    """The arguments, with `--exact off` if no engine of this model can be exact. Says why; with `--exact on`, that is a
+    RunError. `capability` is that of the GPU, as 90 for 9.0; None: there is none."""
     from transformers import AutoConfig
 
+    if args.exact == "off" or (args.exact == "auto" and capability is None):
+        return replace_flags(args, exact="off")
     obstacles = {
         "there is no GPU": capability is None,
         f"the GPU's compute capability is below {LEAST_CAPABILITY / 10}": (capability or 0) < LEAST_CAPABILITY,
@@ -65,27 +68,28 @@ def can_be_exact(run: RunFolder, args, model: str, capability: int | None) -> bo
         "inductor rounds in other places (--compile)": args.compile,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
-    if args.exact == "off" or (args.exact == "auto" and capability is None):
-        return False
     if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):
         reason = f"the trainer does not know the engine's arithmetic of {missing}"
     if reason and args.exact == "on":
         raise RunError(f"--exact on: {reason}")
     if reason:
         run.say(f"not exact: {reason}")
-    return not reason
+    return replace_flags(args, exact="off") if reason else args
 
 
-def exact_options(model: str, extension: str) -> dict:
-    """vLLM's options of an exact engine, with one of the extensions above. Sets the environment that it inherits."""
+def exact_options(args, model: str, extension: str) -> dict:
+    """vLLM's options of an engine that may be exact, with the exact form of this extension of `rlhf_utils`. Sets the
+    environment that it inherits."""
     from transformers import AutoConfig
 
+    if args.exact == "off":
+        return {"worker_extension_cls": f"rlhf_utils.{extension}"}
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     backend = attention_backend(AutoConfig.from_pretrained(model))
-    return {"worker_extension_cls": f"{__name__}.{extension}", "attention_backend": backend}
+    return {"worker_extension_cls": f"{__name__}.Exact{extension}", "attention_backend": backend}
 
 
-def check_exactness(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> bool:
+def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> bool:
     """Have the engines sample a few long completions, and the trainers score them. Returns whether all
     log-probabilities are equal, and says so, or what is different. With `--exact on`, that is a MismatchError."""
     rows = task.draw(1)[:4]
@@ -101,6 +105,7 @@ def check_exactness(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, t
             raise
         reason = str(difference).removeprefix("--exact on: ")
         run.say(f"not exact: {reason}; the engines start again, without that")
+        trainers.call("proving", "make_exact", "off")
         return False
     trainers.call("proving", "make_exact", args.exact)
     run.say(f"exact: in completions of {tokens} tokens, the trainers' log-probabilities are the engines', bit for bit")

@@ -76,16 +76,25 @@ class ActorGroup:
     """Ray actors of one class, one on each of these seats. Their constructor gets the actor's number."""
 
     def __init__(self, session: RaySession, name: str, cls: type, seats: list[Seat]):
-        self.session, self.seats = session, seats
+        self.session, self.cls = session, cls
         names = [f"{name} {i}" for i in range(len(seats))] if len(seats) > 1 else [name]
-        self.actors = {
-            own: ray.remote(cls).options(**place.options).remote(i)
-            for i, (own, place) in enumerate(zip(names, seats, strict=True))
-        }
-        session.actors |= self.actors
+        self.seats, self.actors = dict(zip(names, seats, strict=True)), {}
+        self.restart()
+
+    def restart(self) -> None:
+        """End these actors, and what they have started, and begin with new ones."""
+        self.session.end(self.actors)
+        cls = ray.remote(self.cls)
+        self.actors = {own: cls.options(**place.options).remote(i) for i, (own, place) in enumerate(self.seats.items())}
+        self.session.actors |= self.actors
 
     def __len__(self) -> int:
-        return len(self.actors)
+        return len(self.seats)
+
+    @property
+    def bundles(self) -> list[tuple[list[int]]]:
+        """Each actor's bundles, as an argument of its own."""
+        return [(seat.bundles,) for seat in self.seats.values()]
 
     def begin(self, method: str, *args, each: list[tuple] | None = None) -> dict[str, ray.ObjectRef]:
         """Call this method of every actor: with these arguments and then, if `each` is given, its own. Returns the
@@ -101,13 +110,9 @@ class ActorGroup:
         """As `begin`, and wait. Returns the results, in the order of the actors."""
         return self.session.wait(phase, self.begin(method, *args, each=each))
 
-    def first(self, phase: str, method: str, *args):
+    def first(self, phase: str, method: str, *args, each: list[tuple] | None = None):
         """As `call`, with the first actor's result. Ranks of a learner all return the same."""
-        return self.call(phase, method, *args)[0]
-
-    def end(self) -> None:
-        """End these actors, and what they have started."""
-        self.session.end(self.actors)
+        return self.call(phase, method, *args, each=each)[0]
 
     def rank_0(self, phase: str, method: str, *args):
         """Call this method of the first actor alone."""

@@ -30,7 +30,7 @@ from rlhf_utils import SyncReport, WeightSyncError
 
 from ..errors import RunError, UserError
 from ..learning.objectives import advantages
-from ..learning.rollout import Rollout, known_rewards
+from ..learning.rollout import known_rewards
 from ..tasks.rewards import Batch
 from .arguments import NOT_SAVED, RunArguments
 from .checkpoint import disk_errors, replace_file
@@ -186,12 +186,15 @@ class RunFolder:
             prompt = first.prompt[-1]["content"] if first.prompt else group.row.text
             self.say(f"  {said}{_line(prompt)} -> {_line(first.text)}")
 
-    def summary(self, rollouts: list[Rollout]) -> str:
-        """The last line of a run, for rollouts generated with the last weights. Draws reward.png if it is missing."""
+    def summary(self, batch: Batch, mismatch: float) -> str:
+        """The last line of a run. Shows what the last weights have generated, and the mismatch that proves them. Draws
+        reward.png if it is missing."""
+        self.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
+        self.show(batch)
         if not self.args.save_every:
             self.draw()  # otherwise drawn with each checkpoint
         steps, evaluated = self._steps_and_evaluations()
-        first, last = steps[0].get("reward/mean", math.nan), float(known_rewards(rollouts).nanmean())
+        first, last = steps[0].get("reward/mean", math.nan), float(known_rewards(batch.rollouts).nanmean())
         seconds = sorted(row["time/sync"] for row in steps)[len(steps) // 2]
         said = f"OK: reward {first:.3f} -> {last:.3f} in {len(steps)} steps, {seconds:.4f} s per sync (median)"
         if evaluated:
