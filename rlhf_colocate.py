@@ -251,7 +251,7 @@ def learn(
     sleeping = engines.begin("sleep", level)
     if level != "none":
         trainers.session.wait("sleeping", sleeping)  # the trainers need the memory
-    clock.end("sleep")
+        clock.end("sleep")
     learning = trainers.begin("learn", rollouts, level != "none")
     metrics, *_ = trainers.session.wait("learning", learning | sleeping)
     clock.end("train")

@@ -58,7 +58,7 @@ class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "dtype": "bfloat16"}
+        options = {"worker_extension_cls": "recipe.rollouts.quantization.QuantizedWorkerExtension", "dtype": "bfloat16"}
         options = llm_options(args, device, bundles, args.engines * len(bundles), **options)
         quantized, self.quantization = quantize_by_torchao(args.quantization_config)  # now that vLLM can be imported
         return self.load(model, quantized | options)

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from recipe.rollouts.quantization import FusedQuantization
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
 from weight_sync.trace import plain_tensors
 
@@ -73,6 +74,10 @@ class PeerExtension(_Peer, WorkerExtension):
         del weight
 
 
+class QuantizedPeerExtension(FusedQuantization, PeerExtension):
+    """Of engines that torchao quantizes."""
+
+
 class ColocatePeerExtension(_Peer, ColocateWorkerExtension):
     def upstream_update_weights_from_ipc(self, zmq_handles: dict[str, str]) -> None:
         """As in vLLM's example: load each filled buffer at once. On CPU this needs a reload bracket."""
@@ -97,3 +102,7 @@ class ColocatePeerExtension(_Peer, ColocateWorkerExtension):
                 torch.cuda.synchronize()
                 socket.send(b"")
             socket.send(b"")
+
+
+class QuantizedColocatePeerExtension(FusedQuantization, ColocatePeerExtension):
+    """Of engines that torchao quantizes."""

@@ -42,7 +42,8 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int], quantized: bool) -> tuple[str, str]:
         """Start the engine. Returns how it runs, and the name of the quantization."""
-        options = {"worker_extension_cls": "peers.PeerExtension", "dtype": "bfloat16"}
+        extension = "QuantizedPeerExtension" if quantized else "PeerExtension"
+        options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
         options = llm_options(args, device, bundles, **options)
         # Only now, as the import of vLLM: llm_options has set the environment variables.
         more, quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")

@@ -104,7 +104,8 @@ class BenchEngine(EngineActor):
         """Start the engine. Returns the kind of its CUDA graphs."""
         ipc = args.topology == "ipc"
         options = {"skip_tokenizer_init": True, "load_format": "dummy"}
-        options |= {"worker_extension_cls": "peers.ColocatePeerExtension" if ipc else "peers.PeerExtension"}
+        extension = f"{'Quantized' if args.quantized else ''}{'Colocate' if ipc else ''}PeerExtension"
+        options |= {"worker_extension_cls": f"peers.{extension}"}
         # The engine generates nothing, so it gets little memory beyond the weights, whatever is free.
         options |= {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
         options |= {"dtype": "bfloat16"} if args.quantized else {}
@@ -174,7 +175,8 @@ class BenchTrainer:
     def load(self, model: str, args: Arguments, device: str, address: tuple[str, int], engines: list) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        torch.set_num_threads(max(1, os.cpu_count() // args.trainers))
+        if device == "cpu":
+            torch.set_num_threads(max(1, os.cpu_count() // args.trainers))
         torch.manual_seed(0)
         self.device, self.topology, self.group, self.handles = torch.device(device, 0), args.topology, None, []
         self.engines, self.thread = [Watched(engine) for engine in engines if not self.rank], ThreadPoolExecutor(1)

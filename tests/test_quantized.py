@@ -20,6 +20,7 @@ from test_rlhf import rows
 import rlhf_online_quant
 from recipe.errors import MismatchError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
+from recipe.rollouts.quantization import fuse_quantization
 from recipe.run.arguments import parse
 from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import Comparison, WeightSyncError
@@ -30,6 +31,23 @@ from weight_sync.trace import Write
 pytestmark = cpu_only
 MAX_MISMATCH = rlhf_online_quant.MAX_MISMATCH["cpu"]
 FC1 = "model.decoder.layers.0.fc1.weight"
+
+
+def test_torchao_quantizes_to_fp8_by_the_functions_that_are_compiled(monkeypatch):
+    from torchao.quantization import Float8Tensor, PerRow
+
+    functions, called = Float8Tensor.from_hp.__func__.__globals__, []
+
+    def compiled(function, dynamic):
+        monkeypatch.setitem(functions, function.__name__, function)  # put back after the test
+        return lambda *args, **options: called.append(function.__name__) or function(*args, **options)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    fuse_quantization()
+    weight = torch.randn(8, 32, dtype=torch.bfloat16)
+    quantized = Float8Tensor.from_hp(weight, granularity=PerRow())
+    assert called == ["_choose_scale_float8", "_quantize_affine_float8"]
+    torch.testing.assert_close(quantized.dequantize(torch.bfloat16), weight, atol=0.2, rtol=0.07)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ class Copies:
             else:
                 runs[destination.dtype != source.dtype].append(found)
         self.runs = {cast: torch.cat(found, 1) for cast, found in runs.items() if found}  # by whether they cast
-        self.tables = [Table(found, cast, device) for cast, found in self.runs.items()]
+        self.tables = [Table.cut(found, cast, device) for cast, found in self.runs.items()]
         self.rest: Reading | Table | None = None  # what is hashed after all copies
 
     def writes(self) -> bool:
@@ -107,7 +107,7 @@ def _hash_while_copying(copies: list[Copies], tensors: list[torch.Tensor], first
 
     def table(runs: torch.Tensor, cast: bool, row: int) -> Table:
         number, byte = place(runs[row], WORD_BYTES * runs[WORDS], tensors)
-        return Table(runs, cast, device, first + number, byte // WORD_BYTES)
+        return Table.cut(runs, cast, device, first + number, byte // WORD_BYTES)
 
     for each in copies:
         each.tables = [table(runs, cast, DESTINATION) for cast, runs in each.runs.items()]
@@ -217,17 +217,24 @@ def _coefficients() -> torch.Tensor:
 def _reading_table(places: tuple[tuple[int, int], ...], first: int, device: torch.device) -> "Table":
     """A table that only hashes tensors, given as (address, words)."""
     address, words = torch.tensor(places).T
-    return Table(torch.stack([address, 0 * address, words]), False, device, first + torch.arange(len(places)))
+    return Table.cut(torch.stack([address, 0 * address, words]), False, device, first + torch.arange(len(places)))
 
 
 class Table:
-    """Runs [3, n] on the device, cut at blocks. With `cast`, copies read fp32 and write bf16.
+    """Rows of runs that each lie within a block, int64 [5, n], on the device. With `cast`, copies read fp32 and write
+    bf16."""
 
-    Run by run, `number` is that of the tensor which the run is hashed with, `word` its first word there. Without
-    `number`, nothing is hashed.
-    """
+    def __init__(self, rows: torch.Tensor, cast: bool, device: torch.device):
+        self.cast, self.aligned = cast, not ((rows[:2] % 16).any() or (rows[WORDS] % 4).any())
+        self.rows = rows.to(device)
 
-    def __init__(self, runs, cast: bool, device: torch.device, number=None, word: torch.Tensor | int = 0):
+    @classmethod
+    def cut(cls, runs, cast: bool, device: torch.device, number=None, word: torch.Tensor | int = 0) -> "Table":
+        """Of runs [3, n], cut at blocks.
+
+        Run by run, `number` is that of the tensor which the run is hashed with, `word` its first word there. Without
+        `number`, nothing is hashed.
+        """
         word = word + torch.zeros_like(runs[WORDS])
         first, end = word // BLOCK_WORDS, word + runs[WORDS]
         parts = -(-end // BLOCK_WORDS) - first
@@ -241,9 +248,13 @@ class Table:
         hashed = number is not None
         table += [_multipliers(number.repeat_interleave(parts), block) if hashed else torch.zeros_like(block)]
         table += [MASK - begin % BLOCK_WORDS]
-        rows = torch.stack(table)
-        self.cast, self.aligned = cast, not ((rows[:2] % 16).any() or (rows[WORDS] % 4).any())
-        self.rows = rows.to(device)  # int64 [5, number of parts]
+        return cls(torch.stack(table), cast, device)
+
+    @classmethod
+    def of_blocks(cls, address, words, cast: bool, number: torch.Tensor, device: torch.device) -> "Table":
+        """Of so many words at these addresses, at most a block each, which are only hashed, with these numbers."""
+        nothing = torch.zeros_like(address)
+        return cls(torch.stack([address, nothing, words, _multipliers(number, nothing), nothing + MASK]), cast, device)
 
     def run(self, total: torch.Tensor | None) -> None:
         """Copy, in the current stream, and add the digest to `total`, int64 [1]."""

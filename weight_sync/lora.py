@@ -9,7 +9,7 @@ import torch
 from .link import WeightSyncError
 
 SAMPLED_ROWS = 4  # of a merged weight, which are computed again
-TILING = {"ROWS": 64, "COLUMNS": 64, "RANKS": 32, "num_warps": 4}  # of the kernel
+TILING = {"ROWS": 64, "COLUMNS": 64, "RANKS": 16, "num_warps": 4}  # of the kernel
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,8 @@ class Samples:
         kept = kept[tensor[kept].argsort(stable=True)]
         self.runs = torch.stack([tensor, byte, destination, words, size])[:, kept]
         _, self.counts = tensor[kept].unique_consecutive(return_counts=True)  # of each tensor's runs
+        # What the trainer merges takes it a launch for each block.
+        self.blocks = SAMPLED_BLOCKS // (4 if merged else 1) if len(self.counts) else 0
         self.device = served[0].device
 
     def draw(self, seed: int) -> tuple[list[list[int]], Table]:
@@ -38,7 +40,7 @@ class Samples:
 
         With consecutive seeds, every tensor's turn comes.
         """
-        n = SAMPLED_BLOCKS if len(self.counts) else 0
+        n = self.blocks
         run, block = torch.rand(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         which = (seed * n + torch.arange(n)) % max(1, len(self.counts))
         run = (self.counts.cumsum(0) - self.counts)[which] + (run * self.counts[which]).long()
@@ -46,7 +48,8 @@ class Samples:
         begin = (block * (words / BLOCK_WORDS).ceil()).long() * BLOCK_WORDS
         words = (words - begin).clamp(max=BLOCK_WORDS)
         blocks = torch.stack([tensor, byte + size * begin, words])
-        return blocks.tolist(), _table(destination + WORD_BYTES * begin, words, False, torch.arange(n), self.device)
+        address, number = destination + WORD_BYTES * begin, torch.arange(n)
+        return blocks.tolist(), Table.of_blocks(address, words, False, number, self.device)
 
 
 def sample_digest(blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]) -> int:
@@ -72,9 +75,5 @@ def sample_digest(blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeig
     total = torch.zeros(1, dtype=torch.int64, device=bases[0].device)
     for cast in (False, True):
         own = (casts == cast).nonzero()[:, 0]
-        _table(address[own], words[own], cast, own, total.device).run(total)
+        Table.of_blocks(address[own], words[own], cast, own, total.device).run(total)
     return int(total)
-
-
-def _table(address: torch.Tensor, words: torch.Tensor, cast: bool, number: torch.Tensor, device: torch.device) -> Table:
-    return Table(torch.stack([address, torch.zeros_like(address), words]), cast, device, number)

@@ -1,12 +1,16 @@
 """Engines whose weights torchao quantizes as they are loaded."""
 
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from pydantic import AfterValidator
 from transformers.hf_argparser import HfArg
+
+from rlhf_utils import WorkerExtension
 
 
 def torchao_config(value: str) -> str:
@@ -55,3 +59,23 @@ def quantize_by_torchao(config: str | None) -> tuple[dict, str]:
     config = config or json.dumps(config_to_dict(best))
     options = {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": config}}
     return options, json.loads(config)["_type"] + why
+
+
+class FusedQuantization:
+    """A part of a worker's extension: torchao quantizes to FP8, weights and activations, by compiled functions."""
+
+    def __new__(cls, *args, **options):  # vLLM makes the worker before it loads the model
+        fuse_quantization()
+        return super().__new__(cls)
+
+
+class QuantizedWorkerExtension(FusedQuantization, WorkerExtension):
+    """`WorkerExtension`, for an engine that torchao quantizes."""
+
+
+def fuse_quantization() -> None:
+    """Compile torchao's quantization to FP8. As it is, it passes ten times over a weight, with a kernel each time:
+    seven eighths of a sync's time (7B, one H200)."""
+    module = importlib.import_module("torchao.quantization.quantize_.workflows.float8.float8_tensor")
+    for name in ("_choose_scale_float8", "_quantize_affine_float8"):
+        setattr(module, name, torch.compile(getattr(module, name), dynamic=True))

@@ -140,9 +140,10 @@ class ModelActor:
         return ray.util.get_node_ip_address(), get_open_port()
 
     def join(self, address: tuple[str, int], ranks: int, device: str, at_once: int = 1) -> torch.device:
-        """Join the other ranks, of which the first one listens at `address`, and take this rank's part of the cores,
-        on which so many models compute `at_once`. Returns this rank's device."""
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks * at_once)))  # Ray sets one thread
+        """Join the other ranks, of which the first one listens at `address`. On CPU, take this rank's part of the
+        cores, on which so many models compute `at_once`. Returns this rank's device."""
+        if device == "cpu":  # else the one thread that Ray sets is faster: small tensors are not worth waking others
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks * at_once)))
         own = torch.device(device, 0)  # Ray makes one GPU visible
         join_ranks(*address, self.rank, ranks, own)
         return own
