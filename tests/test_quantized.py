@@ -37,16 +37,18 @@ def test_torchao_quantizes_to_fp8_by_the_functions_that_are_compiled(monkeypatch
     from torchao.quantization import Float8Tensor, PerRow
 
     functions, called = Float8Tensor.from_hp.__func__.__globals__, []
+    for name in ("_choose_scale_float8", "_quantize_affine_float8"):
+        monkeypatch.setitem(functions, name, functions[name])  # put back after the test
 
     def compiled(function, dynamic):
-        monkeypatch.setitem(functions, function.__name__, function)  # put back after the test
-        return lambda *args, **options: called.append(function.__name__) or function(*args, **options)
+        return lambda *args, **options: called.append(function) or function(*args, **options)
 
     monkeypatch.setattr(torch, "compile", compiled)
+    before = [functions["_choose_scale_float8"], functions["_quantize_affine_float8"]]
     fuse_quantization()
     weight = torch.randn(8, 32, dtype=torch.bfloat16)
     quantized = Float8Tensor.from_hp(weight, granularity=PerRow())
-    assert called == ["_choose_scale_float8", "_quantize_affine_float8"]
+    assert called == before
     torch.testing.assert_close(quantized.dequantize(torch.bfloat16), weight, atol=0.2, rtol=0.07)
 
 
