@@ -27,16 +27,14 @@ from pathlib import Path
 import ray
 
 from recipe.errors import RunError
-from recipe.learning.exact import match_engine
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments, llm_options
-from recipe.rollouts.exact_engine import ExactArguments, exact_options, is_exact, settle_exactness
 from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models, replace_flags
+from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
@@ -48,14 +46,7 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 @dataclass
 class Arguments(
-    GRPOConfig,
-    TaskArguments,
-    ToolArguments,
-    AsyncArguments,
-    ExactArguments,
-    LayoutArguments,
-    EngineArguments,
-    RunArguments,
+    GRPOConfig, TaskArguments, ToolArguments, AsyncArguments, LayoutArguments, EngineArguments, RunArguments
 ):
     """The flags of this script."""
 
@@ -64,7 +55,7 @@ class Engine(AsyncEngineActor):
     """A Ray actor around vllm.AsyncLLM, many of whose methods run at one time."""
 
     async def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = exact_options(args, model, "WorkerExtension")
+        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension"}
         return await self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
 
     async def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
@@ -79,8 +70,6 @@ class Trainer(LearnerActor):
     """A Ray actor around a rank of the learner. Rank 0 is also rank 0 of the group in which the weights travel."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        if args.exact != "off":
-            match_engine()
         own = self.join(address, args.trainers, device)
         proof = Proof(MAX_MISMATCH[device], weights_proven=True)
         self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
@@ -132,7 +121,6 @@ def main(args: Arguments) -> None:
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args = settle_exactness(run, args, models.loaded, trainers.rank_0("starting", "capability"))
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)
@@ -143,12 +131,6 @@ def main(args: Arguments) -> None:
         # 2. Connect, and serve what the trainer holds
         connect(trainers, engines, args.tensor_parallel_size)
         report = sync(trainers, engines.begin("receive_weights", args.timeout, steps_done))
-        if args.exact != "off" and not is_exact(run, engines, trainers, task, args, longest):
-            args = replace_flags(args, exact="off")
-            engines.restart()
-            engines.call("starting", "start", models.loaded, args, device, each=engines.bundles)
-            connect(trainers, engines, args.tensor_parallel_size)
-            report = sync(trainers, engines.begin("receive_weights", args.timeout, steps_done))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         run.start_metrics(steps_done, args)
 

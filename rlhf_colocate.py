@@ -79,7 +79,8 @@ class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = exact_options(args, model, "ColocateWorkerExtension") | {"enable_sleep_mode": args.sleep != "none"}
+        options = {"worker_extension_cls": "rlhf_utils.ColocateWorkerExtension"}
+        options |= {"enable_sleep_mode": args.sleep != "none"} | (exact_options(model) if args.exact != "off" else {})
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
         longest = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
         self.remember_weights()

@@ -7,10 +7,10 @@ import os
 
 import torch
 
-from recipe.rollouts.exact_engine import ExactColocateWorkerExtension
+from recipe.rollouts.exact_engine import ExactWorkerExtension
 
 
-class FlippingExtension(ExactColocateWorkerExtension):
+class FlippingExtension(ExactWorkerExtension):
     checked = 0
 
     def check_weights_changed(self) -> bool:

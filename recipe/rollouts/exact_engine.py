@@ -1,6 +1,6 @@
 """Engines whose log-probabilities a trainer computes bit for bit: whether there can be one, its options, and the check.
 
-The workers' extensions are here because vLLM imports this module in every worker, before it loads the model: only with
+The workers' extension is here because vLLM imports this module in every worker, before it loads the model: only with
 VLLM_BATCH_INVARIANT=1, linear layers become `torch.nn.functional.linear`. By cuBLAS without split-K, which that mode
 sees to, they have the same bits as vLLM's Triton kernel, and a decode step takes 2.8 ms instead of 5.1 (1.5B, 128
 sequences, one H200).
@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from transformers.hf_argparser import HfArg
 
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension
+from rlhf_utils import ColocateWorkerExtension
 
 from ..errors import MismatchError, RunError
 from ..learning.exact import attention_backend, missing_operation
@@ -45,11 +45,7 @@ if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         module.linear_batch_invariant = torch.nn.functional.linear
 
 
-class ExactWorkerExtension(WorkerExtension):
-    """`WorkerExtension`, for an exact engine."""
-
-
-class ExactColocateWorkerExtension(ColocateWorkerExtension):
+class ExactWorkerExtension(ColocateWorkerExtension):
     """`ColocateWorkerExtension`, for an exact engine."""
 
 
@@ -77,16 +73,13 @@ def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
     return replace_flags(args, exact="off") if reason else args
 
 
-def exact_options(args, model: str, extension: str) -> dict:
-    """vLLM's options of an engine that may be exact, with the exact form of this extension of `rlhf_utils`. Sets the
-    environment that it inherits."""
+def exact_options(model: str) -> dict:
+    """vLLM's options of an exact engine of this model. Sets the environment that it inherits."""
     from transformers import AutoConfig
 
-    if args.exact == "off":
-        return {"worker_extension_cls": f"rlhf_utils.{extension}"}
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     backend = attention_backend(AutoConfig.from_pretrained(model))
-    return {"worker_extension_cls": f"{__name__}.Exact{extension}", "attention_backend": backend}
+    return {"worker_extension_cls": f"{__name__}.ExactWorkerExtension", "attention_backend": backend}
 
 
 def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> bool:
