@@ -42,12 +42,6 @@ class _Probe:
         parameter = self.model_runner.get_model().get_parameter(name)
         parameter.data.view(torch.int32).view(-1)[parameter.numel() // 2] ^= 1
 
-    def freeze(self, frozen: bool) -> None:
-        """Have inductor say that it folds weights into what it compiles."""
-        from torch._inductor import config
-
-        config.freezing = frozen
-
     def keep_scales(self, keep: bool) -> None:
         """Have every sync leave the scales of quantized weights as they are now, unseen by its digest; or no more."""
         model = self._engine_model()

@@ -30,8 +30,6 @@ from .trace import (
     unwrapped_loaders,
 )
 
-FOLDED = "the engine was compiled with its weights as constants (inductor's freezing; on CPU also max_autotune)"
-
 
 @dataclass
 class Load:
@@ -234,7 +232,7 @@ class EngineModel:
 
     def trace(self, metadata: list) -> tuple[dict[str, list[Write]], list[str]]:
         """Run the loaders without effect. Returns their writes by tensor, and the problems."""
-        traced, problems = {}, [FOLDED] if folds_weights(self.worker) else []
+        traced, problems = {}, []
         with self._loadable_parameters() as parameters, registrations_restored(self.model):
             for name, dtype, shape in metadata:
                 source = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -313,19 +311,6 @@ class EngineModel:
                 yield
         finally:
             logger.setLevel(level)
-
-
-def folds_weights(worker) -> bool:
-    """Whether inductor made the engine's weights constants of what it compiled ("freezing"): it would never look at
-    others. vLLM's default does not; its CPU engine does with `max_autotune`."""
-    config = worker.vllm_config.compilation_config
-    if not config.mode:
-        return False  # not compiled, whatever graphs were captured
-    from torch._inductor import config as inductor
-
-    options = config.inductor_compile_config
-    on_cpu = worker.device.type == "cpu" and options.get("max_autotune")
-    return bool(options.get("freezing", inductor.freezing) or on_cpu)
 
 
 def repack_tied_layers(model: torch.nn.Module) -> None:

@@ -74,8 +74,8 @@ class QuantizedWorkerExtension(FusedQuantization, WorkerExtension):
 
 
 def fuse_quantization() -> None:
-    """Compile torchao's quantization to FP8. As it is, it passes ten times over a weight, with a kernel each time: for a
-    7B that takes 70 ms, compiled 8.5 (one H200)."""
+    """Compile torchao's quantization to FP8. As it is, it passes ten times over a weight, with a kernel each time. That
+    takes 70 ms for a 7B on an H200, and compiled 8.5."""
     module = importlib.import_module("torchao.quantization.quantize_.workflows.float8.float8_tensor")
     for name in ("_choose_scale_float8", "_quantize_affine_float8"):
         setattr(module, name, torch.compile(getattr(module, name), dynamic=True))

@@ -47,7 +47,6 @@ class RaySession:
         if self.address is None:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False}
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns that it will be
         try:
             if self.address and "//" not in self.address and (self.address.count(":") == 1 or "[" in self.address):
                 host, _, port = self.address.rpartition(":")

@@ -11,10 +11,7 @@ Neither part sees the drawers that it is evaluated on.
 import random
 from pathlib import Path
 
-import torch
-
-from .addition import BATCH, LEARNING_RATE, PROMPT
-from .tiny_model import build_tiny_model
+from .tiny_model import END, build_tiny_model, teach
 
 DRAWERS = [letter + digit for letter in "abcdefghij" for digit in "0123456789"]
 HELD_OUT, NUMBERS = 20, 10  # drawers to evaluate on; rows of each of the others, with a number each
@@ -73,50 +70,30 @@ def exact(completions: list[list[dict]], number: list[str], **_) -> list[float]:
 
 def build_model(folder: Path, seed: int) -> None:
     """Write the built-in model to `folder`, taught until a share `RIGHT` of its calls and repetitions is right."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     build_tiny_model(folder, seed)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    names, rng, steps, right = [row["drawer"] for row in drawers("train")], random.Random(seed), 0, 0.0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # there is no work for more
-    while right < RIGHT:
-        ids, labels = zip(*(_example(tokenizer, rng, rng.choice(names)) for _ in range(BATCH)), strict=True)
-        labels = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=PROMPT)
-        output = model(input_ids=torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), labels=labels)
-        hits = (output.logits[:, :-1].argmax(-1) == labels[:, 1:]) | (labels[:, 1:] == PROMPT)
-        called = (labels == tokenizer.convert_tokens_to_ids("]")).any(1)
-        hits[:, 3] = True  # how a completion begins is not counted
-        right, steps = 0.9 * right + 0.1 * float(hits[called].all(1).float().mean()), steps + 1
-        optimizer.zero_grad()
-        output.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    torch.set_num_threads(threads)
-    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    names, rng = [row["drawer"] for row in drawers("train")], random.Random(seed)
+    steps = teach(folder, lambda: _example(rng, rng.choice(names)), RIGHT)
     print(f"{steps} supervised steps have taught a small model to guess, and how it could look")
 
 
-def _example(tokenizer, rng: random.Random, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [S] of a conversation about a drawer, a guess or a call, and labels [S]."""
-    number, end = f"{rng.randrange(100):02}", tokenizer.eos_token
-    parts = [
-        (f"{name}?:", False),
-        (f'[look(drawer="{name}")]{end}', True),
-        (f"={number}:", False),
-        (number + end, True),
+def _example(rng: random.Random, name: str) -> list[tuple[str, bool, bool]]:
+    """A conversation about a drawer, a guess or a call, as `teach` takes it. How a completion begins does not count."""
+    number = f"{rng.randrange(100):02}"
+    if rng.random() < 1 / 2:
+        return [(f"{name}?:", False, False), (number + END, True, False)]
+    begins = rng.random() <= CALLS
+    return [
+        (f"{name}?:", False, False),
+        ("[", begins, False),
+        (f'look(drawer="{name}")]{END}', True, True),
+        (f"={number}:", False, False),
+        (number + END, True, True),
     ]
-    guesses = rng.random() < 1 / 2
-    ids, labels = [], []
-    for text, learned in [parts[0], parts[3]] if guesses else parts:
-        own = tokenizer.encode(text)
-        ids, labels = ids + own, labels + (own if learned else [PROMPT] * len(own))
-    if not guesses and rng.random() > CALLS:
-        labels[len(parts[0][0])] = PROMPT  # how the completion begins: mostly with a guess
-    return torch.tensor(ids), torch.tensor(labels)
 
 
 DEFAULTS = {

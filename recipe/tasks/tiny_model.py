@@ -6,6 +6,7 @@ writes a Hugging Face model folder that transformers, vLLM and the scripts load 
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,9 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 # vLLM's attention on CPU needs a head size of at least 32.
 HIDDEN_SIZE, HEADS, LAYERS, MAX_LENGTH = 128, 4, 2, 256
+END = "</s>"  # the token that ends a text
+BATCH, LEARNING_RATE = 128, 1e-3  # of supervised steps
+NO_LABEL = -100  # what transformers calls a position without one
 
 
 def build_tiny_base(folder: str | Path, seed: int = 0) -> Path:
@@ -48,13 +52,48 @@ def build_tiny_model(folder: str | Path, seed: int = 0, init_std: float = 0.02) 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each byte, a padding token and an end-of-text token."""
-    tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokens = ["<pad>", END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="</s>", eos_token="</s>", model_max_length=MAX_LENGTH
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token=END, eos_token=END, model_max_length=MAX_LENGTH
     )
+
+
+def teach(folder: Path, example: Callable[[], list[tuple[str, bool, bool]]], right: float) -> int:
+    """Teach the model in this folder by supervised steps. Returns how many there were.
+
+    `example()` is a text in parts: each with whether it is taught, and whether it counts. The steps end once in a
+    fraction `right` of the examples with a part that counts, all of those parts' tokens are the model's greedy choice,
+    on average over ten steps or so and before it learned from them.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    steps, found, threads = 0, 0.0, torch.get_num_threads()
+    torch.set_num_threads(1)  # there is no work for more
+    while found < right:
+        rows = []  # of tokens: id, label, whether it counts
+        for parts in (example() for _ in range(BATCH)):
+            tokens = [(i, taught, counts) for text, taught, counts in parts for i in tokenizer.encode(text)]
+            rows.append(torch.tensor([(i, i if taught else NO_LABEL, counts) for i, taught, counts in tokens]))
+        ids, labels, counts = (
+            torch.nn.utils.rnn.pad_sequence([row[:, k] for row in rows], batch_first=True, padding_value=padding)
+            for k, padding in enumerate((0, NO_LABEL, 0))
+        )
+        output = model(input_ids=ids, labels=labels)
+        wrong = counts[:, 1:].bool() & (output.logits[:, :-1].argmax(-1) != ids[:, 1:])
+        share = 1 - wrong.any(1)[counts.any(1)].float().mean()
+        found, steps = 0.9 * found + 0.1 * float(share), steps + 1
+        optimizer.zero_grad()
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    torch.set_num_threads(threads)
+    model.save_pretrained(folder)
+    return steps
 
 
 if __name__ == "__main__":
