@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weight_sync.copies import BLOCK_WORDS, TILING, Copies, Reading, _kernel, digest
+from weight_sync.copies import BLOCK_WORDS, TILING, BatchedCopy, Digester, _kernel, digest
 
 CPU = torch.device("cpu")
 
@@ -51,16 +51,16 @@ def test_digest_does_not_depend_on_where_a_tensor_begins(begin):
 def test_digests_of_parts_add_up_and_tell_a_parts_place():
     tensors, totals = [torch.randn(40_000), torch.randn(7)], torch.zeros(3, 1, dtype=torch.int64)
     for number, tensor in enumerate(tensors):
-        Reading([tensor], number).run(totals[0])
-        Reading([tensor], 1 - number).run(totals[1])
-    Reading(tensors, 1).run(totals[2])
+        Digester([tensor], number).run(totals[0])
+        Digester([tensor], 1 - number).run(totals[1])
+    Digester(tensors, 1).run(totals[2])
     assert int(totals[0]) == digest(tensors)
     assert len(set(totals.flatten().tolist())) == 3
 
 
 def test_copies_and_fills_are_repeated_with_other_values():
     source, destination = torch.randn(8, 8), torch.zeros(10, 4)
-    copies = Copies(CPU, [(destination[:8], source[:, 4:])], [(destination[8:], 3)])
+    copies = BatchedCopy(CPU, [(destination[:8], source[:, 4:])], [(destination[8:], 3)])
     for _ in range(2):
         copies.run()
         assert destination[:8].equal(source[:, 4:])
@@ -71,7 +71,7 @@ def test_copies_and_fills_are_repeated_with_other_values():
 KERNEL = """
 import torch
 from weight_sync import copies
-from weight_sync.copies import Copies, Reading, digest, digest_together
+from weight_sync.copies import BatchedCopy, Digester, digest, digest_together
 
 CPU = torch.device("cpu")
 tensors = [torch.randn(70_001), torch.randn(300, 7).bfloat16(), torch.randn(10), torch.randn(5, 9).bfloat16()]
@@ -83,10 +83,10 @@ assert digest(tensors) == expected
 served = [torch.ones(64, 1024).bfloat16(), torch.ones(40, 2048), torch.ones(8), torch.ones(4, 4).bfloat16()]
 rows, columns, narrow = torch.randn(32, 2048).bfloat16(), torch.randn(40, 4096), torch.randn(4, 4).bfloat16()
 master = torch.randn(32, 1024).bfloat16().float()  # the interpreter truncates where a GPU rounds
-first = Copies(CPU, [(served[0][:30], rows[:30, 1024:])])
-last = Copies(CPU, [(served[0][32:], master), (served[1], columns[:, 2048:])], [(served[0][30:32], 3.0)])
-assert not first.plain and not last.plain
-assert first.writes() and last.writes() and not Copies(CPU, []).writes()
+first = BatchedCopy(CPU, [(served[0][:30], rows[:30, 1024:])])
+last = BatchedCopy(CPU, [(served[0][32:], master), (served[1], columns[:, 2048:])], [(served[0][30:32], 3.0)])
+assert not first.torch_copies and not last.torch_copies
+assert first.has_work() and last.has_work() and not BatchedCopy(CPU, []).has_work()
 assert digest_together([first, last], served)
 for _ in range(2):
     total = torch.zeros(1, dtype=torch.int64)
@@ -101,21 +101,21 @@ for _ in range(2):
 long = torch.randn(3 * copies.BLOCK_WORDS + 100).bfloat16().float()
 for source in (torch.randn(45).bfloat16(), long):
     target = torch.zeros(source.shape).bfloat16()
-    Copies(CPU, [(target, source)]).run()
+    BatchedCopy(CPU, [(target, source)]).run()
     assert target.equal(source.bfloat16())
 
 # Transposed, or half a word off: torch copies. A word that is written twice, or elsewhere: read in the end.
 other, outside, twice = torch.ones(17).bfloat16()[1:].view(4, 4), torch.empty(8), [(served[2], torch.ones(8))] * 2
 for pairs in ([(served[3], narrow.t())], [(served[3], other)], [(outside, torch.ones(8))], twice):
-    first, last = Copies(CPU, [(served[0][:30], rows[:30, 1024:])]), Copies(CPU, pairs)
-    assert bool(last.plain) == (pairs[0][0] is served[3])
+    first, last = BatchedCopy(CPU, [(served[0][:30], rows[:30, 1024:])]), BatchedCopy(CPU, pairs)
+    assert bool(last.torch_copies) == (pairs[0][0] is served[3])
     assert digest_together([first, last], served, 5)
     total = torch.zeros(1, dtype=torch.int64)
     first.run(total)
     last.run(total)
     assert all(destination.equal(source) for destination, source in pairs)
     alone = torch.zeros(1, dtype=torch.int64)
-    Reading(served, 5).run(alone)
+    Digester(served, 5).run(alone)
     assert total == alone != digest(served)
 assert not digest_together([first], [*served, torch.ones(3).bfloat16()])
 """

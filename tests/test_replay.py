@@ -236,7 +236,7 @@ def forgetful(monkeypatch):
 
     def record_less(self, buckets, staging):
         refused = record(self, buckets, staging)
-        self.replay_steps[-1][-1].plain.pop()
+        self.replay_steps[-1][-1].torch_copies.pop()
         return refused
 
     monkeypatch.setattr(Engine, "record", record_less)
@@ -531,7 +531,7 @@ def test_recording_that_fails_leaves_the_sync_with_reload(monkeypatch):
     def fails(*_):
         raise MemoryError("no room for scratch")
 
-    monkeypatch.setattr(replay, "Copies", fails)
+    monkeypatch.setattr(replay, "BatchedCopy", fails)
     assert Sync()(tensors(1)) == "reload (MemoryError: no room for scratch)"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from weight_sync import copies
-from weight_sync.copies import BLOCK_WORDS, Copies
+from weight_sync.copies import BLOCK_WORDS, BatchedCopy
 from weight_sync.samples import SAMPLED_BLOCKS, Samples
 
 MAPPED = """
@@ -152,7 +152,7 @@ def test_every_tensor_and_every_block_has_its_turn(monkeypatch):
     monkeypatch.setattr(copies, "_has_kernel", lambda device: True)
     words = [2 * BLOCK_WORDS + 3, *range(1, 2 * SAMPLED_BLOCKS)]
     read, served = ([torch.zeros(n) for n in words] for _ in range(2))
-    samples = Samples([Copies(torch.device("cpu"), list(zip(served, read, strict=True)))], read, served)
+    samples = Samples([BatchedCopy(torch.device("cpu"), list(zip(served, read, strict=True)))], read, served)
 
     def drawn(seeds) -> set[tuple[int, int, int]]:
         """The blocks: a tensor's number, the byte where it begins, and its words."""

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes
-from .copies import Reading
+from .copies import Digester
 from .groups import device_id_of, refuse_expandable_segments, shared_buffer, synchronize
 from .link import CONNECT_SECONDS, HELLO_SECONDS, LINK_KEY, Link, WeightSyncError, listen
 from .lora import LoRAWeight, Merge
@@ -46,12 +46,12 @@ class Staging:
 
     def digest(self, i: int, total: torch.Tensor) -> None:
         """Add the digest of bucket `i`, as it lies in its buffer, to `total`, int64 [1]."""
-        self._readings[i].run(total)
+        self._digesters[i].run(total)
 
     @functools.cached_property
-    def _readings(self) -> list[Reading]:
+    def _digesters(self) -> list[Digester]:
         return [
-            Reading([self.words(i, piece) for piece in bucket], bucket[0].number)
+            Digester([self.words(i, piece) for piece in bucket], bucket[0].number)
             for i, bucket in enumerate(self.buckets)
         ]
 
@@ -132,7 +132,7 @@ class TrainerMemory(Staging):
         return mode != "replay"  # of that, a sample is compared
 
     def digest(self, i: int, total: torch.Tensor) -> None:
-        Reading(self.memory).run(total)  # anew, since of tensors with an odd end it reads copies
+        Digester(self.memory).run(total)  # anew, since of tensors with an odd end it reads copies
 
     def start(self, i: int) -> Callable[[], bool]:
         return lambda: True

@@ -22,113 +22,124 @@ TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # BLOCK: words per iterat
 SHORTEST_RUN = 512  # bytes; torch does copies of shorter runs, such as transpositions
 MASK = 0xFFFFFFFF
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
-MIX_LONG = ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB))  # of a 64-bit one, in the manner of splitmix64
+MIX_LONG = ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB))  # of a 64-bit hash, in the manner of splitmix64
 # Rows of runs: addresses and a length. A run with destination 0 is only hashed. Tables have two more rows: the
 # multiplier of the run's block, 0 to hash nothing, and the input of the 32-bit hash for the run's first word.
 SOURCE, DESTINATION, WORDS, MULTIPLIER, FIRST = range(5)
 
 
-class Copies:
+class BatchedCopy:
     """Many copies and fills as one operation.
 
-    A copy is a (destination, source) of the same shape, a fill a (destination, number). A source may be a function that
-    writes to the destination it is given. The tables hold addresses, so the destinations must outlive this object. It
-    keeps the sources alive itself.
+    A copy is a (destination, source) of the same shape, a fill a (destination, value). A source may also be a function
+    that writes to the destination it is given. The tables hold addresses, so the destinations must outlive this object.
+    It keeps the sources alive itself.
     """
 
     def __init__(self, device: torch.device, pairs: list[tuple], fills: list[tuple] = ()):
         self.device, self.fills = device, fills
         self.sources = [source for _, source in pairs]
         self.computed = [pair for pair in pairs if callable(pair[1])]
-        self.plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        runs = {False: [], True: []}
+        self.torch_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        runs_by_cast = {False: [], True: []}
         for destination, source in (pair for pair in pairs if not callable(pair[1])):
-            found = runs_of(destination, source) if _has_kernel(device) else None
-            if found is None:
-                self.plain.append((destination, source))
+            runs = runs_of(destination, source) if _has_kernel(device) else None
+            if runs is None:
+                self.torch_copies.append((destination, source))
             else:
-                runs[destination.dtype != source.dtype].append(found)
-        self.runs = {cast: torch.cat(found, 1) for cast, found in runs.items() if found}  # by whether they cast
-        self.tables = [Table.cut(found, cast, device) for cast, found in self.runs.items()]
-        self.rest: Reading | Table | None = None  # what is hashed after all copies
+                runs_by_cast[destination.dtype != source.dtype].append(runs)
+        self.runs = {cast: torch.cat(runs, 1) for cast, runs in runs_by_cast.items() if runs}  # by whether they cast
+        self.tables = [Table.cut(runs, cast, device) for cast, runs in self.runs.items()]
+        self.final_digest: Digester | Table | None = None  # hashes, after all copies, the words that no copy hashes
 
-    def writes(self) -> bool:
+    def has_work(self) -> bool:
         """Whether `run` does anything."""
         copied = any(runs.size(1) for runs in self.runs.values())
-        return bool(self.fills or self.computed or self.plain or copied or self.rest)
+        return bool(self.fills or self.computed or self.torch_copies or copied or self.final_digest)
 
-    def load_kernels(self) -> None:
-        """Run what computes, so that its kernels are compiled. CUDA forbids that while a graph is captured."""
+    def warm_up(self) -> None:
+        """Call the sources that are functions, so that their kernels are compiled.
+
+        CUDA forbids that while a graph is captured.
+        """
         for destination, write in self.computed:
             write(destination)
 
     def run(self, total: torch.Tensor | None = None) -> None:
         """Run in the current stream. After `digest_together`, adds the digest to `total`, int64 [1]."""
-        for destination, number in self.fills:
-            destination.fill_(number)
+        for destination, value in self.fills:
+            destination.fill_(value)
         for destination, write in self.computed:
             write(destination)
-        if self.plain:
-            torch._foreach_copy_(*map(list, zip(*self.plain, strict=True)))
+        if self.torch_copies:
+            torch._foreach_copy_(*map(list, zip(*self.torch_copies, strict=True)))
         for table in self.tables:
             table.run(total)
-        if self.rest and total is not None:
-            self.rest.run(total)
+        if self.final_digest and total is not None:
+            self.final_digest.run(total)
 
 
-def digest_together(copies: list[Copies], tensors: list[torch.Tensor], first: int = 0) -> bool:
-    """Make these copies compute the digest of `tensors`, as numbers `first` and up, while they run.
+def digest_together(copies: list[BatchedCopy], tensors: list[torch.Tensor], first_number: int = 0) -> bool:
+    """Make these copies compute the digest of `tensors`, as numbers `first_number` and up, while they run.
 
     Each copy hashes the words that its kernel writes. The last one then reads all other words. Returns False, and
     changes nothing, if some of the tensors do not consist of whole words.
     """
     if not all(map(_in_words, tensors)):
         return False
-    if not _has_kernel(copies[-1].device) or not _hash_while_copying(copies, tensors, first):
-        copies[-1].rest = Reading(tensors, first)
+    if not _has_kernel(copies[-1].device) or not _hash_while_copying(copies, tensors, first_number):
+        copies[-1].final_digest = Digester(tensors, first_number)
     return True
 
 
-def _hash_while_copying(copies: list[Copies], tensors: list[torch.Tensor], first: int) -> bool:
-    """False, and nothing is changed, if a kernel writes a word twice, or one outside `tensors`."""
+def _hash_while_copying(copies: list[BatchedCopy], tensors: list[torch.Tensor], first_number: int) -> bool:
+    """Returns False, and changes nothing, if a kernel writes a word twice, or one outside `tensors`."""
     device, starts = copies[-1].device, torch.tensor([tensor.data_ptr() for tensor in tensors])
     ends = starts + torch.tensor([tensor.nbytes for tensor in tensors])
-    written = torch.cat([torch.zeros(3, 0).long(), *(runs for each in copies for runs in each.runs.values())], 1)
+    written = torch.cat([torch.zeros(3, 0).long(), *(runs for copy in copies for runs in copy.runs.values())], 1)
     # Find the gaps between the runs. An empty run at both ends of every tensor also bounds the gaps there.
     begins = torch.cat([starts, ends, written[DESTINATION]])
     reached = torch.cat([starts, ends, written[DESTINATION] + WORD_BYTES * written[WORDS]])
     order = begins.argsort(stable=True)
     begins, reached = begins[order][1:], reached[order].cummax(0).values[:-1]
-    between = torch.isin(reached, ends) & ~torch.isin(reached, starts)
-    gaps = ((begins > reached) & ~between).nonzero()[:, 0]
-    rest = torch.stack([reached[gaps], torch.zeros_like(gaps), (begins - reached)[gaps] // WORD_BYTES])
-    if (begins < reached).any() or (place(written[DESTINATION], WORD_BYTES * written[WORDS], tensors)[0] < 0).any():
+    between_tensors = torch.isin(reached, ends) & ~torch.isin(reached, starts)
+    gaps = ((begins > reached) & ~between_tensors).nonzero()[:, 0]
+    unwritten = torch.stack([reached[gaps], torch.zeros_like(gaps), (begins - reached)[gaps] // WORD_BYTES])
+    tensor_numbers, _ = locate(written[DESTINATION], WORD_BYTES * written[WORDS], tensors)
+    if (begins < reached).any() or (tensor_numbers < 0).any():
         return False
 
-    def table(runs: torch.Tensor, cast: bool, row: int) -> Table:
-        number, byte = place(runs[row], WORD_BYTES * runs[WORDS], tensors)
-        return Table.cut(runs, cast, device, first + number, byte // WORD_BYTES)
+    def table(runs: torch.Tensor, cast: bool, hashed: int) -> Table:
+        """A table of these runs. `hashed` is the row of the addresses that lie in `tensors`."""
+        number, byte = locate(runs[hashed], WORD_BYTES * runs[WORDS], tensors)
+        return Table.cut(runs, cast, device, first_number + number, byte // WORD_BYTES)
 
-    for each in copies:
-        each.tables = [table(runs, cast, DESTINATION) for cast, runs in each.runs.items()]
-    copies[-1].rest = table(rest, False, SOURCE) if rest.size(1) else None
+    for copy in copies:
+        copy.tables = [table(runs, cast, DESTINATION) for cast, runs in copy.runs.items()]
+    copies[-1].final_digest = table(unwritten, False, SOURCE) if unwritten.size(1) else None
     return True
 
 
-class Reading:
-    """Tensors that are only hashed, as numbers `first` and up. They are read where they lie, unless they begin or end
-    within a word: of those, this keeps a copy."""
+class Digester:
+    """Computes the digest of tensors, as numbers `first_number` and up.
 
-    def __init__(self, tensors: list[torch.Tensor], first: int = 0):
+    It reads them in place. It keeps a copy of those that are not contiguous, or that begin or end within a word.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], first_number: int = 0):
         flat = [tensor.contiguous().view(-1) for tensor in tensors]
         # Padding copies, to an address that words can be read from.
-        flat = [t if _in_words(t) else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % 4)) for t in flat]
+        flat = [
+            t if _in_words(t) else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % WORD_BYTES))
+            for t in flat
+        ]
         self.words, self.table = [t.view(torch.int32) for t in flat], None
-        if _has_kernel(flat[0].device):
-            self.table = _reading_table(tuple((w.data_ptr(), len(w)) for w in self.words), first, flat[0].device)
+        device = flat[0].device
+        if _has_kernel(device):
+            self.table = _digest_table(tuple((w.data_ptr(), len(w)) for w in self.words), first_number, device)
             return
         blocks = [torch.arange(-(-len(words) // BLOCK_WORDS)) for words in self.words]
-        numbers = [torch.full_like(block, k) for k, block in enumerate(blocks, first)]
+        numbers = [torch.full_like(block, number) for number, block in enumerate(blocks, first_number)]
         self.multipliers = _multipliers(torch.cat(numbers), torch.cat(blocks))
 
     def run(self, total: torch.Tensor) -> None:
@@ -138,10 +149,10 @@ class Reading:
             return
         coefficients, sums = _coefficients(), []
         for words in self.words:
-            whole = len(words) // BLOCK_WORDS * BLOCK_WORDS
-            sums += [part.view(-1, BLOCK_WORDS).long().mv(coefficients) for part in words[:whole].split(1 << 20)]
-            if len(words) > whole:
-                sums.append(words[whole:].long().dot(coefficients[: len(words) - whole]).view(1))
+            end = len(words) // BLOCK_WORDS * BLOCK_WORDS  # of the whole blocks
+            sums += [chunk.view(-1, BLOCK_WORDS).long().mv(coefficients) for chunk in words[:end].split(1 << 20)]
+            if len(words) > end:
+                sums.append(words[end:].long().dot(coefficients[: len(words) - end]).view(1))
         total += torch.cat(sums).dot(self.multipliers)
 
 
@@ -151,7 +162,7 @@ def digest(tensors: list[torch.Tensor]) -> int | None:
     if not tensors:
         return None
     total = torch.zeros(1, dtype=torch.int64, device=tensors[0].device)
-    Reading(tensors).run(total)
+    Digester(tensors).run(total)
     return int(total)
 
 
@@ -164,10 +175,10 @@ def _in_words(tensor: torch.Tensor) -> bool:
 
 
 def runs_of(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-    """The copy as runs [3, n]. None if it needs a partial word, or runs too short."""
+    """The copy as runs [3, n]. None if it needs a part of a word, a cast that the kernel lacks, or runs too short."""
     if source.dtype != destination.dtype and (source.dtype, destination.dtype) != (torch.float32, torch.bfloat16):
         return None
-    dim, run = destination.dim(), 1
+    dim, run = destination.dim(), 1  # dimensions before a run, and its elements
     while dim and (destination.size(dim - 1) == 1 or destination.stride(dim - 1) == source.stride(dim - 1) == run):
         dim -= 1
         run *= destination.size(dim)
@@ -180,20 +191,23 @@ def runs_of(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | N
         for size, stride in zip(tensor.shape[:dim], tensor.stride(), strict=False):
             offsets = (offsets[:, None] + stride * torch.arange(size)).flatten()
         addresses.append(tensor.data_ptr() + tensor.itemsize * offsets)
-    if any((each % WORD_BYTES).any() for each in addresses):
+    if any((address % WORD_BYTES).any() for address in addresses):
         return None
     return torch.stack([*addresses, torch.full_like(addresses[0], nbytes // WORD_BYTES)])
 
 
-def place(
+def locate(
     address: torch.Tensor, nbytes: torch.Tensor, tensors: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For `nbytes` bytes at each address, the number of the tensor that has them, or -1, and the first byte there."""
+    """Find the tensors in which these ranges of memory lie.
+
+    Returns the number of each range's tensor, -1 if none holds all of it, and the byte of that tensor where it begins.
+    """
     starts, order = torch.tensor([tensor.data_ptr() for tensor in tensors]).sort()
     ends = starts + torch.tensor([tensor.nbytes for tensor in tensors])[order]
-    found = torch.searchsorted(starts, address, right=True) - 1
-    inside = (found >= 0) & (address + nbytes <= ends[found])
-    return torch.where(inside, order[found], -1), address - starts[found]
+    nearest = torch.searchsorted(starts, address, right=True) - 1  # the last tensor that starts at or before it
+    inside = (nearest >= 0) & (address + nbytes <= ends[nearest])
+    return torch.where(inside, order[nearest], -1), address - starts[nearest]
 
 
 def _multipliers(number: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
@@ -206,7 +220,7 @@ def _multipliers(number: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _coefficients() -> torch.Tensor:
-    """The coefficients of a block's words, on the CPU: 32-bit numbers as int64. None is 0."""
+    """The coefficients of a block's words, on the CPU: 32-bit numbers as int64. None of them is 0."""
     x = MASK - torch.arange(BLOCK_WORDS)
     for shift, factor in MIX:
         x = (x ^ (x >> shift)) * factor & MASK
@@ -214,15 +228,18 @@ def _coefficients() -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _reading_table(places: tuple[tuple[int, int], ...], first: int, device: torch.device) -> "Table":
+def _digest_table(spans: tuple[tuple[int, int], ...], first_number: int, device: torch.device) -> "Table":
     """A table that only hashes tensors, given as (address, words)."""
-    address, words = torch.tensor(places).T
-    return Table.cut(torch.stack([address, 0 * address, words]), False, device, first + torch.arange(len(places)))
+    address, words = torch.tensor(spans).T
+    numbers = first_number + torch.arange(len(spans))
+    return Table.cut(torch.stack([address, torch.zeros_like(address), words]), False, device, numbers)
 
 
 class Table:
-    """Rows of runs that each lie within a block, int64 [5, n], on the device. With `cast`, copies read fp32 and write
-    bf16."""
+    """Runs that each lie within a block, as rows int64 [5, n] on the device.
+
+    With `cast`, copies read fp32 and write bf16.
+    """
 
     def __init__(self, rows: torch.Tensor, cast: bool, device: torch.device):
         self.cast, self.aligned = cast, not ((rows[:2] % 16).any() or (rows[WORDS] % 4).any())
@@ -230,31 +247,32 @@ class Table:
 
     @classmethod
     def cut(cls, runs, cast: bool, device: torch.device, number=None, word: torch.Tensor | int = 0) -> "Table":
-        """Of runs [3, n], cut at blocks.
+        """A table of the runs [3, n], cut at the ends of blocks.
 
-        Run by run, `number` is that of the tensor which the run is hashed with, `word` its first word there. Without
-        `number`, nothing is hashed.
+        A run is hashed as a part of tensor `number` that begins at word `word` of it; both are [n], or `word` is 0 for
+        all runs. Without `number`, nothing is hashed.
         """
         word = word + torch.zeros_like(runs[WORDS])
-        first, end = word // BLOCK_WORDS, word + runs[WORDS]
-        parts = -(-end // BLOCK_WORDS) - first
-        block = first.repeat_interleave(parts)
-        block += torch.arange(len(block)) - (parts.cumsum(0) - parts).repeat_interleave(parts)
-        source, destination, _, word, end = torch.stack([*runs, word, end]).repeat_interleave(parts, 1)
+        first_block, end = word // BLOCK_WORDS, word + runs[WORDS]
+        counts = -(-end // BLOCK_WORDS) - first_block  # of the blocks that each run reaches into
+        block = first_block.repeat_interleave(counts)
+        block += torch.arange(len(block)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        source, destination, _, word, end = torch.stack([*runs, word, end]).repeat_interleave(counts, 1)
         begin = (block * BLOCK_WORDS).maximum(word)
-        table = [source + (2 if cast else 1) * WORD_BYTES * (begin - word)]
-        table += [destination + WORD_BYTES * (begin - word) * (destination != 0)]
-        table += [((block + 1) * BLOCK_WORDS).minimum(end) - begin]
-        hashed = number is not None
-        table += [_multipliers(number.repeat_interleave(parts), block) if hashed else torch.zeros_like(block)]
-        table += [MASK - begin % BLOCK_WORDS]
-        return cls(torch.stack(table), cast, device)
+        rows = [
+            source + (2 if cast else 1) * WORD_BYTES * (begin - word),
+            destination + WORD_BYTES * (begin - word) * (destination != 0),
+            ((block + 1) * BLOCK_WORDS).minimum(end) - begin,
+            torch.zeros_like(block) if number is None else _multipliers(number.repeat_interleave(counts), block),
+            MASK - begin % BLOCK_WORDS,
+        ]
+        return cls(torch.stack(rows), cast, device)
 
     @classmethod
     def of_blocks(cls, address, words, cast: bool, number: torch.Tensor, device: torch.device) -> "Table":
-        """Of so many words at these addresses, at most a block each, which are only hashed, with these numbers."""
-        nothing = torch.zeros_like(address)
-        return cls(torch.stack([address, nothing, words, _multipliers(number, nothing), nothing + MASK]), cast, device)
+        """A table that only hashes: at each address so many words, one block at most, as tensors of these numbers."""
+        zero = torch.zeros_like(address)
+        return cls(torch.stack([address, zero, words, _multipliers(number, zero), zero + MASK]), cast, device)
 
     def run(self, total: torch.Tensor | None) -> None:
         """Copy, in the current stream, and add the digest to `total`, int64 [1]."""

@@ -14,7 +14,7 @@ import torch
 
 from .buckets import Piece, dtype_name, wire_of
 from .channels import Staging, TrainerMemory
-from .copies import Copies, digest, digest_together
+from .copies import BatchedCopy, digest, digest_together
 from .link import WeightSyncError
 from .replay import Recording, captured
 from .samples import Samples
@@ -189,7 +189,8 @@ class EngineModel:
             steps = [recording.steps(i) for i in range(len(buckets))]
             if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
                 return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
-            copies, served = [s for each in steps for s in each if isinstance(s, Copies)], list(self.served_tensors())
+            copies = [step for bucket_steps in steps for step in bucket_steps if isinstance(step, BatchedCopy)]
+            served = list(self.served_tensors())
             self.replay_digests = not recording.layers and digest_together(copies, served)
             if isinstance(staging, TrainerMemory):
                 self.samples = Samples(copies, staging.bases, served)

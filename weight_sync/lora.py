@@ -40,7 +40,7 @@ class LoRAWeight:
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """Some rows and columns of a weight, as a source of `Copies`. `base` has those of the weight's base."""
+    """Some rows and columns of a weight, as a source of `BatchedCopy`. `base` has those of the weight's base."""
 
     weight: LoRAWeight
     base: torch.Tensor  # [m, n], from this row and column on

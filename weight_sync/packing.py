@@ -5,7 +5,7 @@ from torch.distributed.tensor import DTensor
 
 from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes, piece_of
 from .channels import Staging
-from .copies import Copies, digest_together
+from .copies import BatchedCopy, digest_together
 from .link import Link
 from .lora import LoRAWeight, Merge, refuse_wrong
 from .ranks import Ranks, ShardedPart
@@ -26,13 +26,13 @@ class Packing:
         ranks: Ranks,
     ):
         self.buckets, self.staging, self.ranks, self.adapted = buckets, staging, ranks, adapted
-        self.copies: list[Copies] = []  # by bucket
+        self.copies: list[BatchedCopy] = []  # by bucket
         device = next(iter(tensors.values())).device
         for i, bucket in enumerate(buckets):
             pairs = [self._copy(tensors[p.name], p, staging.view(i, p)) for p in bucket]
             words = [staging.words(i, piece) for piece in bucket]
             ends = [(whole[p.nbytes :], 0) for p, whole in zip(bucket, words, strict=True) if p.nbytes < len(whole)]
-            self.copies.append(Copies(device, [pair for pair in pairs if pair], ends))
+            self.copies.append(BatchedCopy(device, [pair for pair in pairs if pair], ends))
             digest_together(self.copies[-1:], words, bucket[0].number)
         # Those that merge: bucket, destination and source.
         self.merges: list[tuple[int, torch.Tensor, Merge]] = [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .buckets import Piece
-from .copies import Copies, load_kernel
+from .copies import BatchedCopy, load_kernel
 from .lora import LoRAWeight, Merge
 from .trace import Write, layer_of, layout, plain_tensors, registered, strided_as
 
@@ -55,9 +55,9 @@ class Recording:
                 elif piece.begin == 0:
                     fills.append((destination, write.value))
                 if layer and layer.is_complete(self.unused_scratch):
-                    steps += [Copies(self.device, pairs, fills), layer]
+                    steps += [BatchedCopy(self.device, pairs, fills), layer]
                     pairs, fills = [], []
-        return [*steps, Copies(self.device, pairs, fills)]
+        return [*steps, BatchedCopy(self.device, pairs, fills)]
 
     def _destination(self, write: Write) -> tuple["ProcessedLayer | None", torch.Tensor]:
         """The tensor that a write goes to: the served one, or scratch memory if its layer is processed first."""
@@ -152,12 +152,12 @@ class _Graph:
 def captured(steps: list[list], total: torch.Tensor) -> list[list]:
     """Capture the steps of each bucket as one CUDA graph. They sum their digest in `total`, int64 [1]."""
     load_kernel(total.device)
-    for step in (step for each in steps for step in each if isinstance(step, Copies)):
-        step.load_kernels()
+    for step in (step for each in steps for step in each if isinstance(step, BatchedCopy)):
+        step.warm_up()
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()  # shared, since the graphs run one after the other
     # Drop copies without work: a bucket may hold other workers' rows only.
-    steps = [[step for step in each if not isinstance(step, Copies) or step.writes()] for each in steps]
+    steps = [[step for step in each if not isinstance(step, BatchedCopy) or step.has_work()] for each in steps]
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()  # freeing GPU memory during a capture can invalidate it
