@@ -23,10 +23,10 @@ from .trace import (
     WriteTrace,
     layer_of,
     loadable_elements,
+    parameters_and_buffers,
     plain_tensors,
-    registered,
     registrations_restored,
-    storage_of,
+    storage_id,
     unwrapped_loaders,
 )
 
@@ -115,7 +115,7 @@ class EngineModel:
         self.loaded_buffers |= sent.buffers
         with self._context():
             with self._bracket():
-                before = registered(self.model)
+                before = parameters_and_buffers(self.model)
                 for weights in batches:
                     self.model.load_weights(weights)
                 missed = self._missed_of(sent, before)
@@ -157,7 +157,7 @@ class EngineModel:
             if info.can_load() and info.load_numel < elements.total():
                 loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
                 incomplete += sorted(elements.keys() - loaded) or [layer]
-        now = registered(self.model)
+        now = parameters_and_buffers(self.model)
         kept = {name for name in load.reregistered if now.get(name) is before.get(name)}
         return incomplete + sorted(kept)
 
@@ -251,10 +251,10 @@ class EngineModel:
 
     def _reregistering_writes(self, others: list[tuple[torch.Tensor, object]]) -> list[Write]:
         """The writes to tensors that the loader has, by now, registered as parameters."""
-        known = registered(self.model) if others else {}
-        owners = {storage_of(tensor): (name, tensor) for name, tensor in known.items()}
+        known = parameters_and_buffers(self.model) if others else {}
+        owners = {storage_id(tensor): (name, tensor) for name, tensor in known.items()}
         return [
-            Write(*owners[storage_of(t)], t, value, reregistered=True) for t, value in others if storage_of(t) in owners
+            Write(*owners[storage_id(t)], t, value, reregistered=True) for t, value in others if storage_id(t) in owners
         ]
 
     @contextmanager
@@ -266,7 +266,7 @@ class EngineModel:
             with self._bracket():
                 parameters = self.model.named_parameters()
                 self.required_elements = {name: loadable_elements(p) for name, p in parameters if name not in optional}
-                parameters = registered(self.model)
+                parameters = parameters_and_buffers(self.model)
                 with unwrapped_loaders(parameters.values()):
                     yield parameters
 

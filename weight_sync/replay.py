@@ -10,7 +10,7 @@ import torch
 from .buckets import Piece
 from .copies import BatchedCopy, load_kernel
 from .lora import LoRAWeight, Merge
-from .trace import Write, layer_of, layout, plain_tensors, registered, strided_as
+from .trace import Write, layer_of, layout, parameters_and_buffers, plain_tensors, strided_as
 
 PROCESSED = "_already_called_process_weights_after_loading"  # vLLM's quantization methods set this flag on a layer
 
@@ -24,7 +24,7 @@ class Recording:
     def __init__(self, model, context: Callable, traced: dict[str, list[Write]], buckets: list[list[Piece]], staging):
         self.traced, self.buckets, self.staging = traced, buckets, staging
         self.device = staging.view(0, buckets[0][0]).device
-        self.served = registered(model)
+        self.served = parameters_and_buffers(model)
         self.layers: dict[str, ProcessedLayer] = {}
         self.unused_scratch: dict[tuple, list[torch.Tensor]] = {}  # by shape and dtype
         parts = Counter(piece.name for bucket in buckets for piece in bucket)

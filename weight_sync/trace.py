@@ -13,8 +13,8 @@ class Write:
     """One write of a weight loader into a parameter."""
 
     target: str  # the parameter's name
-    parameter: torch.Tensor  # as the loader sees it, which is before vLLM's processing (quantization, padding)
-    destination: torch.Tensor  # the view of it that is written
+    parameter: torch.Tensor  # as the loader sees it: before vLLM's processing (quantization, padding)
+    destination: torch.Tensor  # the view of the parameter that is written
     value: object  # a view of the loaded tensor if it is copied, a number if it is filled in, None if it is computed
     reregistered: bool = False  # the loader makes and registers this parameter itself, anew at each load
 
@@ -29,20 +29,20 @@ class WriteTrace(TorchDispatchMode):
 
     def __init__(self, parameters: dict[str, torch.Tensor], source: torch.Tensor):
         super().__init__()
-        self.parameters = {storage_of(parameter): (name, parameter) for name, parameter in parameters.items()}
-        self.source, self.writes = storage_of(source), []
+        self.parameters = {storage_id(parameter): (name, parameter) for name, parameter in parameters.items()}
+        self.source_id, self.writes = storage_id(source), []
         # Writes to real tensors that are not parameters (yet): the tensor and, as in `Write`, the value.
         self.other_writes: list[tuple[torch.Tensor, object]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable or not isinstance(args[0], torch.Tensor):
             return func(*args, **(kwargs or {}))
-        parameter, value, runs = self.parameters.get(storage_of(args[0])), None, True
+        parameter, value, executes = self.parameters.get(storage_id(args[0])), None, True
         if func is torch.ops.aten.copy_.default:
-            runs = args[0].is_meta or not args[1].is_meta  # a meta tensor has no data for a real one
-            if (parameter or not runs) and args[0].numel() != args[1].numel():
+            executes = args[0].is_meta or not args[1].is_meta  # a meta tensor has no data for a real one
+            if (parameter or not executes) and args[0].numel() != args[1].numel():
                 raise ValueError(f"{list(args[1].shape)} does not fit {list(args[0].shape)}")
-            value = args[1] if storage_of(args[1]) == self.source else None
+            value = args[1] if storage_id(args[1]) == self.source_id else None
         elif func is torch.ops.aten.fill_.Scalar:
             value = args[1]
         elif func is torch.ops.aten.zero_.default:
@@ -51,20 +51,20 @@ class WriteTrace(TorchDispatchMode):
             self.writes.append(Write(*parameter, args[0], value))
         elif not args[0].is_meta:
             self.other_writes.append((args[0], value))
-        return args[0] if parameter or not runs else func(*args, **(kwargs or {}))
+        return args[0] if parameter or not executes else func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def registrations_restored(model: torch.nn.Module) -> Iterator[None]:
     """Undo what a loader registers on the model inside this context."""
-    tensors = [each for module in model.modules() for each in (module._parameters, module._buffers)]
-    before = [dict(each) for each in tensors]
+    registries = [registry for module in model.modules() for registry in (module._parameters, module._buffers)]
+    before = [dict(registry) for registry in registries]
     try:
         yield
     finally:
-        for each, registered in zip(tensors, before, strict=True):
-            each.clear()
-            each.update(registered)
+        for registry, tensors in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(tensors)
 
 
 @contextmanager
@@ -85,18 +85,17 @@ def unwrapped_loaders(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             parameter.weight_loader = loader
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """An identity of the tensor's storage that meta tensors have too; they have no address."""
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the tensor's storage, also of tensors without an address (meta tensors, empty ones)."""
     return tensor.untyped_storage()._cdata
 
 
-def registered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name."""
+def parameters_and_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def layout(parameter: torch.Tensor | None) -> tuple | None:
-    """Where two layouts agree, a copy into one tensor can be repeated as a copy into the other. None has no layout.
+    """A copy into one tensor can be repeated into another one whose layout is equal. None has no layout.
 
     A quantized tensor reports the dtype and shape of a plain one, so the layout also says that it is quantized.
     """
