@@ -147,11 +147,11 @@ def test_sample_of_merged_rows_finds_what_is_wrong_and_nothing_else(wire, transp
     merge = Merge(LoRAWeight(base, lora_A, lora_B, scaling, transposed), base[first:], first)
     out = torch.empty(rows - first, columns, dtype=wire)
     merge(out)
-    assert not any(merge.wrong(out, seed) for seed in range(50))
+    assert not any(merge.count_wrong(out, seed) for seed in range(50))
     out[20, 3] *= 1.01
-    found = [int(merge.wrong(out, seed)) for seed in range(50)]
+    found = [int(merge.count_wrong(out, seed)) for seed in range(50)]
     assert 0 < sum(found) == found.count(1) < 25  # other rows in each sync
-    assert merge.wrong(torch.full_like(out, math.nan), 0) == 4 * columns
+    assert merge.count_wrong(torch.full_like(out, math.nan), 0) == 4 * columns
 
 
 def test_only_adapters_learn(model, batches):

@@ -8,7 +8,7 @@ import torch
 
 from .link import WeightSyncError
 
-SAMPLED_ROWS = 4  # of a merged weight, which are computed again
+SAMPLED_ROWS = 4  # rows of a merged weight that are computed again
 TILING = {"ROWS": 64, "COLUMNS": 64, "RANKS": 16, "num_warps": 4}  # of the kernel
 
 
@@ -34,16 +34,16 @@ class LoRAWeight:
         return self.base.numel()
 
     def merge(self, base: torch.Tensor) -> torch.Tensor:
-        """`base`, in place of this weight's own, merged in fp32: bit for bit what peft merges. Makes one new tensor."""
+        """`base` + scaling * lora_B @ lora_A in fp32: bit for bit what peft merges. Makes one new tensor."""
         return Merge(self, base).merged()
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """Some rows and columns of a weight, as a source of `BatchedCopy`. `base` has those of the weight's base."""
+    """A merged weight, or some rows and columns of it, as a source of `BatchedCopy`."""
 
     weight: LoRAWeight
-    base: torch.Tensor  # [m, n], from this row and column on
+    base: torch.Tensor  # [m, n]: the rows and columns of the weight's base from `first_row` and `first_column` on
     first_row: int = 0
     first_column: int = 0
 
@@ -51,12 +51,12 @@ class Merge:
         """The merged weight [m, n] in fp32, a new tensor."""
         lora_A, lora_B, (rows, columns) = self.weight.lora_A.float(), self.weight.lora_B.float(), self._region()
         delta = (lora_B @ lora_A).T[rows, columns] if self.weight.transposed else lora_B[rows] @ lora_A[:, columns]
-        # Subtract the opposite: where nothing has been learned yet it is +0, and a weight of -0 stays what it was.
+        # Subtract -delta: where nothing has been learned yet it is +0, and a weight of -0 stays -0.
         delta = delta.mul_(-self.weight.scaling).add_(0.0)
         return torch.sub(self.base, delta, out=delta)
 
     def __call__(self, out: torch.Tensor) -> None:
-        """Write the merged weight to `out`, rounded to its dtype. On a GPU nothing in between is ever in memory."""
+        """Write the merged weight to `out`, rounded to its dtype. On a GPU, the merge takes no memory."""
         if out.device.type == "cuda":
             self._by_kernel(out)
         else:
@@ -67,7 +67,7 @@ class Merge:
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.base.shape, strict=True))
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors [m, r] and [r, n] of the difference."""
+        """The factors [m, r] and [r, n] of the delta."""
         left, right, (rows, columns) = self.weight.lora_B, self.weight.lora_A, self._region()
         if self.weight.transposed:
             left, right = right.T, left.T
@@ -82,8 +82,8 @@ class Merge:
             enable_fp_fusion=False,  # torch rounds a product before it adds
         )
 
-    def wrong(self, merged: torch.Tensor, seed: int) -> torch.Tensor:
-        """How many elements in a few rows of `merged`, other rows for other seeds, are not the merged weight's: int [].
+    def count_wrong(self, merged: torch.Tensor, seed: int) -> torch.Tensor:
+        """The number of wrong elements, int [], in a few rows of `merged` [m, n]. The seed draws the rows.
 
         They are computed again in fp64. What fp32 sums in any order may give, rounded to `merged`'s dtype, is right.
         """
@@ -94,18 +94,19 @@ class Merge:
         exact = base + scaling * (left @ right)
         terms = base.abs() + abs(scaling) * (left.abs() @ right.abs())
         error = terms * (len(right) + 4) * torch.finfo(torch.float32).eps
-        low, high, found = (each.to(merged.dtype).double() for each in (exact - error, exact + error, merged))
-        return ((found < low) | (found > high) | (found.isnan() != exact.isnan())).sum()
+        low, high = ((exact + deviation).to(merged.dtype).double() for deviation in (-error, error))
+        merged = merged.double()
+        return ((merged < low) | (merged > high) | (merged.isnan() != exact.isnan())).sum()
 
 
-def refuse_wrong(elements: int) -> None:
-    """Raise WeightSyncError if there are such elements, which `Merge.wrong` has found."""
-    if elements:
-        raise WeightSyncError(f"{elements} sampled elements of a merged weight are not base + scaling * B @ A")
+def refuse_wrong(count: int) -> None:
+    """Raise WeightSyncError if `Merge.count_wrong` is not 0."""
+    if count:
+        raise WeightSyncError(f"{count} sampled elements of a merged weight are not base + scaling * B @ A")
 
 
 def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:
-    """The tensor itself, or the merged weight [out, in] in fp32."""
+    """The tensor itself, or the merged weight in fp32, in the shape of its base."""
     return weight.merge(weight.base) if isinstance(weight, LoRAWeight) else weight
 
 

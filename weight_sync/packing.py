@@ -53,7 +53,7 @@ class Packing:
         self.copies[i].run(self.total[:1])
         if self.merges and self.merges[version % len(self.merges)][0] == i:  # a sample: another one in each sync
             _, merged, merge = self.merges[version % len(self.merges)]
-            self.total[1] += merge.wrong(merged, version)
+            self.total[1] += merge.count_wrong(merged, version)
         self.ranks.sum(bucket, links, deadline)
 
     def digest(self, links: list[Link], deadline: float) -> int:

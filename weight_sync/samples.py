@@ -76,7 +76,7 @@ def sample_digest(blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeig
             merge(merged[-1])
             address[i], casts[i] = merged[-1].data_ptr() + (begin - first * columns) * dtype.itemsize, False
     if merged:
-        refuse_wrong(int(merge.wrong(merged[-1], seed=int(byte[-1]))))
+        refuse_wrong(int(merge.count_wrong(merged[-1], seed=int(byte[-1]))))
     total = torch.zeros(1, dtype=torch.int64, device=bases[0].device)
     for cast in (False, True):
         numbers = (casts == cast).nonzero()[:, 0]
