@@ -31,7 +31,7 @@ class Piece:
         return self.count * self.dtype.itemsize
 
     @property
-    def words_nbytes(self) -> int:
+    def padded_nbytes(self) -> int:
         """`nbytes`, rounded up to whole words."""
         return -(-self.nbytes // WORD_BYTES) * WORD_BYTES
 
@@ -50,7 +50,7 @@ def plan_buckets(metadata: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], b
             room = (bucket_bytes - offset) // dtype.itemsize
             count = min(numel - begin, room)
             if count < numel - begin:
-                # Start in a fresh bucket rather than cut, and cut only what no bucket can hold.
+                # What does not fit starts in a fresh bucket. Only a tensor that no bucket can hold is cut.
                 if offset:
                     buckets.append([])
                     offset = 0
@@ -80,7 +80,7 @@ def wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]
 
 
 def bucket_nbytes(bucket: list[Piece]) -> int:
-    return bucket[-1].offset + bucket[-1].words_nbytes
+    return bucket[-1].offset + bucket[-1].padded_nbytes
 
 
 def seconds_allowed(buckets: list[list[Piece]]) -> float:

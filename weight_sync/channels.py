@@ -37,11 +37,11 @@ class Staging:
         return self.view(i, piece)
 
     def words(self, i: int, piece: Piece) -> torch.Tensor:
-        """The bytes of a piece in whole words. The trainer packs zeros behind an odd end."""
-        return self.buffers[i % STAGING_BUFFERS][piece.offset : piece.offset + piece.words_nbytes]
+        """The bytes of a piece and, up to a whole word, the zeros that the trainer packs behind it."""
+        return self.buffers[i % STAGING_BUFFERS][piece.offset : piece.offset + piece.padded_nbytes]
 
-    def digests(self, mode: str) -> bool:
-        """Whether both ends digest all that such a load reads."""
+    def is_digested(self, mode: str) -> bool:
+        """Whether both ends digest all bytes of a pass over the weights in this mode."""
         return True
 
     def digest(self, i: int, total: torch.Tensor) -> None:
@@ -56,14 +56,14 @@ class Staging:
         ]
 
     def release(self, i: int) -> None:
-        """The reader is done with bucket `i`. On a GPU, its reads are queued in the current stream."""
+        """Note that the reader is done with bucket `i`. On a GPU, its reads are queued in the current stream."""
 
 
 class BroadcastStaging(Staging):
     """Each end has its own buffers. The trainer broadcasts the buckets."""
 
     def __init__(self, communicator, buckets: list[list[Piece]], device: torch.device):
-        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in _staging_sizes(buckets)]
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in _buffer_sizes(buckets)]
         super().__init__(buffers, buckets)
         self.communicator, self.stream = communicator, None
         if device.type == "cuda":
@@ -94,20 +94,22 @@ class SharedStaging(Staging):
     def start(self, i: int) -> Callable[[], bool]:
         """Hand bucket `i` to the other end. Returns a check for its answer."""
         if self.sends == "filled":
-            self._say(i)
+            self._send(i)
         return lambda: self.link.received(**{self.awaits: i})
 
     def release(self, i: int) -> None:
-        self._say(i)
+        self._send(i)
 
-    def _say(self, i: int) -> None:
+    def _send(self, i: int) -> None:
         synchronize(self.buffers[0].device)
         self.link.send(**{self.sends: i})
 
 
 class TrainerMemory(Staging):
-    """No staging buffers: the worker has mapped the trainer's weights, and reads them in place. Of those with adapters
-    it has mapped the base and both factors, and merges them while it reads."""
+    """No staging buffers: the worker has mapped the trainer's weights, and reads them in place.
+
+    Of a weight with an adapter it has mapped the base and both factors, and merges them while it reads.
+    """
 
     def __init__(self, weights: dict[str, torch.Tensor | LoRAWeight]):
         super().__init__([], [])
@@ -115,7 +117,7 @@ class TrainerMemory(Staging):
         self.adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
         self.bases = [getattr(weight, "base", weight) for weight in weights.values()]
         self.factors = [factor for weight in self.adapted.values() for factor in (weight.lora_A, weight.lora_B)]
-        self.memory = [*self.bases, *self.factors]  # all that is mapped
+        self.mapped = [*self.bases, *self.factors]
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         weight = self.weights[piece.name]
@@ -128,17 +130,17 @@ class TrainerMemory(Staging):
     def source(self, i: int, piece: Piece) -> torch.Tensor | LoRAWeight:
         return self.adapted.get(piece.name) or self.view(i, piece)
 
-    def digests(self, mode: str) -> bool:
-        return mode != "replay"  # of that, a sample is compared
+    def is_digested(self, mode: str) -> bool:
+        return mode != "replay"  # of which a sample is compared
 
     def digest(self, i: int, total: torch.Tensor) -> None:
-        Digester(self.memory).run(total)  # anew, since of tensors with an odd end it reads copies
+        Digester(self.mapped).run(total)  # a new one: it keeps copies of tensors with an odd end
 
     def start(self, i: int) -> Callable[[], bool]:
         return lambda: True
 
 
-def _staging_sizes(buckets: list[list[Piece]]) -> list[int]:
+def _buffer_sizes(buckets: list[list[Piece]]) -> list[int]:
     return [max(map(bucket_nbytes, buckets[i::STAGING_BUFFERS])) for i in range(min(STAGING_BUFFERS, len(buckets)))]
 
 
@@ -150,7 +152,7 @@ class BroadcastChannel:
 
     @property
     def host(self) -> str:
-        """The address of this node at which the group met."""
+        """The address of this node at which the workers joined the group."""
         return self.communicator.group.store.host
 
     def accept(self, links: list[Link]) -> None:
@@ -212,7 +214,7 @@ class SharedMemoryChannel:
                 link.send_hello("the trainer", self.folder)
                 links.append(link)
             except WeightSyncError:
-                link.close()  # of a call that ran into its timeout: keep listening
+                link.close()  # its receive_weights has run into its timeout: keep listening
         self._stop_listening()
 
     def can_map(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -220,8 +222,8 @@ class SharedMemoryChannel:
         return all(tensor.is_cuda and tensor.is_contiguous() and not isinstance(tensor, DTensor) for tensor in tensors)
 
     def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
-        """The staging buffers, and the tensors that the worker maps, by kind: "buffers" are these."""
-        buffers = [shared_buffer(nbytes, device) for nbytes in _staging_sizes(buckets)]
+        """The staging buffers, and the tensors that the worker maps, by kind: the same, as "buffers"."""
+        buffers = [shared_buffer(nbytes, device) for nbytes in _buffer_sizes(buckets)]
         return SharedStaging(links[0], buffers, buckets, sends="filled", awaits="emptied"), {"buffers": buffers}
 
     def close(self, error: str | None) -> None:

@@ -36,13 +36,13 @@ class GlooCommunicator:
         return self._gloo.broadcast([tensor.detach().view(-1).view(torch.uint8)], options)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream=None) -> None:
-        """Broadcast a contiguous tensor in place and wait for it. `stream` is there for the interface only."""
+        """Broadcast a contiguous tensor in place and wait for it. `stream` is ignored."""
         self.start_broadcast(tensor, src).wait()
 
     def destroy(self) -> None:
         """Leave the group, in a thread: gloo waits for unfinished broadcasts until its timeout."""
-        last = [vars(self).pop("_gloo", None)]  # the only reference: whoever drops it waits
-        threading.Thread(target=last.clear, daemon=True).start()
+        only_reference = [vars(self).pop("_gloo", None)]  # whoever drops it waits
+        threading.Thread(target=only_reference.clear, daemon=True).start()
 
 
 def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device):
@@ -60,14 +60,14 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
         if rank == 0 and family != socket.AF_INET:  # vLLM would listen on IPv4
             options["listen_socket"] = socket.create_server((master_address, master_port), family=family)
         group = StatelessProcessGroup.create(master_address, master_port, rank, world_size, **options)
-    except (OSError, torch.distributed.DistError) as error:  # rank 0 cannot listen there, or not all have come
+    except (OSError, torch.distributed.DistError) as error:  # rank 0 cannot listen there, or a rank is missing
         raise WeightSyncError(f"no group at {host_and_port(master_address, master_port)}: {error}") from error
     if torch.device(device).type == "cpu":
         return GlooCommunicator(group)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.utils.nccl import unpinned_nccl_env
 
-    with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT=1 sets NCCL's algorithm in workers alone: both ends would hang
+    with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT=1 sets NCCL's algorithm only in workers: both ends would hang
         communicator = PyNcclCommunicator(group, device=device)
     refuse_disabled(communicator)
     return communicator
@@ -104,13 +104,13 @@ def share_tensor(tensor: torch.Tensor) -> tuple:
         from torch.multiprocessing.reductions import reduce_tensor
 
         return reduce_tensor(tensor.detach())
-    path = _shared.get(tensor.data_ptr())
+    path = _shared_paths.get(tensor.data_ptr())
     if path is None:
         raise WeightSyncError("on CPU, only tensors of shared_buffer can be mapped by another process")
     return _map_memory, (path, tensor.dtype, tensor.shape)
 
 
-_shared: dict[int, str] = {}  # by address: the path of the file behind each tensor of `shared_buffer` on CPU
+_shared_paths: dict[int, str] = {}  # by address of a tensor of `shared_buffer` on CPU: its file
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -123,8 +123,8 @@ def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     path = f"/proc/{os.getpid()}/fd/{file}"
     tensor = _map_memory(path, torch.uint8, (nbytes,))
     address = tensor.data_ptr()
-    _shared[address] = path
-    weakref.finalize(tensor.untyped_storage(), lambda: (_shared.pop(address), os.close(file)))
+    _shared_paths[address] = path
+    weakref.finalize(tensor.untyped_storage(), lambda: (_shared_paths.pop(address), os.close(file)))
     return tensor
 
 
@@ -140,7 +140,7 @@ def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:
     function, arguments = handle
     arguments = list(arguments)
     if device_id is not None and function is not _map_memory:
-        arguments[6] = device_id  # the parameter storage_device of torch's rebuild_cuda_tensor
+        arguments[6] = device_id  # parameter storage_device of torch's rebuild_cuda_tensor
     return function(*arguments)
 
 

@@ -146,10 +146,10 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listen(host: str, count: int, announce: Callable[[dict], None], links: list[Link], who: str, hint: str) -> None:
-    """Append a link to each of `count` peers, in the order in which they connect to what `announce` tells them.
+def listen(host: str, count: int, announce: Callable[[dict], None], links: list[Link], peers: str, hint: str) -> None:
+    """Listen on `host`, `announce` the endpoint, and append a link to each of `count` peers as they connect.
 
-    Raises WeightSyncError if they have not all connected within CONNECT_SECONDS. It calls them `who` and adds a hint.
+    Raises WeightSyncError if they have not all connected within CONNECT_SECONDS. It calls them `peers` and adds a hint.
     """
     token, deadline = os.urandom(16).hex(), time.monotonic() + CONNECT_SECONDS
     with socket.create_server((host, 0), family=address_family(host), backlog=count) as server:
@@ -160,7 +160,7 @@ def listen(host: str, count: int, announce: Callable[[dict], None], links: list[
                 link = Link(server.accept()[0])
             except TimeoutError as error:
                 raise WeightSyncError(
-                    f"{count - len(links)} of {count} {who} did not connect within {CONNECT_SECONDS:.0f} s: {hint}"
+                    f"{count - len(links)} of {count} {peers} did not connect within {CONNECT_SECONDS:.0f} s: {hint}"
                 ) from error
             try:
                 link.recv_hello(token, HELLO_SECONDS)
@@ -172,7 +172,7 @@ def listen(host: str, count: int, announce: Callable[[dict], None], links: list[
 
 
 def connect(endpoint: dict, role: str) -> Link:
-    """The other side of `listen`: connect, as `role`, to what was announced. Raises WeightSyncError if that failed."""
+    """The other side of `listen`: connect, as `role`, to the announced endpoint. Raises WeightSyncError if it fails."""
     if "error" in endpoint:
         raise WeightSyncError(f"the trainer failed: {endpoint['error']}")
     try:
@@ -192,10 +192,11 @@ def connect_group(group, role: str, timeout: float) -> Link:
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"no trainer called send_weights within {timeout:.3g} s")
             time.sleep(0.01)
-        endpoint = json.loads(group.store.get(LINK_KEY)) | {"host": group.store.host}  # as this node calls the trainer
+        # This node may know the trainer by another address than the trainer itself.
+        endpoint = json.loads(group.store.get(LINK_KEY)) | {"host": group.store.host}
     except WeightSyncError:
         raise
-    except RuntimeError as error:  # TCPStore's own
+    except RuntimeError as error:  # of TCPStore
         raise WeightSyncError(f"the trainer is gone: {error}") from error
     return connect(endpoint, role)
 
@@ -208,7 +209,7 @@ def connect_path(path: str, rank: int, timeout: float) -> Link:
         try:
             socket_.connect(path)
             break
-        except BlockingIOError as error:  # earlier calls, which the trainer has not accepted either, fill its queue
+        except BlockingIOError as error:  # earlier connections fill the queue: the trainer has not accepted them
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"no trainer called send_weights within {timeout:.3g} s") from error
             time.sleep(0.01)
@@ -223,7 +224,7 @@ def connect_path(path: str, rank: int, timeout: float) -> Link:
 def recv_all(links: list[Link], timeout: float, others: Sequence[Link] = (), expected_soon: bool = False) -> list[dict]:
     """The next message of each link, within `timeout` seconds.
 
-    Raises WeightSyncError as `recv` does, whichever of the links, or of `others`, fails first. With `expected_soon`,
+    Raises WeightSyncError as `recv` does, for the first to fail of the links and `others`. With `expected_soon`,
     busy-polls at first.
     """
     started = time.monotonic()
@@ -242,7 +243,7 @@ def recv_all(links: list[Link], timeout: float, others: Sequence[Link] = (), exp
 
 
 def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> None:
-    """Poll `done()` and watch the links. If a peer fails, raise its error; after `deadline`, raise WeightSyncError."""
+    """Poll `done()` and watch the links. Raises a failed peer's error, or WeightSyncError after `deadline`."""
     try:
         while not done():
             for link in links:
@@ -252,7 +253,7 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
             time.sleep(20e-6)
     except WeightSyncError:
         raise
-    except RuntimeError:  # gloo's, for a closed connection; a link will tell whose, possibly a moment later
+    except RuntimeError:  # of gloo, for a closed connection; a link says whose, possibly a moment later
         wait([link.connection for link in links], timeout=1.0)
         for link in links:
             link.watch()

@@ -16,7 +16,7 @@ HINT = "every rank of the trainer calls send_weights, rank 0 with the broadcast 
 
 @dataclass(frozen=True, eq=False)
 class ShardedPart:
-    """A weight that is part of a sharded tensor, such as one expert's of those that a mixture fuses.
+    """A weight that is part of a sharded tensor, such as one expert's weight in a mixture's fused tensor.
 
     `base` is sharded by rows. The weight has this `shape`; its elements begin at element `begin` of `base`.
     """
@@ -46,18 +46,18 @@ class ShardedPart:
         return self.base.to_local()
 
     def local(self, rank: int, ranks: int) -> tuple[int, torch.Tensor]:
-        """The elements [n] that this one of `ranks` has, and the number of the first of them in the flat weight."""
+        """The weight's elements [n] on this rank of `ranks`, and where in the flat weight they begin."""
         rows = -(-self.base.shape[0] // ranks)  # divided as by torch.chunk
-        own, first = self.base.to_local().flatten(), rank * rows * self.base.shape[1:].numel()
+        shard, first = self.base.to_local().flatten(), rank * rows * self.base.shape[1:].numel()
         begin = max(self.begin, first)
-        end = max(begin, min(self.begin + self.numel(), first + len(own)))
-        return begin - self.begin, own[begin - first : end - first]
+        end = max(begin, min(self.begin + self.numel(), first + len(shard)))
+        return begin - self.begin, shard[begin - first : end - first]
 
 
 class Ranks:
     """The ranks over which the trainer's tensors are sharded, or, without a group, this rank alone.
 
-    Each of them may have a worker beside it. Or rank 0 alone sends, and is linked with the others: see `connect`.
+    Either each of them sends to a worker of its own, or rank 0 sends to all and is linked with the others: `connect`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0):
@@ -65,14 +65,14 @@ class Ranks:
         self.links: list[Link] = []  # from rank 0 to all others, from another one to rank 0
 
     @property
-    def helps(self) -> bool:
-        """Whether another rank sends what this one has."""
+    def helps_rank_0(self) -> bool:
+        """Whether rank 0 sends what this rank has."""
         return bool(self.links and self.rank)
 
     def connect(self, host: str | None, device: torch.device) -> None:
-        """Link rank 0 with the others. Rank 0 listens on `host`, an address of its own; the others have None.
+        """Link rank 0 with the others. Rank 0 listens on `host`, an address of its node; the others pass None.
 
-        Raises WeightSyncError if that is not so, or if a rank does not come within CONNECT_SECONDS.
+        Raises WeightSyncError if they pass something else, or if a rank does not connect within CONNECT_SECONDS.
         """
         if bool(host) != (self.rank == 0):
             raise WeightSyncError(f"trainer rank {self.rank} has {'a' if host else 'no'} broadcast group: {HINT}")
@@ -83,19 +83,19 @@ class Ranks:
             self._wait(work, [], time.monotonic() + CONNECT_SECONDS)
 
         def announce(endpoint: dict) -> None:
-            text.copy_(_encoded(json.dumps(endpoint)))
+            text.copy_(_encode(json.dumps(endpoint)))
             broadcast()
 
         if host:
             listen(host, self.size - 1, announce, self.links, "trainer ranks", HINT)
         else:
             broadcast()
-            self.links.append(connect(json.loads(_decoded(text)), f"trainer rank {self.rank}"))
+            self.links.append(connect(json.loads(_decode(text)), f"trainer rank {self.rank}"))
 
     def sum(self, tensor: torch.Tensor, links: list[Link], deadline: float) -> None:
-        """Sum a tensor over the ranks, in place: on rank 0 alone if that alone sends.
+        """Sum a tensor over the ranks, in place. If only rank 0 sends, only rank 0 gets the sum.
 
-        Raises WeightSyncError if one of them fails, or a worker behind one of `links`, or after the deadline.
+        Raises WeightSyncError if a rank fails, or a worker behind one of `links`, or after the deadline.
         """
         if self.size > 1:
             if self.links:
@@ -105,11 +105,11 @@ class Ranks:
             self._wait(work, links, deadline)
 
     def first_text(self, text: str, device: torch.device, links: list[Link], deadline: float) -> str:
-        """The first rank's text that is not empty, "" if all are."""
+        """The text of the lowest rank whose text is not empty, "" if all are."""
         texts = torch.zeros(self.size, REASON_BYTES, dtype=torch.uint8, device=device)
-        texts[self.rank] = _encoded(text)
+        texts[self.rank] = _encode(text)
         self.sum(texts, links, deadline)
-        return next(filter(None, map(_decoded, texts)), "")
+        return next(filter(None, map(_decode, texts)), "")
 
     def _wait(self, work: dist.Work, links: list[Link], deadline: float) -> None:
         wait_until(lambda: work.is_completed() and work.wait(), [*links, *self.links], deadline)
@@ -120,23 +120,24 @@ def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:
 
     Raises WeightSyncError for DTensors that are not sharded by rows, or over different groups.
     """
-    found = {}
+    rank_by_group = {}
     for name, weight in tensors.items():
         tensor = weight.base if isinstance(weight, ShardedPart) else weight
         if isinstance(tensor, DTensor):
-            over = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-            if [tensor.placements[dim] for dim in over] != [Shard(0)]:
+            mesh_dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+            if [tensor.placements[dim] for dim in mesh_dims] != [Shard(0)]:
                 raise WeightSyncError(f"{name} is placed as {tensor.placements}: a sync only gathers shards of rows")
-            found[tensor.device_mesh.get_group(over[0])] = tensor.device_mesh.get_local_rank(over[0])
-    if len(found) > 1:
+            group = tensor.device_mesh.get_group(mesh_dims[0])
+            rank_by_group[group] = tensor.device_mesh.get_local_rank(mesh_dims[0])
+    if len(rank_by_group) > 1:
         raise WeightSyncError("the tensors are sharded over different groups of ranks")
-    return Ranks(*next(iter(found.items()), ()))
+    return Ranks(*next(iter(rank_by_group.items()), ()))
 
 
-def _encoded(text: str) -> torch.Tensor:
+def _encode(text: str) -> torch.Tensor:
     encoded = text.encode()[:REASON_BYTES]
     return torch.tensor(list(encoded.ljust(REASON_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _decoded(text: torch.Tensor) -> str:
+def _decode(text: torch.Tensor) -> str:
     return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -86,7 +86,7 @@ class WeightReceiver:
         model.mark_complete(message["version"], loaded)
         if mode != "record":
             link.send(done=True)
-            if not self.weight_staging.digests(mode):  # compare a sample, but only now: the trainer has its answer
+            if not self.weight_staging.is_digested(mode):  # compare a sample, but only now: the trainer has its answer
                 total, digest, model.digest = torch.zeros(1, dtype=torch.int64, device=self.device), model.digest, None
                 sample.run(total)
                 self.weight_sample = total, digest
@@ -131,7 +131,7 @@ class WeightReceiver:
 
         Raises WeightSyncError if something else arrived than the trainer sent.
         """
-        digests = self.weight_staging.digests(mode)
+        digests = self.weight_staging.is_digested(mode)
         arrived = torch.zeros(1, dtype=torch.int64, device=self.device) if digests else None
         result = read(_arrivals(self.weight_buckets, self.weight_staging, self.weight_link, arrived))
         if digests and self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(arrived):

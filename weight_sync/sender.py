@@ -175,7 +175,7 @@ class WeightSender:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
         memory = TrainerMemory({name: adapted.get(name, tensor) for name, tensor in tensors.items()})
-        mapped, device = may_map and self.channel.can_map(memory.memory), memory.bases[0].device
+        mapped, device = may_map and self.channel.can_map(memory.mapped), memory.bases[0].device
         bucket_bytes = 1 << 62 if mapped else staging_buffer_bytes()
         self.buckets = wire_buckets(wire, bucket_bytes)
         if mapped:
@@ -212,7 +212,7 @@ class WeightSender:
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
-        if not self.staging.digests(mode):
+        if not self.staging.is_digested(mode):
             self._send_sample()
         return report
 
@@ -274,9 +274,9 @@ class WeightSender:
                 wait_until(started[i - STAGING_BUFFERS], peers, deadline)
             self.packing.pack(i, self.version, self.links, deadline)
             started.append(self.staging.start(i))
-        if self.staging.digests(mode):
+        if self.staging.is_digested(mode):
             # The last buckets are on their way. The sync counts once this is the digest of what arrived.
-            total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.memory)
+            total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
             for link in self.links:
                 link.send(digest=total)
         for done in started[-STAGING_BUFFERS:]:
