@@ -31,33 +31,33 @@ class Packing:
         for i, bucket in enumerate(buckets):
             pairs = [self._copy(tensors[p.name], p, staging.view(i, p)) for p in bucket]
             words = [staging.words(i, piece) for piece in bucket]
-            ends = [(whole[p.nbytes :], 0) for p, whole in zip(bucket, words, strict=True) if p.nbytes < len(whole)]
-            self.copies.append(BatchedCopy(device, [pair for pair in pairs if pair], ends))
+            paddings = [(w[p.nbytes :], 0) for p, w in zip(bucket, words, strict=True) if p.nbytes < len(w)]
+            self.copies.append(BatchedCopy(device, [pair for pair in pairs if pair], paddings))
             digest_together(self.copies[-1:], words, bucket[0].number)
-        # Those that merge: bucket, destination and source.
-        self.merges: list[tuple[int, torch.Tensor, Merge]] = [
-            (i, *pair) for i, copies in enumerate(self.copies) for pair in copies.computed
+        self.merges: list[tuple[int, torch.Tensor, Merge]] = [  # bucket, destination and source
+            (i, *pair) for i, copy in enumerate(self.copies) for pair in copy.computed
         ]
-        # int64 [2]: the digest of what was packed since `digest`, and how many elements of merges were wrong.
+        # int64 [2]: the digest of what was packed since `digest`, and how many sampled elements of merges were wrong.
         self.total = torch.zeros(2, dtype=torch.int64, device=device)
 
     def pack(self, i: int, version: int, links: list[Link], deadline: float) -> None:
-        """Fill bucket `i`. With shards, each rank packs its own bytes over zeros, and the ranks sum them.
+        """Fill bucket `i`. With shards, each rank packs its own bytes over zeros, and the ranks sum the buckets.
 
-        A sum moves more bytes than a gather, but it works in place, without a second buffer or copy, and the ranks'
+        A sum moves more bytes than a gather. But it works in place, without a second buffer or copy, and the ranks'
         shares of a bucket may differ in size.
         """
         bucket = self.staging.buffers[i % STAGING_BUFFERS][: bucket_nbytes(self.buckets[i])]
         if self.ranks.size > 1:
             bucket.zero_()
         self.copies[i].run(self.total[:1])
-        if self.merges and self.merges[version % len(self.merges)][0] == i:  # a sample: another one in each sync
-            _, merged, merge = self.merges[version % len(self.merges)]
-            self.total[1] += merge.count_wrong(merged, version)
+        if self.merges:
+            sampled_bucket, merged, merge = self.merges[version % len(self.merges)]  # another one in each sync
+            if sampled_bucket == i:
+                self.total[1] += merge.count_wrong(merged, version)
         self.ranks.sum(bucket, links, deadline)
 
     def digest(self, links: list[Link], deadline: float) -> int:
-        """The digest of what all ranks have packed since the last call. A rank that only helps gets no meaningful one.
+        """The digest of what all ranks have packed since the last call. Ranks that help rank 0 get another number.
 
         Raises WeightSyncError if a sample of what was merged is wrong.
         """
@@ -67,10 +67,10 @@ class Packing:
         refuse_wrong(0 if self.ranks.helps_rank_0 else wrong)
         return digest
 
-    def _copy(self, tensor: torch.Tensor, piece: Piece, view: torch.Tensor) -> tuple | None:
+    def _copy(self, tensor: torch.Tensor, piece: Piece, destination: torch.Tensor) -> tuple | None:
         """The copy (destination, source) that packs this rank's elements of a piece, or None if it has none.
 
-        `view` is the piece's place in the bucket. Of a tensor that is not sharded, the first rank packs everything.
+        `destination` [count] is the piece in the bucket. A tensor that is not sharded is packed by the first rank.
         """
         begin, row = piece.begin, torch.Size(tensor.shape[1:]).numel()
         if isinstance(tensor, DTensor):
@@ -80,12 +80,13 @@ class Packing:
             begin, end = max(piece.begin, first), min(piece.begin + piece.count, first + len(local))
             if begin >= end:
                 return None
-            view, part = view[begin - piece.begin : end - piece.begin], local[begin - first : end - first]
+            destination = destination[begin - piece.begin : end - piece.begin]
+            source = local[begin - first : end - first]
         elif self.ranks.rank:
             return None
         else:
-            part = piece_of(tensor, piece)
+            source = piece_of(tensor, piece)
         if piece.name in self.adapted:
-            part = part.reshape(-1, row)
-            return view.view(part.shape), Merge(self.adapted[piece.name], part, begin // row)
-        return view.view(part.shape), part
+            source = source.reshape(-1, row)
+            return destination.view(source.shape), Merge(self.adapted[piece.name], source, begin // row)
+        return destination.view(source.shape), source
