@@ -98,9 +98,9 @@ class Engine(EngineModel):
         self.loads = 0
         self.required_elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
 
-    def reload(self, batches, sent):
+    def reload(self, batches, expected):
         self.digest = None
-        self.loaded_buffers |= sent.buffers
+        self.loaded_buffers |= expected.buffers
         for weights in batches:
             self.loads += 1
             self.model.load_weights(weights)
@@ -423,13 +423,13 @@ class Padded(torch.nn.Module):
 @pytest.mark.parametrize("left_out", [0, 1])
 def test_rows_that_are_padding_are_not_missed_but_others_are(left_out):
     engine, rows = BracketedEngine(Padded()), torch.randn(20, HIDDEN)
-    engine.sent = engine.expected(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0])
+    engine.expected = engine.expected_writes(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0])
     batches = [[("embed.weight", rows[left_out:])]]
     if left_out:
         with pytest.raises(WeightSyncError, match=r"did not load all that was sent for embed"):
-            engine.reload(batches, engine.sent)
+            engine.reload(batches, engine.expected)
     else:
-        engine.reload(batches, engine.sent)
+        engine.reload(batches, engine.expected)
         assert engine.model.embed.weight[:20].equal(rows)
 
 
@@ -447,12 +447,12 @@ def test_load_that_broke_off_leaves_no_bracket_open_to_the_next(tied, next_one):
         raise MemoryError("the trainer")
 
     with pytest.raises(MemoryError):
-        engine.reload(batches(), engine.sent)
+        engine.reload(batches(), engine.expected)
     assert not engine.unchanged()
     if next_one == "preflight":
         assert engine.preflight(metadata)[1] == []
     weights = with_head_bias(2, tied)
-    engine.reload([list(weights.items())], engine.sent)
+    engine.reload([list(weights.items())], engine.expected)
     assert engine.model.embed.weight.equal(weights["embed.weight"])
     assert engine.model.head.weight.equal(weights["embed.weight" if tied else "head.weight"])
     assert engine.model.head.bias[:VOCABULARY].equal(weights["head.bias"])
@@ -684,7 +684,7 @@ def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch,
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        replay.captured([[object()]], torch.zeros(1))
+        replay.capture([[object()]], torch.zeros(1))
         assert (during, gc.isenabled()) == ([False], enabled)
     finally:
         (gc.enable if before else gc.disable)()

@@ -40,13 +40,13 @@ class Engine:
 
     def __init__(self, dtypes=None, fail_at=None):
         self.dtypes, self.fail_at = dtypes or {}, fail_at
-        self.weights, self.version, self.digest, self.sent, self.samples = {}, 0, None, None, None
+        self.weights, self.version, self.digest, self.expected, self.samples = {}, 0, None, None, None
 
     def preflight(self, metadata):
         problems = [f"{name}: unknown" for name, _, _ in metadata if name.startswith("unknown")]
         return [self.dtypes.get(name, dtype) for name, dtype, _ in metadata], problems
 
-    def reload(self, batches, sent):
+    def reload(self, batches, expected):
         for weights in batches:
             for name, weight in weights:
                 if name == self.fail_at:

@@ -16,7 +16,7 @@ from .buckets import Piece, dtype_name, wire_of
 from .channels import Staging, TrainerMemory
 from .copies import BatchedCopy, digest, digest_together
 from .link import WeightSyncError
-from .replay import Recording, captured
+from .replay import Recording, capture
 from .samples import Samples
 from .trace import (
     Write,
@@ -32,12 +32,12 @@ from .trace import (
 
 
 @dataclass
-class Load:
+class ExpectedWrites:
     """What a load is to write, by the trace of its loaders."""
 
     regions: set[tuple] = field(default_factory=set)
     elements: dict[str, Counter] = field(default_factory=dict)  # by layer and parameter, as vLLM's reload counts them
-    reregistered: set[str] = field(default_factory=set)  # parameters that loaders register anew: it counts none of them
+    reregistered: set[str] = field(default_factory=set)  # parameters that loaders register anew; not in `elements`
     buffers: set[str] = field(default_factory=set)
 
 
@@ -50,42 +50,44 @@ class EngineModel:
         pack_experts_when_loaded(self.model)
         self.loading = False  # a reload bracket is open
         self.required_elements: dict[str, int] = {}  # by parameter: what a sync must write; known after a trace
-        self.sent = Load()  # of a sync, known after the preflight
+        self.expected = ExpectedWrites()  # of a sync, known after the preflight
         self.loaded_buffers: set[str] = set()  # buffers that syncs write
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
         self.replay_steps: list[list] | None = None  # by bucket
-        self.replay_digests = False  # the steps of a replay also compute the digest
-        self.digest_total: torch.Tensor | None = None  # int64 [1], in which they sum it
+        self.replay_digests = False  # the steps of a replay compute the digest as well
+        self.digest_total: torch.Tensor | None = None  # int64 [1]: the sum of their digests
         self.samples: Samples | None = None  # of what a replay copies from the trainer's own memory
         self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Check that these tensors, given as (name, name of the dtype, shape), load, and are all that the engine needs.
 
-        Returns for each the name of the dtype to send it in (None if this worker does not load it), and the problems.
+        Returns for each the name of the dtype to send it in (None if this worker does not load it), and all problems.
         """
         traced, problems = self.trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
-        self.sent = self.expected(traced)
-        problems = problems or [f"nothing is sent for the engine's {name}" for name in self.missing(self.sent)]
+        self.expected = self.expected_writes(traced)
+        problems = problems or [f"nothing is sent for the engine's {name}" for name in self.missing(self.expected)]
         return dtypes, problems
 
-    def expected(self, traced: dict[str, list[Write]]) -> Load:
-        """What a load of the tensors that were traced is to write."""
+    def expected_writes(self, traced: dict[str, list[Write]]) -> ExpectedWrites:
+        """What a load of the traced tensors is to write."""
         from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
-        writes, buffers = [write for own in traced.values() for write in own], dict(self.model.named_buffers())
-        load = Load({write.region for write in writes}, {}, {write.target for write in writes if write.reregistered})
-        load.buffers |= {write.target for write in writes} & buffers.keys() - load.reregistered
-        for write in writes:
+        all_writes = [write for writes in traced.values() for write in writes]
+        buffers = {name for name, _ in self.model.named_buffers()}
+        expected = ExpectedWrites({write.region for write in all_writes})
+        expected.reregistered |= {write.target for write in all_writes if write.reregistered}
+        expected.buffers |= {write.target for write in all_writes} & (buffers - expected.reregistered)
+        for write in all_writes:
             layer, _, name = write.target.rpartition(".")
-            unseen = write.target in buffers or write.target in load.reregistered or name in SKIP_LOAD_TENSORS
-            if not unseen and not isinstance(write.value, int | float):
-                elements = load.elements.setdefault(layer, Counter())
+            uncounted = write.target in buffers or write.target in expected.reregistered or name in SKIP_LOAD_TENSORS
+            if not uncounted and not isinstance(write.value, int | float):
+                elements = expected.elements.setdefault(layer, Counter())
                 written = elements[write.target] + write.destination.numel()
                 elements[write.target] = min(written, loadable_elements(write.parameter))
-        return load
+        return expected
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
         """Whether the workers together load less than the whole tensor: some loaders cut off what does not fit."""
@@ -96,29 +98,29 @@ class EngineModel:
         return 0 < loaded < numel / self.worker.parallel_config.tensor_parallel_size
 
     def _wire_dtype(self, write: Write) -> str:
-        """A loader that copies gets the parameter's dtype. A loader that computes gets the model's."""
+        """The parameter's dtype for a loader that copies, the model's for a loader that computes."""
         return dtype_name(self.worker.model_config.dtype if write.value is None else write.destination.dtype)
 
-    def missing(self, load: Load) -> list[str]:
-        """Names of the parameters that this load does not wholly write."""
+    def missing(self, expected: ExpectedWrites) -> list[str]:
+        """Names of the parameters that are not wholly written."""
         written = {}
-        for name, _, size, _ in load.regions:
+        for name, _, size, _ in expected.regions:
             written[name] = written.get(name, 0) + size.numel()
         return sorted(name for name, numel in self.required_elements.items() if written.get(name, 0) < numel)
 
-    def reload(self, batches: Iterable[list[tuple[str, torch.Tensor]]], sent: Load) -> None:
+    def reload(self, batches: Iterable[list[tuple[str, torch.Tensor]]], expected: ExpectedWrites) -> None:
         """Load tensors in one reload bracket, which keeps them, uncopied, until their layer is complete.
 
-        Raises WeightSyncError if vLLM's loader has loaded less than was sent.
+        Raises WeightSyncError if vLLM's loader has loaded less than expected.
         """
         self.digest = None
-        self.loaded_buffers |= sent.buffers
+        self.loaded_buffers |= expected.buffers
         with self._context():
             with self._bracket():
                 before = parameters_and_buffers(self.model)
                 for weights in batches:
                     self.model.load_weights(weights)
-                missed = self._missed_of(sent, before)
+                missed = self._missed(expected, before)
                 self._serve_reregistered()
             repack_tied_layers(self.model)
         if missed:
@@ -146,23 +148,23 @@ class EngineModel:
             finalize_layerwise_reload(self.model, self.worker.model_config)
         self.loading = False
 
-    def _missed_of(self, load: Load, before: dict[str, torch.Tensor]) -> list[str]:
-        """Parameters of which less was loaded (or their layer, if each got some), or that were not registered anew."""
+    def _missed(self, expected: ExpectedWrites, before: dict[str, torch.Tensor]) -> list[str]:
+        """Parameters not loaded or not registered anew, and layers whose parameters were not wholly loaded."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         incomplete = []
-        for layer, elements in load.elements.items():
+        for layer, elements in expected.elements.items():
             info = get_layerwise_info(self.model.get_submodule(layer))
             # vLLM processes and resets a layer as soon as it is complete. A layer that `can_load` was not reset.
             if info.can_load() and info.load_numel < elements.total():
                 loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
                 incomplete += sorted(elements.keys() - loaded) or [layer]
         now = parameters_and_buffers(self.model)
-        kept = {name for name in load.reregistered if now.get(name) is before.get(name)}
+        kept = {name for name in expected.reregistered if now.get(name) is before.get(name)}
         return incomplete + sorted(kept)
 
     def _serve_reregistered(self) -> None:
-        """Copy what loaders have registered themselves into the tensors that the closing bracket will restore.
+        """Copy the tensors that loaders have registered into those that the closing bracket will restore.
 
         vLLM's Transformers backend registers a new `lm_head.bias` at each load. The bracket does not know the new one
         and would restore the old one, or none after a start with dummy weights.
@@ -170,14 +172,14 @@ class EngineModel:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module in self.model.modules():
-            now = (module._parameters, module._buffers)
-            for served, loaded in zip(get_layerwise_info(module).kernel_tensors or (), now, strict=False):
+            registries = (module._parameters, module._buffers)
+            for served, loaded in zip(get_layerwise_info(module).kernel_tensors or (), registries, strict=False):
                 for name, tensor in loaded.items():
                     if tensor is not None and not tensor.is_meta:
                         served.setdefault(name, tensor).data.copy_(tensor)
 
     def mark_complete(self, version: int, digest: int | None) -> None:
-        """Note that every parameter was written: this version of the weights is in place."""
+        """Note that every parameter was written: the engine has this version of the weights."""
         self.digest, self.version = digest, version
 
     def record(self, buckets: list[list[Piece]], staging: Staging) -> str | None:
@@ -195,7 +197,7 @@ class EngineModel:
             if isinstance(staging, TrainerMemory):
                 self.samples = Samples(copies, staging.bases, served)
             self.digest_total = torch.zeros(1, dtype=torch.int64, device=recording.device)
-            self.replay_steps = captured(steps, self.digest_total) if recording.device.type == "cuda" else steps
+            self.replay_steps = capture(steps, self.digest_total) if recording.device.type == "cuda" else steps
         except NotImplementedError as reason:
             return str(reason)
         except Exception as error:  # processing that cannot be captured, no memory: reload still works
@@ -218,15 +220,15 @@ class EngineModel:
     def state_digest(self) -> int | None:
         """The digest of the weights and of all other tensors that the model's layers keep, except the KV cache.
 
-        Some layers compute such tensors from the weights during a load. A replay would leave those stale.
+        Some layers compute such tensors from the weights during a load. A replay would leave them stale.
         """
-        others = [
+        other_tensors = [
             value
             for module in self.model.modules()
             for name, value in (vars(module) | module._buffers).items()
             if isinstance(value, torch.Tensor) and value.device == self.worker.device and name != "kv_cache"
         ]
-        return digest([tensor for tensor in (*self.served_tensors(buffers=False), *others) if tensor.numel()])
+        return digest([tensor for tensor in (*self.served_tensors(buffers=False), *other_tensors) if tensor.numel()])
 
     def unchanged(self) -> bool:
         return self.digest is not None and self.weights_digest() == self.digest
@@ -249,19 +251,21 @@ class EngineModel:
                     problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
         return traced, problems
 
-    def _reregistering_writes(self, others: list[tuple[torch.Tensor, object]]) -> list[Write]:
-        """The writes to tensors that the loader has, by now, registered as parameters."""
-        known = parameters_and_buffers(self.model) if others else {}
-        owners = {storage_id(tensor): (name, tensor) for name, tensor in known.items()}
+    def _reregistering_writes(self, other_writes: list[tuple[torch.Tensor, object]]) -> list[Write]:
+        """Those of the writes whose tensors the loader has registered as parameters since."""
+        registered = parameters_and_buffers(self.model) if other_writes else {}
+        targets = {storage_id(tensor): (name, tensor) for name, tensor in registered.items()}
         return [
-            Write(*owners[storage_id(t)], t, value, reregistered=True) for t, value in others if storage_id(t) in owners
+            Write(*targets[storage_id(tensor)], tensor, value, reregistered=True)
+            for tensor, value in other_writes
+            if storage_id(tensor) in targets
         ]
 
     @contextmanager
     def _loadable_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
         """Parameters and buffers as loaders see them: inside a reload bracket, into which nothing is loaded."""
         with self._context():
-            self._close_bracket()  # in an open one, tied parameters are two
+            self._close_bracket()  # in an open bracket, tied parameters would be separate ones
             optional = self._optional_parameters()
             with self._bracket():
                 parameters = self.model.named_parameters()
@@ -285,16 +289,18 @@ class EngineModel:
         return digest(list(self.served_tensors(buffers)))
 
     def served_tensors(self, buffers: bool = True) -> Iterator[torch.Tensor]:
-        """Plain tensors that together hold every weight: quantized parameters come as values and scales. With
-        `buffers`, those that a sync has written are among them."""
+        """Plain tensors that together hold every weight: a quantized parameter comes as values and scales.
+
+        With `buffers`, the buffers that a sync has written come as well.
+        """
         for parameter in self.model.parameters():
             if parameter.numel():
                 yield from plain_tensors(parameter.detach())
         for module in self.model.modules():
             # On CPU, vLLM packs linear weights into an opaque form. Multiplying with the identity reads them.
             if hasattr(module, "cpu_linear"):
-                whole = module.weight.size(-1) if module.weight.numel() else module.input_size  # of replicated layers
-                identity = torch.eye(getattr(module, "input_size_per_partition", whole), dtype=module.weight.dtype)
+                size = module.weight.size(-1) if module.weight.numel() else module.input_size  # of a replicated layer
+                identity = torch.eye(getattr(module, "input_size_per_partition", size), dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
         for name in sorted(self.loaded_buffers) if buffers else ():
             yield self.model.get_buffer(name)
@@ -303,7 +309,7 @@ class EngineModel:
     def _context(self):
         from vllm.config import set_current_vllm_config
 
-        # vLLM warns of every layer that a bracket did not load. A trace, or a single parameter, leaves most unloaded.
+        # vLLM warns of every layer that was not loaded in a bracket. A trace loads none.
         logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
         level = logger.level
         logger.setLevel(logging.ERROR)

@@ -34,7 +34,7 @@ class Parts:
 
     def load_if_complete(self) -> None:
         """If nothing is missing, load all. Raises WeightSyncError if vLLM's loader leaves something out."""
-        expected = self.model.expected(self.traced)
+        expected = self.model.expected_writes(self.traced)
         if self.weights and not self.model.missing(expected):
             weights = list(self.weights.items())
             self.weights, self.traced = {}, {}

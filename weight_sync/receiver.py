@@ -118,7 +118,7 @@ class WeightReceiver:
 
     def _reload(self, arrivals: Iterator[int]) -> int | None:
         model = self._engine_model()
-        model.reload(_batches(self.weight_buckets, self.weight_staging, arrivals), model.sent)
+        model.reload(_batches(self.weight_buckets, self.weight_staging, arrivals), model.expected)
         return model.weights_digest()
 
     def _compare(self, arrivals: Iterator[int]) -> dict:
@@ -152,7 +152,7 @@ class WeightReceiver:
 
     def _load_other_weights(self) -> None:
         model, buckets = self._engine_model(), self.weight_buckets
-        model.reload(_batches(buckets, _OtherWeights(self.device), range(len(buckets))), model.sent)
+        model.reload(_batches(buckets, _OtherWeights(self.device), range(len(buckets))), model.expected)
 
     def _close_link(self, error: str | None = None) -> None:
         """Leave the session. With `error`, a waiting trainer raises it."""

@@ -27,7 +27,7 @@ class Recording:
         self.served = parameters_and_buffers(model)
         self.layers: dict[str, ProcessedLayer] = {}
         self.unused_scratch: dict[tuple, list[torch.Tensor]] = {}  # by shape and dtype
-        parts = Counter(piece.name for bucket in buckets for piece in bucket)
+        pieces = Counter(piece.name for bucket in buckets for piece in bucket)
         for name, writes in traced.items():
             for write in writes:
                 if write.value is None:
@@ -36,11 +36,12 @@ class Recording:
                     layer, _, parameter = write.target.rpartition(".")
                     self.layers.setdefault(layer, ProcessedLayer(model.get_submodule(layer), context))
                     self.layers[layer].loadable[parameter] = write.parameter
-                    self.layers[layer].writes_left += parts[name]
-        for write in (write for writes in traced.values() for write in writes):
-            layer, _, parameter = write.target.rpartition(".")
-            if layer in self.layers and parameter not in self.layers[layer].loadable:
-                self.layers[layer].served_as_loaded.add(parameter)
+                    self.layers[layer].writes_left += pieces[name]
+        for writes in traced.values():
+            for write in writes:
+                layer, _, parameter = write.target.rpartition(".")
+                if layer in self.layers and parameter not in self.layers[layer].loadable:
+                    self.layers[layer].served_as_loaded.add(parameter)
 
     def steps(self, i: int) -> list:
         """The steps to run once bucket `i` has arrived. Call this for every bucket, in order."""
@@ -54,7 +55,7 @@ class Recording:
                     pairs += _piece_copies(destination, write.value, piece, self.staging.source(i, piece))
                 elif piece.begin == 0:
                     fills.append((destination, write.value))
-                if layer and layer.is_complete(self.unused_scratch):
+                if layer and layer.count_write(self.unused_scratch):
                     steps += [BatchedCopy(self.device, pairs, fills), layer]
                     pairs, fills = [], []
         return [*steps, BatchedCopy(self.device, pairs, fills)]
@@ -81,36 +82,40 @@ class ProcessedLayer:
     def __init__(self, module: torch.nn.Module, context: Callable):
         self.module, self.context = module, context
         self.loadable: dict[str, torch.Tensor] = {}  # its processed parameters, as loaders see them
-        self.scratch: dict[str, torch.Tensor] = {}  # memory for those
+        self.scratch: dict[str, torch.Tensor] = {}  # memory for `loadable`
         self.writes_left = 0  # to the scratch memory, until the layer is complete
-        self.served_as_loaded: set[str] = set()  # its parameters that no processing changes, such as a bias
+        self.served_as_loaded: set[str] = set()  # its parameters that processing leaves alone, such as a bias
 
     def prepare(self, unused_scratch: dict[tuple, list], device: torch.device) -> str:
-        """Take scratch memory, and try the processing. Returns "", or why the results do not fit what is served."""
+        """Take scratch memory, and try the processing. Returns "", or why its results do not fit the served tensors."""
         for name, loadable in self.loadable.items():
             unused = unused_scratch.setdefault((loadable.shape, loadable.dtype), [])
-            new = unused.pop() if unused else torch.zeros(loadable.shape, dtype=loadable.dtype, device=device)
-            self.scratch[name] = new
+            if unused:
+                self.scratch[name] = unused.pop()
+            else:
+                self.scratch[name] = torch.zeros(loadable.shape, dtype=loadable.dtype, device=device)
         try:
             served, results = self._process()
         except Exception as error:  # vLLM's methods need not work a second time
             return f": {error}".splitlines()[0]
-        same = [layout(t) for t in served] == [layout(t) for t in results] and all(t.numel() for t in served)
-        return "" if same else ", and repeating its processing does not give that form"
+        fits = [layout(t) for t in served] == [layout(t) for t in results] and all(t.numel() for t in served)
+        return "" if fits else ", and repeating its processing does not give that form"
 
-    def is_complete(self, unused_scratch: dict[tuple, list]) -> bool:
+    def count_write(self, unused_scratch: dict[tuple, list]) -> bool:
         """Count a write. Returns whether it was the last one; later layers may then use the scratch memory."""
         self.writes_left -= 1
-        for scratch in self.scratch.values() if not self.writes_left else ():
+        if self.writes_left:
+            return False
+        for scratch in self.scratch.values():
             unused_scratch[scratch.shape, scratch.dtype].append(scratch)
-        return not self.writes_left
+        return True
 
     def run(self, _) -> None:
         for served, result in zip(*self._process(), strict=True):
             served.copy_(result)
 
     def _process(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The served tensors, and those that vLLM's processing makes from the scratch memory, in the same order."""
+        """The served tensors, and in the same order those that vLLM's processing makes from the scratch memory."""
         stub, served = copy.copy(self.module), self.module._parameters
         # The stub gets its own weights (scratch memory) and its own copies of what processing makes, such as scales.
         processed = [name for name, p in served.items() if p is not None and name not in self.served_as_loaded]
@@ -143,26 +148,28 @@ class _Graph:
                 for step in steps:
                     step.run(total)
             finally:
-                self.graph.capture_end()  # else this process could launch nothing any more
+                self.graph.capture_end()  # or this process could launch nothing any more
 
     def run(self, _) -> None:
         self.graph.replay()
 
 
-def captured(steps: list[list], total: torch.Tensor) -> list[list]:
+def capture(steps: list[list], total: torch.Tensor) -> list[list]:
     """Capture the steps of each bucket as one CUDA graph. They sum their digest in `total`, int64 [1]."""
     load_kernel(total.device)
-    for step in (step for each in steps for step in each if isinstance(step, BatchedCopy)):
-        step.warm_up()
+    for bucket_steps in steps:
+        for step in bucket_steps:
+            if isinstance(step, BatchedCopy):
+                step.warm_up()
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()  # shared, since the graphs run one after the other
     # Drop copies without work: a bucket may hold other workers' rows only.
-    steps = [[step for step in each if not isinstance(step, BatchedCopy) or step.has_work()] for each in steps]
+    steps = [[step for step in bucket if not isinstance(step, BatchedCopy) or step.has_work()] for bucket in steps]
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()  # freeing GPU memory during a capture can invalidate it
     try:
-        return [[_Graph(each, total, pool)] if each else [] for each in steps]
+        return [[_Graph(bucket_steps, total, pool)] if bucket_steps else [] for bucket_steps in steps]
     finally:
         if enabled:
             gc.enable()
@@ -171,11 +178,11 @@ def captured(steps: list[list], total: torch.Tensor) -> list[list]:
 def _piece_copies(
     destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor | LoRAWeight
 ) -> list[tuple[torch.Tensor, torch.Tensor | Merge]]:
-    """The part of a traced copy that reads `piece`, as a list of at most one (destination, source).
+    """What a traced copy reads from `piece`, as a list of at most one (destination, source).
 
-    The trace saw `destination.copy_(copied)`, where `copied` is a view of a meta tensor of the piece's full shape.
-    `source` holds the piece's elements, in any dtype, or merges them. Raises NotImplementedError if the piece is only a
-    part of the tensor and the copy does not read whole rows of it.
+    The trace saw `destination.copy_(copied)`, where `copied` is a view of a meta tensor of the full shape. `source`
+    holds the piece's elements, in any dtype, or merges them. Raises NotImplementedError if the piece is only a part of
+    the tensor and the copy does not read whole rows of it.
     """
     offset = copied.storage_offset()
     if piece.count < torch.Size(piece.shape).numel():
