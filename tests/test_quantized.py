@@ -24,7 +24,7 @@ from recipe.rollouts.quantization import fuse_quantization
 from recipe.run.arguments import parse
 from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import Comparison, WeightSyncError
-from weight_sync.comparison import ROUNDING_SLACK, compared, judged, rounding_errors
+from weight_sync.comparison import ROUNDING_SLACK, compare_quantized, comparison_of, rounding_errors
 from weight_sync.lora import LoRAWeight
 from weight_sync.trace import Write
 
@@ -270,19 +270,19 @@ def quantized_engine():
 @pytest.mark.parametrize("part", ["scale", "value"])
 def test_weight_that_is_not_a_number_is_not_what_was_sent(quantized_engine, part):
     engine, weight, wire = quantized_engine
-    assert judged(compared(engine, wire, [("w", weight)])) == Comparison(1, 0)
+    assert comparison_of(compare_quantized(engine, wire, [("w", weight)])) == Comparison(1, 0)
     if part == "scale":
         engine.model.weight.scale[3] = math.nan
     else:
         engine.model.weight.qdata[3, 4] = math.nan
     with pytest.raises(WeightSyncError, match="1 of 1 quantized weights are not what was sent: weight is off by inf"):
-        judged(compared(engine, wire, [("w", weight)]))
+        comparison_of(compare_quantized(engine, wire, [("w", weight)]))
 
 
 def test_weight_for_which_nothing_arrives_is_not_what_was_sent(quantized_engine):
     engine, _, wire = quantized_engine
     with pytest.raises(WeightSyncError, match="weight is off by inf times"):
-        judged(compared(engine, wire, []))
+        comparison_of(compare_quantized(engine, wire, []))
 
 
 def test_weight_has_changed_if_its_scales_and_its_values_have(quantized_engine):
@@ -290,10 +290,10 @@ def test_weight_has_changed_if_its_scales_and_its_values_have(quantized_engine):
     scale, values = engine.model.weight.scale, engine.model.weight.qdata
     for change, expected in ((lambda: None, 0), (lambda: scale.mul_(2), 0), (lambda: None, 0)):
         change()
-        assert sum(changed for _, changed in compared(engine, wire, [("w", weight)]).values()) == expected
+        assert sum(changed for _, changed in compare_quantized(engine, wire, [("w", weight)]).values()) == expected
     scale.mul_(2)
     values.copy_((values.float() / 2).to(values.dtype))
-    assert judged(compared(engine, wire, [("w", 2 * weight)])) == Comparison(1, 1)
+    assert comparison_of(compare_quantized(engine, wire, [("w", 2 * weight)])) == Comparison(1, 1)
 
 
 def test_run_ends_if_the_trainer_has_learned_but_no_weight_has_changed():

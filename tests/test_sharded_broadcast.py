@@ -99,7 +99,7 @@ def die_at_bucket_3(kind, method):
     setattr(kind, method, lambda it, i, *rest: os.kill(os.getpid(), signal.SIGKILL) if i == 3 else call(it, i, *rest))
 
 
-def compared(model, wire, tensors):
+def compare_quantized(model, wire, tensors):
     """That all are right, of those that arrive as in the last sync."""
     return {name: (0.5, True) for name, tensor in tensors if same_bits(tensor, model.weights[name])}
 
@@ -112,7 +112,7 @@ def _worker(port, index, fault, said):
         answer = worker.receive_weights(timeout=20)
         said.put(("process", answer.get("error", answer.get("version"))))
     if not fault:
-        receiver.compared = compared
+        receiver.compare_quantized = compare_quantized
         worker.compare_weights()
         said.put(("process", len(worker.weight_model.weights)))
         wait([worker.weight_link.connection], 20)  # for rank 0's end: until then, other workers may have to answer
@@ -131,7 +131,7 @@ def _worker(port, index, fault, said):
     ],
 )
 def test_shards_reach_every_worker_or_everyone_says_why_not(monkeypatch, fault, reason):
-    monkeypatch.setattr(receiver, "compared", compared)
+    monkeypatch.setattr(receiver, "compare_quantized", compare_quantized)
     group, trainer = (TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
     context, apart = mp.get_context("spawn"), WORKERS  # engine 1's worker 0 is a process
     said = context.Queue()

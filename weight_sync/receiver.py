@@ -7,7 +7,7 @@ import torch
 
 from .buckets import STAGING_BUFFERS, Piece, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
 from .channels import Staging
-from .comparison import compared
+from .comparison import compare_quantized
 from .engine_model import EngineModel
 from .groups import device_id_of
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
@@ -124,7 +124,7 @@ class WeightReceiver:
     def _compare(self, arrivals: Iterator[int]) -> dict:
         batches = _batches(self.weight_buckets, self.weight_staging, arrivals)
         tensors = (pair for batch in batches for pair in batch)
-        return compared(self._engine_model(), wire_of(self.weight_buckets), tensors)
+        return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
 
     def _read(self, mode: str, read: Callable[[Iterator[int]], object]) -> object:
         """What `read` returns once it has read all buckets, which it gets as they arrive.

@@ -18,7 +18,7 @@ from .buckets import (
     wire_buckets,
 )
 from .channels import BroadcastChannel, SharedMemoryChannel, Staging, TrainerMemory
-from .comparison import Comparison, judged
+from .comparison import Comparison, comparison_of
 from .copies import digest, load_kernel
 from .groups import pack_handle, synchronize
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
@@ -89,7 +89,7 @@ class WeightSender:
         """
         if not self.metadata:
             raise WeightSyncError("compare_weights needs a sync before it")
-        return judged(self._in_session(named_tensors, self._compare, [name for name, *_ in self.metadata]))
+        return comparison_of(self._in_session(named_tensors, self._compare, [name for name, *_ in self.metadata]))
 
     def close(self, error: str | None = None) -> None:
         """End the session. With `error`, waiting workers raise it."""
