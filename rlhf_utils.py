@@ -7,31 +7,31 @@
 Between GPUs, the trainer broadcasts the weights in buckets (NCCL; gloo between CPUs), several in flight. If it is
 sharded, its ranks gather a bucket while rank 0 broadcasts the one before. On one GPU, both processes map the same
 memory (CUDA IPC): the trainer's parameters or, if the trainer is sharded, staging buffers into which its ranks gather
-them. A small socket to each worker, the link, carries messages. If one side fails or dies, the link ends the other
-side's wait. A sync goes like this:
+them. A socket to each worker, the link, carries messages. If one side fails or dies, the link ends the other side's
+wait. A sync has three phases:
 
 1. Preflight, if names, dtypes, shapes or addresses have changed. Each worker runs vLLM's own weight loaders on tensors
    without storage and records what they would copy where. An unknown, missing or misshapen parameter is an error that
-   names it, before a byte moves. The workers also report the dtype of each parameter. The trainer sends that dtype, so
-   fp32 master weights travel as bf16 to a bf16 engine.
+   names it, before a byte moves. The workers also report each parameter's dtype. The trainer casts to it, so fp32
+   master weights travel as bf16 to a bf16 engine.
 2. Each worker loads the buckets. *Reload* hands the tensors to vLLM's loader inside vLLM's reload bracket
    (`initialize_layerwise_reload` ... `finalize_layerwise_reload`). It works for every quantization and device, and for
    every model whose loaders vLLM's reload can see; for others, the sync fails and says so. *Replay* repeats a recorded
    reload as copies straight from the buckets, plus vLLM's own processing of quantized layers. The first sync reloads,
    then loads other weights and replays. If the replay gives every worker the same bits as the reload, later syncs
    replay.
-3. Both ends digest every bucket, the trainer as it packs, each worker what has arrived. If the sums are equal, the
-   worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's own
+3. Both ends digest every bucket: the trainer what it packs, each worker what has arrived. If the digests are equal,
+   the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's own
    memory, a sample of each replay is compared instead, after the answer.
 
-The caller pauses the engine and calls `reset_prefix_cache`: the cache holds keys and values of the old weights. If
-either side fails, both raise the reason and the session is closed. The engine's weights are then undefined until a
-later session completes a sync.
+The caller pauses the engine and calls `reset_prefix_cache`, since the cache holds keys and values of the old weights.
+If either side fails, the trainer raises the reason, the workers return it, and the session is closed. The engine's
+weights are then undefined until a later session completes a sync.
 
 Code written for vLLM's examples runs unchanged. That covers one parameter at a time (`init_weight_update_group`,
 `update_weight`), buckets over ZMQ and CUDA IPC (`update_weights_from_ipc`), handles by name
-(`update_weights_from_ipc_handles`), and `check_weights_changed` after each of them. A worker keeps what comes until it
-has all that the engine needs, and loads it at once: this takes the memory of one more copy of what it was sent.
+(`update_weights_from_ipc_handles`), and `check_weights_changed` after each of them. A worker keeps the weights that
+arrive until it has all that the engine needs, and then loads all: this takes the memory of one more copy of them.
 
 To copy the sync into a project, take this file and `weight_sync/`. They import torch; vLLM is imported only by the
 functions that use it.
@@ -41,13 +41,8 @@ import torch
 
 from weight_sync.channels import BroadcastStaging, SharedMemoryChannel, SharedStaging, Staging, TrainerMemory
 from weight_sync.comparison import Comparison
-from weight_sync.example_protocols import BroadcastParts, SharedParts
-from weight_sync.groups import (
-    rebuild_ipc,
-    share_tensor,
-    stateless_init_process_group,
-    unpack_handle,
-)
+from weight_sync.example_protocols import BroadcastProtocol, SharedMemoryProtocols
+from weight_sync.groups import rebuild_ipc, share_tensor, stateless_init_process_group, unpack_handle
 from weight_sync.link import Link, WeightSyncError, connect_group, connect_path
 from weight_sync.lora import LoRAWeight
 from weight_sync.sender import SyncReport, WeightSender
@@ -67,7 +62,7 @@ __all__ = [
 ]
 
 
-class WorkerExtension(BroadcastParts):
+class WorkerExtension(BroadcastProtocol):
     """Methods for vLLM's workers, called by `collective_rpc`: `worker_extension_cls="rlhf_utils.WorkerExtension"`."""
 
     channel, model_update_group = "broadcast", None
@@ -85,8 +80,8 @@ class WorkerExtension(BroadcastParts):
 
         self.close_weight_update_group()
         rank, size = get_world_group().rank, get_world_group().world_size
-        several = world_size > 1 + size  # engines, each as large as this one
-        engine = f"engine {(rank_offset - 1) // size}'s" if several else "engine"
+        several_engines = world_size > 1 + size  # each as large as this one
+        engine = f"engine {(rank_offset - 1) // size}'s" if several_engines else "engine"
         self.weight_role = f"{engine} worker {rank}"
         self.model_update_group = stateless_init_process_group(
             master_address, master_port, rank + rank_offset, world_size, self.device
@@ -120,7 +115,7 @@ class WorkerExtension(BroadcastParts):
         return BroadcastStaging(self.model_update_group, self.weight_buckets, self.device)
 
 
-class ColocateWorkerExtension(SharedParts):
+class ColocateWorkerExtension(SharedMemoryProtocols):
     """Methods for workers that share their device with a trainer rank. The weights are mapped, not broadcast."""
 
     channel, weight_path = "shared memory", ""
@@ -145,16 +140,16 @@ class ColocateWorkerExtension(SharedParts):
             torch.cuda.empty_cache()
 
     def _open_staging(self, link: Link, handshake: dict) -> Staging:
-        def map_handles(texts: list[str]) -> list[torch.Tensor]:
-            return [rebuild_ipc(unpack_handle(text), self.device.index) for text in texts]
+        def map_tensors(handles: list[str]) -> list[torch.Tensor]:
+            return [rebuild_ipc(unpack_handle(handle), self.device.index) for handle in handles]
 
         if "memory" in handshake:
             names = [name for name, *_ in handshake["wire"]]
-            weights = dict(zip(names, map_handles(handshake["memory"]), strict=True))
-            factors = iter(map_handles(handshake["factors"]))
+            weights = dict(zip(names, map_tensors(handshake["memory"]), strict=True))
+            factors = iter(map_tensors(handshake["factors"]))
             for name, options in handshake["adapters"].items():
                 weights[name] = LoRAWeight(weights[name], next(factors), next(factors), *options)
             return TrainerMemory(weights)
         return SharedStaging(
-            link, map_handles(handshake["buffers"]), self.weight_buckets, sends="emptied", awaits="filled"
+            link, map_tensors(handshake["buffers"]), self.weight_buckets, sends="emptied", awaits="filled"
         )

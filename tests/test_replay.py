@@ -19,7 +19,7 @@ from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel
-from weight_sync.example_protocols import Parts
+from weight_sync.example_protocols import CollectedWeights
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {
@@ -520,10 +520,10 @@ def test_tensor_that_its_loader_leaves_out_is_an_error_one_at_a_time_as_well(hea
     tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.bias"])  # noqa: E731
     monkeypatch.setattr(engine.model, "load_weights", tampered)
     with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.bias"):
-        parts = Parts(engine)
+        collected = CollectedWeights(engine)
         for tensor in with_head_bias(1, tied=False).items():
-            parts.add([tensor])
-            parts.load_if_complete()
+            collected.add([tensor])
+            collected.load_if_complete()
     assert not engine.unchanged()
 
 

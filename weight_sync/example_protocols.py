@@ -1,7 +1,7 @@
 """The protocols of vLLM's examples: one parameter at a time, buckets over ZMQ, handles by name.
 
-A worker keeps what has come. Once that is all that the engine needs, it loads it, in one reload. Until then the engine
-serves what it did, and this takes the memory of one more copy of what the worker was sent.
+A worker keeps the weights that arrive. Once it has all that the engine needs, it loads them in one reload. Until then
+the engine serves its old weights, and the new ones take the memory of one more copy of what the worker was sent.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from .receiver import WeightReceiver
 from .trace import Write
 
 
-class Parts:
-    """The tensors that have come so far. One that comes again replaces the first."""
+class CollectedWeights:
+    """The tensors that have arrived so far. One that arrives again replaces the first."""
 
     def __init__(self, model: EngineModel):
         self.model, self.weights = model, {}
@@ -29,11 +29,11 @@ class Parts:
         if problems:
             raise WeightSyncError(problems[0])
         for name, weight in weights:
-            if traced[name]:  # others are not for this worker
+            if traced[name]:  # else the weight is not for this worker
                 self.traced[name], self.weights[name], self.model.digest = traced[name], weight, None
 
     def load_if_complete(self) -> None:
-        """If nothing is missing, load all. Raises WeightSyncError if vLLM's loader leaves something out."""
+        """Load the weights if none is missing. Raises WeightSyncError if vLLM's loader leaves something out."""
         expected = self.model.expected_writes(self.traced)
         if self.weights and not self.model.missing(expected):
             weights = list(self.weights.items())
@@ -42,10 +42,10 @@ class Parts:
             self.model.mark_complete(self.model.version + 1, self.model.weights_digest())
 
 
-class PartsReceiver(WeightReceiver):
-    """Takes weights in parts. A session of a `WeightSender`, or its end, drops what has not become complete."""
+class CollectingReceiver(WeightReceiver):
+    """Keeps weights until they are complete. A sync of a `WeightSender`, or the end of a session, drops them."""
 
-    weight_parts: Parts | None = None
+    collected_weights: CollectedWeights | None = None
 
     def load_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Take one whole tensor, named as in the checkpoint. The last one completes the next weight version.
@@ -53,31 +53,31 @@ class PartsReceiver(WeightReceiver):
         Keeps the tensor itself until then: do not overwrite it. Raises WeightSyncError for a tensor that does not fit,
         and with the last one if vLLM's loader leaves something out.
         """
-        parts = self._parts()
-        parts.add([(name, tensor)])
-        parts.load_if_complete()
+        collected = self._collection()
+        collected.add([(name, tensor)])
+        collected.load_if_complete()
 
-    def _parts(self) -> Parts:
-        if self.weight_parts is None:
-            self.weight_parts = Parts(self._engine_model())
-        return self.weight_parts
+    def _collection(self) -> CollectedWeights:
+        if self.collected_weights is None:
+            self.collected_weights = CollectedWeights(self._engine_model())
+        return self.collected_weights
 
-    def _take_part(self, timeout: float, connect: Callable[[], Link]) -> int:
-        self.weight_parts = None
-        return super()._take_part(timeout, connect)
+    def _run_sync(self, timeout: float, connect: Callable[[], Link]) -> int:
+        self.collected_weights = None
+        return super()._run_sync(timeout, connect)
 
     def _close_link(self, error: str | None = None) -> None:
         super()._close_link(error)
-        self.weight_parts = None
+        self.collected_weights = None
 
 
-class BroadcastParts(PartsReceiver):
-    """vLLM's example for engines on GPUs of their own."""
+class BroadcastProtocol(CollectingReceiver):
+    """The protocol of vLLM's example for engines on GPUs of their own."""
 
     def update_weight(self, name: str, dtype_name: str, shape) -> None:
         """Receive one parameter, named as in the checkpoint, which the trainer broadcasts from rank 0.
 
-        `dtype_name` is a name in torch, such as "bfloat16". The engine serves the parameters when all have come. Raises
+        `dtype_name` is a name in torch, such as "bfloat16". The engine serves the parameters when all are here. Raises
         WeightSyncError for a parameter that does not fit, and with the last one if vLLM's loader leaves something out.
         """
         weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype_name), device=self.device)
@@ -85,8 +85,8 @@ class BroadcastParts(PartsReceiver):
         self.load_parameter(name, weight)
 
 
-class SharedParts(PartsReceiver):
-    """vLLM's examples for engines on the trainer's GPUs."""
+class SharedMemoryProtocols(CollectingReceiver):
+    """The protocols of vLLM's examples for engines on the trainer's GPUs."""
 
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:
         """Load weights from a buffer that the trainer shares, by the protocol of vLLM's colocation example.
@@ -100,7 +100,7 @@ class SharedParts(PartsReceiver):
         """
         import zmq
 
-        parts, buffer, error, message = self._parts(), None, None, ()
+        collected, buffer, error, message = self._collection(), None, None, ()
         with zmq.Context() as context, context.socket(zmq.REP) as socket_:
             socket_.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
             socket_.setsockopt(zmq.LINGER, 1000)
@@ -111,15 +111,15 @@ class SharedParts(PartsReceiver):
                     if isinstance(message, tuple):
                         buffer = rebuild_ipc(message, self.device.index)
                     elif message and not error:
-                        parts.add([(item["name"], _from_buffer(buffer, **item).clone()) for item in message])
+                        collected.add([(item["name"], _from_buffer(buffer, **item).clone()) for item in message])
                     elif message is None and not error:
-                        parts.load_if_complete()
+                        collected.load_if_complete()
                     synchronize(self.device)  # after the answer, the trainer overwrites the buffer
                 except zmq.Again as silence:
                     raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.3g} s") from silence
                 except Exception as failure:
                     error = error or failure
-                    # A trainer that ignores the answers goes on to the end. Another may stop: wait less for it.
+                    # A trainer that ignores the answers goes on to the end. Another one may stop: wait less for it.
                     socket_.setsockopt(zmq.RCVTIMEO, int(min(timeout, CONNECT_SECONDS) * 1000))
                 if message is None:
                     buffer = None
@@ -133,9 +133,9 @@ class SharedParts(PartsReceiver):
         `ipc_handles` maps device ids to {parameter name: handle}, with handles from `reduce_tensor` or `share_tensor`.
         vLLM passes such arguments to its workers only with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
-        handles, parts = ipc_handles[self.report_device_id()], self._parts()
-        parts.add([(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()])
-        parts.load_if_complete()
+        handles, collected = ipc_handles[self.report_device_id()], self._collection()
+        collected.add([(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()])
+        collected.load_if_complete()
         synchronize(self.device)
 
 

@@ -19,7 +19,7 @@ class WeightReceiver:
     channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_link: Link | None = None
     weight_staging: Staging | None = None
-    weight_sample: tuple | None = None  # the last sync's, to be compared: its digest, and that of all weights
+    weight_sample: tuple | None = None  # of the last sync, not yet compared: its digest, and that of all weights
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -47,7 +47,7 @@ class WeightReceiver:
         return model.weights_digest(buffers=False), model.state_digest()
 
     def compare_weights(self) -> None:
-        """Take part in one `WeightSender.compare_weights`. The trainer raises any error from here."""
+        """Take part in one `WeightSender.compare_weights`. Errors are raised by the trainer, not here."""
         try:
             if self._message(ANSWER_SECONDS).get("mode") != "compare":
                 raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
@@ -59,12 +59,13 @@ class WeightReceiver:
         # Return errors, never raise: vLLM stops reading the workers' answers at the first exception and then takes the
         # unread ones for answers to its next call.
         try:
-            return {"version": self._take_part(timeout, connect)}
+            return {"version": self._run_sync(timeout, connect)}
         except Exception as error:
             self._close_link(reason_of(error))
             return {"error": reason_of(error)}
 
-    def _take_part(self, timeout: float, connect: Callable[[], Link]) -> int:
+    def _run_sync(self, timeout: float, connect: Callable[[], Link]) -> int:
+        """Take part in one sync. Returns the version of the weights."""
         model = self._engine_model()
         self._compare_sample()
         blocks, sample = model.samples.draw(model.version) if model.samples else ((), None)
@@ -86,10 +87,11 @@ class WeightReceiver:
         model.mark_complete(message["version"], loaded)
         if mode != "record":
             link.send(done=True)
-            if not self.weight_staging.is_digested(mode):  # compare a sample, but only now: the trainer has its answer
-                total, digest, model.digest = torch.zeros(1, dtype=torch.int64, device=self.device), model.digest, None
+            if not self.weight_staging.is_digested(mode):  # sample it, but only now: the trainer has its answer
+                model.digest = None  # until the sample has been compared
+                total = torch.zeros(1, dtype=torch.int64, device=self.device)
                 sample.run(total)
-                self.weight_sample = total, digest
+                self.weight_sample = total, loaded
                 link.send(blocks=blocks)
             return model.version
         refused = model.record(self.weight_buckets, self.weight_staging)
@@ -106,14 +108,14 @@ class WeightReceiver:
         return model.version
 
     def _message(self, timeout: float) -> dict:
-        """The trainer's next message, other than that one will follow."""
+        """The trainer's next message. Skips "prepare", which announces it."""
         if self.weight_link is None:
             raise WeightSyncError("no weight sync session: receive_weights was not called, or failed")
         message = self.weight_link.recv(timeout)
         return self.weight_link.recv(timeout, expected_soon=True) if "prepare" in message else message
 
     def _load(self, mode: str) -> int | None:
-        """Load all buckets as they arrive, by reload or replay. Returns the digest of the weights."""
+        """Load all buckets as they arrive, by reload or replay. Returns the digest of the loaded weights."""
         return self._read(mode, self._engine_model().replay if mode in ("replay", "verify") else self._reload)
 
     def _reload(self, arrivals: Iterator[int]) -> int | None:
@@ -127,21 +129,21 @@ class WeightReceiver:
         return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
 
     def _read(self, mode: str, read: Callable[[Iterator[int]], object]) -> object:
-        """What `read` returns once it has read all buckets, which it gets as they arrive.
+        """Have `read` read all buckets as they arrive, and return its result.
 
         Raises WeightSyncError if something else arrived than the trainer sent.
         """
-        digests = self.weight_staging.is_digested(mode)
-        arrived = torch.zeros(1, dtype=torch.int64, device=self.device) if digests else None
-        result = read(_arrivals(self.weight_buckets, self.weight_staging, self.weight_link, arrived))
-        if digests and self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(arrived):
+        is_digested = self.weight_staging.is_digested(mode)
+        total = torch.zeros(1, dtype=torch.int64, device=self.device) if is_digested else None
+        result = read(_arrivals(self.weight_buckets, self.weight_staging, self.weight_link, total))
+        if is_digested and self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(total):
             raise WeightSyncError("the weights that arrived are not those that the trainer sent: their digests differ")
         return result
 
     def _compare_sample(self) -> None:
-        """Compare the last sync's sample with the trainer's, if that is still to be done.
+        """Compare the last sync's sample with the trainer's, if that has not been done yet.
 
-        Until then nothing vouches for what is served. Raises WeightSyncError if they differ.
+        Until then, nothing vouches for what is served. Raises WeightSyncError if they differ.
         """
         if self.weight_sample is None:
             return
@@ -168,10 +170,10 @@ class WeightReceiver:
         return self.weight_model
 
 
-def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, digest: torch.Tensor | None) -> Iterator[int]:
+def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, total: torch.Tensor | None) -> Iterator[int]:
     """The receive loop: yields each bucket's number once the bucket has arrived, while the next ones are in flight.
 
-    Adds the digest of what arrived to `digest`, int64 [1]. The caller must have read the bucket, or on a GPU have
+    Adds the digest of what arrived to `total`, int64 [1]. The caller must have read the bucket, or on a GPU have
     queued its reads in the current stream, before it asks for the next number.
     """
     deadline = time.monotonic() + seconds_allowed(buckets)
@@ -180,8 +182,8 @@ def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, digest: 
         while len(arriving) < min(i + STAGING_BUFFERS, len(buckets)):
             arriving.append(staging.start(len(arriving)))
         wait_until(arriving[i], [link], deadline)
-        if digest is not None:
-            staging.digest(i, digest)
+        if total is not None:
+            staging.digest(i, total)
         yield i
         staging.release(i)
 
@@ -210,10 +212,10 @@ def _batches(
             view = staging.view(i, piece)
             if piece.name not in incomplete:
                 incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
-            whole = incomplete[piece.name]
-            whole.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
+            weight = incomplete[piece.name]
+            weight.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
             waiting_bytes += piece.nbytes
-            if piece.begin + piece.count == whole.numel():
+            if piece.begin + piece.count == weight.numel():
                 weights.append((piece.name, incomplete.pop(piece.name)))
             if weights and (piece is buckets[i][-1] or waiting_bytes > staging_buffer_bytes()):
                 yield weights

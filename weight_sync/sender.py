@@ -26,6 +26,7 @@ from .lora import LoRAWeight
 from .packing import Packing
 from .ranks import Ranks, ShardedPart, ranks_of
 from .samples import sample_digest
+from .trace import storage_id
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class WeightSender:
 
     `channel` is the communicator that `stateless_init_process_group` returned to rank 0, or this trainer rank's
     `SharedMemoryChannel` to the worker on the same device. If rank 0 of a sharded trainer has a communicator, the other
-    ranks have None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a worker
-    that takes longer than so many seconds for an answer, or for one pass over the weights, has failed; without, the
-    limit depends on their size.
+    ranks pass None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a worker
+    has failed if an answer, or one pass over the weights, takes longer than so many seconds. Without, the limit depends
+    on the size of the weights.
     """
 
     def __init__(self, channel, replay: bool = True, timeout: float = math.inf):
-        own = channel is None or isinstance(channel, SharedMemoryChannel)
-        self.channel = channel if own else BroadcastChannel(channel)
+        is_communicator = channel is not None and not isinstance(channel, SharedMemoryChannel)
+        self.channel = BroadcastChannel(channel) if is_communicator else channel
         self.replay, self.timeout, self.closed, self.version = replay, timeout, False, 0
         self.links: list[Link] = []  # to the workers
         # What the last handshake agreed on:
@@ -63,7 +64,7 @@ class WeightSender:
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging: Staging | None = None
         self.buckets: list[list[Piece]] = []
-        self.ranks = Ranks()  # that hold shards of the tensors
+        self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
@@ -101,7 +102,7 @@ class WeightSender:
             self.channel.close(error)
 
     def _in_session(self, named_tensors: Iterable, send: Callable[[], object], names: Iterable[str] = ()) -> object:
-        """Agree on these tensors with the workers, or on those with these names, and send them.
+        """Agree with the workers on these tensors, or those of them that `names` has, and send them.
 
         Any error ends the session.
         """
@@ -109,7 +110,7 @@ class WeightSender:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
         try:
             for link in self.links:
-                link.send(prepare=True)  # workers wake up while this side looks through its tensors
+                link.send(prepare=True)  # workers wake up while this side goes through its tensors
             weights = dict(named_tensors)
             weights = {name: weights[name] for name in names or weights}
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
@@ -154,8 +155,8 @@ class WeightSender:
     ) -> None:
         """The handshake: every worker checks names, dtypes and shapes, and both ends agree on dtypes and buckets.
 
-        With `may_map`, workers that can map the tensors' memory get no staging buffers. Raises WeightSyncError with all
-        problems.
+        With `may_map`, workers map the tensors' memory if they can, and there are no staging buffers. Raises
+        WeightSyncError with all problems.
         """
         if not self.links:
             self.channel.accept(self.links)
@@ -163,27 +164,27 @@ class WeightSender:
             link.send(metadata=metadata)
         answers = recv_all(self.links, min(ANSWER_SECONDS, self.timeout), self.ranks.links)
         dtypes, problems = [], sorted({problem for answer in answers for problem in answer["problems"]})
-        explained = bool(problems)  # a problem can leave its tensor without a dtype
+        workers_reject = bool(problems)  # which can leave a tensor without a dtype
         for i, (name, _, shape) in enumerate(metadata):
-            wanted = {answer["dtypes"][i] for answer in answers} - {None}  # None: not on that worker
-            if not wanted and not explained:
+            engine_dtypes = {answer["dtypes"][i] for answer in answers} - {None}  # None: not on that worker
+            if not engine_dtypes and not workers_reject:
                 problems.append(f"{name} {list(shape)}: the engine's loader ignores it")
-            if len(wanted) > 1:
-                problems.append(f"{name}: workers keep it in different dtypes, {sorted(wanted)}")
-            dtypes.append(next(iter(wanted), None))
+            if len(engine_dtypes) > 1:
+                problems.append(f"{name}: workers keep it in different dtypes, {sorted(engine_dtypes)}")
+            dtypes.append(next(iter(engine_dtypes), None))
         if problems:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
         memory = TrainerMemory({name: adapted.get(name, tensor) for name, tensor in tensors.items()})
-        mapped, device = may_map and self.channel.can_map(memory.mapped), memory.bases[0].device
-        bucket_bytes = 1 << 62 if mapped else staging_buffer_bytes()
+        maps, device = may_map and self.channel.can_map(memory.mapped), memory.bases[0].device
+        bucket_bytes = 1 << 62 if maps else staging_buffer_bytes()  # one bucket if workers map all
         self.buckets = wire_buckets(wire, bucket_bytes)
-        if mapped:
+        if maps:
             self.staging, shared = memory, {"memory": memory.bases, "factors": memory.factors}
             load_kernel(device)  # or a later sync would wait for its compilation
         else:
             self.staging, shared = self.channel.open_staging(self.links, self.buckets, device)
-        handles = {kind: list(map(pack_handle, tensors)) for kind, tensors in shared.items()}
+        handles = {kind: [pack_handle(tensor) for tensor in tensors] for kind, tensors in shared.items()}
         adapters = {name: (weight.scaling, weight.transposed) for name, weight in memory.adapted.items()}
         for link in (*self.links, *self.ranks.links):
             link.send(wire=wire, bucket_bytes=bucket_bytes, adapters=adapters, **handles)
@@ -192,7 +193,7 @@ class WeightSender:
         self.version = max(answer["version"] for answer in answers)  # a failed sync may leave different ones
 
     def _follow(self, metadata: list, device: torch.device) -> None:
-        """Learn from rank 0 what it has agreed on with the workers."""
+        """Learn from rank 0 what it and the workers have agreed on."""
         message = self.ranks.links[0].recv(ANSWER_SECONDS)
         wire = message.get("wire", [])
         if [(name, tuple(shape)) for name, _, shape in wire] != [(name, shape) for name, _, shape in metadata]:
@@ -217,15 +218,16 @@ class WeightSender:
         return report
 
     def _compare(self) -> dict:
-        """What the workers found, by weight."""
-        answers = zip(self.links, self._transmit("compare"), strict=True)
-        found = {f"{name} of {link.peer}": row for link, answer in answers for name, row in answer["found"].items()}
+        """What `compare_quantized` returned on all workers, by weight and worker."""
+        results = {}
+        for link, answer in zip(self.links, self._transmit("compare"), strict=True):
+            results |= {f"{name} of {link.peer}": result for name, result in answer["found"].items()}
         for link in self.ranks.links:
-            link.send(found=found)
-        return found
+            link.send(found=results)
+        return results
 
     def _help(self) -> SyncReport | dict:
-        """Gather for rank 0, as long as it goes on. Returns what it says in the end."""
+        """Help rank 0 to gather until it sends its report or comparison, and return that."""
         while "mode" in (message := self.ranks.links[0].recv(ANSWER_SECONDS)):
             self.version, deadline = message["version"], time.monotonic() + seconds_allowed(self.buckets)
             for i in range(len(self.buckets)):
@@ -249,10 +251,10 @@ class WeightSender:
             link.send(mode="end")
 
     def _any_worker(self, values: list) -> str:
-        """The first true value of any worker as text, "" if there is none.
+        """The first true value as text, "" if there is none. `values` has one of each worker.
 
-        Where every rank has a worker of its own, each pass gathers from all ranks. So they exchange their workers'
-        answers and all take the first one.
+        If every rank has a worker of its own, each pass gathers from all ranks. So the ranks exchange their workers'
+        values and all take the first true one.
         """
         text = str(next(filter(None, values), ""))
         if self.ranks.size == 1 or self.ranks.links:
@@ -268,40 +270,40 @@ class WeightSender:
             synchronize(self.staging.bases[0].device)  # the optimizer step may still be running
         for link in peers:
             link.send(mode=mode, version=self.version)
-        started: list[Callable[[], bool]] = []
+        transfers: list[Callable[[], bool]] = []  # whether each bucket has gone
         for i in range(len(self.buckets) if self.packing else 0):
             if i >= STAGING_BUFFERS:
-                wait_until(started[i - STAGING_BUFFERS], peers, deadline)
+                wait_until(transfers[i - STAGING_BUFFERS], peers, deadline)
             self.packing.pack(i, self.version, self.links, deadline)
-            started.append(self.staging.start(i))
+            transfers.append(self.staging.start(i))
         if self.staging.is_digested(mode):
-            # The last buckets are on their way. The sync counts once this is the digest of what arrived.
+            # The last buckets are on their way. The workers compare this with the digest of what arrived.
             total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
             for link in self.links:
                 link.send(digest=total)
-        for done in started[-STAGING_BUFFERS:]:
-            wait_until(done, peers, deadline)
+        for has_gone in transfers[-STAGING_BUFFERS:]:
+            wait_until(has_gone, peers, deadline)
         return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
 
     def _send_sample(self) -> None:
-        """Tell the worker the digest of the blocks that it names. It compares when it is next asked or called."""
+        """Send the worker the digest of the blocks that it lists. It compares them when it is called next."""
         weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
         for link in self.links:
-            link.send(sample=sample_digest(link.recv(ANSWER_SECONDS, expected_soon=True)["blocks"], weights, dtypes))
+            blocks = link.recv(ANSWER_SECONDS, expected_soon=True)["blocks"]
+            link.send(sample=sample_digest(blocks, weights, dtypes))
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
-    """The tensors by name. Of tensors that share memory (tied weights), only the first.
+    """The tensors by name; of those that share memory (tied weights), only the first.
 
     Raises WeightSyncError for tied weights that do not have the same adapter.
     """
-    tensors, seen = {}, {}
+    tensors, first_names = {}, {}
     for name, tensor in named_tensors.items():
         local = _local(tensor)
-        # By the storage's identity: a shard without rows has no address.
         begin = tensor.begin if isinstance(tensor, ShardedPart) else local.storage_offset()
-        memory = (local.untyped_storage()._cdata, begin, tensor.shape, tensor.stride())
-        first = seen.setdefault(memory, name)
+        memory = (storage_id(local), begin, tensor.shape, tensor.stride())  # a shard without rows has no address
+        first = first_names.setdefault(memory, name)
         if first == name and tensor.numel():
             tensors[name] = tensor.detach()
         elif tensor.numel() and adapted.get(first) is not adapted.get(name):
