@@ -41,9 +41,7 @@ def comparison_of(results: dict[str, tuple[float, bool]]) -> Comparison:
 
 
 @torch.no_grad()
-def compare_quantized(
-    model: EngineModel, wire: list, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> dict[str, tuple[float, bool]]:
+def compare_quantized(model: EngineModel, wire: list, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict:
     """Compare each quantized weight with what was sent: these tensors, in the order of `wire`.
 
     Returns by weight its largest error, in units of the rounding error of its format at that element (infinite for a

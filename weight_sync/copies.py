@@ -25,7 +25,7 @@ MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' low
 MIX_LONG = ((30, 0x3F58476D1CE4E5B9), (27, 0x14D049BB133111EB))  # of a 64-bit hash, in the manner of splitmix64
 # Rows of runs: addresses and a length. A run with destination 0 is only hashed. Tables have two more rows: the
 # multiplier of the run's block, 0 to hash nothing, and the input of the 32-bit hash for the run's first word.
-SOURCE, DESTINATION, WORDS, MULTIPLIER, FIRST = range(5)
+SOURCE, DESTINATION, WORDS = range(3)
 
 
 class BatchedCopy:
@@ -57,11 +57,8 @@ class BatchedCopy:
         copied = any(runs.size(1) for runs in self.runs.values())
         return bool(self.fills or self.computed or self.torch_copies or copied or self.final_digest)
 
-    def warm_up(self) -> None:
-        """Call the sources that are functions, so that their kernels are compiled.
-
-        CUDA forbids that while a graph is captured.
-        """
+    def compute(self) -> None:
+        """Run the sources that are functions."""
         for destination, write in self.computed:
             write(destination)
 
@@ -69,8 +66,7 @@ class BatchedCopy:
         """Run in the current stream. After `digest_together`, adds the digest to `total`, int64 [1]."""
         for destination, value in self.fills:
             destination.fill_(value)
-        for destination, write in self.computed:
-            write(destination)
+        self.compute()
         if self.torch_copies:
             torch._foreach_copy_(*map(list, zip(*self.torch_copies, strict=True)))
         for table in self.tables:
@@ -128,11 +124,8 @@ class Digester:
 
     def __init__(self, tensors: list[torch.Tensor], first_number: int = 0):
         flat = [tensor.contiguous().view(-1) for tensor in tensors]
-        # Padding copies, to an address that words can be read from.
-        flat = [
-            t if _in_words(t) else torch.nn.functional.pad(t.view(torch.uint8), (0, -t.nbytes % WORD_BYTES))
-            for t in flat
-        ]
+        pad = torch.nn.functional.pad  # copies, to an address that words can be read from
+        flat = [t if _in_words(t) else pad(t.view(torch.uint8), (0, -t.nbytes % WORD_BYTES)) for t in flat]
         self.words, self.table = [t.view(torch.int32) for t in flat], None
         device = flat[0].device
         if _has_kernel(device):

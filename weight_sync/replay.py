@@ -160,7 +160,7 @@ def capture(steps: list[list], total: torch.Tensor) -> list[list]:
     for bucket_steps in steps:
         for step in bucket_steps:
             if isinstance(step, BatchedCopy):
-                step.warm_up()
+                step.compute()  # compiles its kernels: CUDA forbids that during a capture
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()  # shared, since the graphs run one after the other
     # Drop copies without work: a bucket may hold other workers' rows only.

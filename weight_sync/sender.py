@@ -176,10 +176,10 @@ class WeightSender:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
         memory = TrainerMemory({name: adapted.get(name, tensor) for name, tensor in tensors.items()})
-        maps, device = may_map and self.channel.can_map(memory.mapped), memory.bases[0].device
-        bucket_bytes = 1 << 62 if maps else staging_buffer_bytes()  # one bucket if workers map all
+        is_mapped, device = may_map and self.channel.can_map(memory.mapped), memory.bases[0].device
+        bucket_bytes = 1 << 62 if is_mapped else staging_buffer_bytes()  # one bucket if workers map all
         self.buckets = wire_buckets(wire, bucket_bytes)
-        if maps:
+        if is_mapped:
             self.staging, shared = memory, {"memory": memory.bases, "factors": memory.factors}
             load_kernel(device)  # or a later sync would wait for its compilation
         else:
