@@ -56,11 +56,11 @@ class LoadingEngine(Engine):
                 raise ValueError(f"cannot load {name}")
         return {name: [name] if name in self.needed else [] for name, _, _ in metadata}, []
 
-    def expected(self, traced):
+    def expected_writes(self, traced):
         return traced.keys()
 
-    def missing(self, load):
-        return self.needed - load
+    def missing(self, expected):
+        return self.needed - expected
 
 
 def test_worker_without_a_trainer_beside_it_says_so():
