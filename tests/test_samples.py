@@ -13,7 +13,7 @@ import torch
 
 from weight_sync import copies
 from weight_sync.copies import BLOCK_WORDS, BatchedCopy
-from weight_sync.samples import SAMPLED_BLOCKS, Samples
+from weight_sync.samples import SAMPLED_BLOCKS, Samples, sample_digest
 
 MAPPED = """
 import threading
@@ -162,3 +162,11 @@ def test_every_tensor_and_every_block_has_its_turn(monkeypatch):
     assert {block[1:] for block in drawn(range(0, 80, 2)) if block[0] == 0} == {
         (0, BLOCK_WORDS), (4 * BLOCK_WORDS, BLOCK_WORDS), (8 * BLOCK_WORDS, 3),
     }  # fmt: skip
+
+
+def test_nothing_to_sample_is_a_digest_of_nothing(monkeypatch):
+    monkeypatch.setattr(copies.Table, "run", lambda table, total: total.add_(table.rows.size(1)))
+    weight = torch.zeros(4, dtype=torch.bfloat16)
+    samples = Samples([BatchedCopy(torch.device("cpu"), [(weight.clone(), weight)])], [weight], [weight])  # by torch
+    blocks, _ = samples.draw(1)
+    assert sample_digest(blocks, [weight], [torch.bfloat16]) == 0

@@ -61,7 +61,7 @@ def sample_digest(blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeig
 
     Raises WeightSyncError if the last one of them that is merged is wrong.
     """
-    tensor, byte, words = torch.tensor(blocks)
+    tensor, byte, words = torch.tensor(blocks, dtype=torch.int64)  # there may be none
     bases = [getattr(weight, "base", weight) for weight in weights]
     address = torch.tensor([base.data_ptr() for base in bases])[tensor] + byte
     casts = torch.tensor([base.dtype != dtype for base, dtype in zip(bases, dtypes, strict=True)])[tensor]
