@@ -67,7 +67,7 @@ def add_adapters(model, args: LoRAArguments, frozen: torch.dtype, new_head: str 
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             there = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
             raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {there}")
-    freeze(model, frozen, but=new_head)
+    freeze(model, frozen, except_for=new_head)
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
     options |= {"modules_to_save": [new_head]} if new_head else {}
     model.add_adapter(LoraConfig(target_modules=targets, **options), NAME)
