@@ -295,7 +295,7 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
     for learner in (policy, critic):
         learner.learn(made)
     coefficient = ppo.adapted_kl_coef(settings.kl_coef, made.kl, len(made.rollouts), settings)
-    assert policy.own_state["kl_coef"] == coefficient != settings.kl_coef
+    assert policy.extra_state["kl_coef"] == coefficient != settings.kl_coef
     policy.save(tmp_path)
     (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")
@@ -306,12 +306,12 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
         other.load_state(folder)
         learner.learn(made)
         other.learn(made)
-        assert learner.own_state == other.own_state
+        assert learner.extra_state == other.extra_state
         for name, tensor in weights_of(learner).items():
             assert tensor.equal(weights_of(other)[name]), name
     changed = PPOLearner(paths[0], replace(settings, kl_target=None, kl_coef=0.7), CPU)
     changed.load_state(tmp_path)
-    assert changed.own_state["kl_coef"] == 0.7
+    assert changed.extra_state["kl_coef"] == 0.7
 
 
 # --- The models beside the policy -------------------------------------------------------------------------------------

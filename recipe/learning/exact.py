@@ -140,10 +140,10 @@ def rotary_table(config, device: torch.device) -> torch.Tensor:
     return rope.cos_sin_cache.to(device, torch.bfloat16)
 
 
-def token_scores(
+def scores_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `logprobs._scores`, with the engine's logarithm: log-probabilities [N] of targets [N] by logits [N, V]."""
+    """As `logprobs.scores_of_logits`, with the logarithm that the engine takes."""
     logprobs = TokenLogprobs.apply(logits, targets, temperature)
     with torch.no_grad():
         return logprobs, _compiled(_entropies)(logits, temperature) if entropy else None

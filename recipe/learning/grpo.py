@@ -77,7 +77,7 @@ class GRPOLearner(PolicyLearner):
         several = config.num_epochs * config.num_mini_batches > 1
         scores = self.score(rollouts, proof) if several else None
         reference = self._reference_logprobs(rollouts) if config.kl_coef else None
-        metrics = self._learn_policy(rollouts, advantage[:, None], left_out, scores, reference, proof)
+        metrics = self._run_policy_updates(rollouts, advantage[:, None], left_out, scores, reference, proof)
         return rollout_metrics(rollouts, config.group_size) | metrics
 
     def make_exact(self, exactly: str) -> None:

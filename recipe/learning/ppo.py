@@ -171,17 +171,17 @@ class PPOLearner(PolicyLearner):
         proof: Proof | None = None,
     ):
         super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
-        self.own_state = {"kl_coef": config.kl_coef}
+        self.extra_state = {"kl_coef": config.kl_coef}
 
     def load_state(self, folder: Path) -> None:
         super().load_state(folder)
         if self.config.kl_target is None:  # nothing has adapted it: what the run is told now counts
-            self.own_state["kl_coef"] = self.config.kl_coef
+            self.extra_state["kl_coef"] = self.config.kl_coef
 
     def score(self, rollouts: list[Rollout], proof: list[Rollout] = ()) -> PolicyScores:
         """As `PolicyLearner.score`. The model that adapters adapt is the reference, and scores as well."""
         scores = super().score(rollouts, proof)
-        scores.metrics["kl_coef"] = self.own_state["kl_coef"]
+        scores.metrics["kl_coef"] = self.extra_state["kl_coef"]
         if self.model.adapters:
             with without_adapters(self.model.module):
                 (scores.reference_logprobs,) = self.model.score_all(rollouts)
@@ -191,9 +191,9 @@ class PPOLearner(PolicyLearner):
         """The policy's updates of a step. Returns their metrics."""
         rollouts, nobody = experience.rollouts, torch.zeros(len(experience.rollouts), dtype=torch.bool)
         scores = replace(experience.scores, reference_logprobs=None)  # the KL is in the reward, not in the loss
-        learned = self._learn_policy(rollouts, experience.advantages, nobody, scores)
-        kl_coef = self.own_state["kl_coef"]
-        self.own_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
+        learned = self._run_policy_updates(rollouts, experience.advantages, nobody, scores)
+        kl_coef = self.extra_state["kl_coef"]
+        self.extra_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
         return learned
 
 
@@ -212,7 +212,7 @@ class CriticLearner(Learner):
     def learn(self, experience: Experience) -> dict[str, float]:
         """The critic's updates of a step. Returns their metrics."""
         tensors = {"mask": experience.mask, "old_values": experience.old_values, "returns": experience.returns}
-        learned = self._learn(experience.rollouts, tensors, lambda rows: rows["mask"] / rows["mask"].sum())
+        learned = self._run_updates(experience.rollouts, tensors, lambda rows: rows["mask"] / rows["mask"].sum())
         return {f"critic/{name}": value for name, value in learned.items()}
 
     def _losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ import itertools
 import torch
 
 from ..errors import RunError
-from .model import Model, choose_attention
+from .attention import choose_attention
+from .model import Model
 from .rollout import Rollout
 from .sharding import add_forward
 
@@ -36,11 +37,11 @@ class ValueModel(Model):
             torch.nn.init.zeros_(module.score.weight)  # all values begin at 0
         return module
 
-    def _settle(self, module) -> None:
+    def _choose_computation(self, module) -> None:
         add_forward(module, "trunk", _trunk)
         self.attention = choose_attention(module, self.config.attention, module.trunk)
 
-    def _add_scores(self, module) -> None:
+    def _add_token_scores(self, module) -> None:
         add_forward(module, "token_scores", _token_values)
 
 
