@@ -119,7 +119,7 @@ def test_coefficient_of_the_kl_moves_towards_its_target(kl, target, factor):
 def test_experience_is_what_its_numbers_give_by_hand():
     batch = [Rollout([5], [6, 7], [], 1.0), Rollout([5], [8], [], -2.0)]
     logprobs, reference = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]]), torch.tensor([[-1.5, -1.0], [-0.5, 0.0]])
-    scores = PolicyScores(logprobs, torch.zeros(2, 2), reference, {"kl_coef": 0.1})
+    scores = PolicyScores(logprobs, {"kl_coef": 0.1}, reference)
     made, metrics = estimate(batch, scores, torch.tensor([[0.5, 1.0], [0.25, 0.0]]), config())
     # KL 0.5, -1 and 0, so rewards -0.05, 1.1 and -2. Returns are their sums from there on.
     returns, values = torch.tensor([1.05, 1.1, -2.0]), torch.tensor([0.5, 1.0, 0.25])

@@ -64,8 +64,8 @@ class LearnerConfig(ModelConfig):
 class Learner:
     """A model that learns, or one rank of it. All ranks call every method together.
 
-    A subclass has an objective: `_losses`. `steps` is the number of the run's steps, with the last of which linear and
-    cosine schedules of the learning rate end.
+    A subclass has an objective: `_losses`. `steps` is the number of steps in the run, which linear and cosine schedules
+    of the learning rate need.
     """
 
     def __init__(self, model: Model, config: LearnerConfig, seed: int = 0, steps: int | None = None):
@@ -83,7 +83,7 @@ class Learner:
         return self.model.remarks()
 
     def release_memory(self, offload_optimizer: bool = False) -> None:
-        """Free the gradients and torch's cached memory; with `offload_optimizer`, move its state to host memory."""
+        """Free the gradients and torch's cached memory. `offload_optimizer` moves the optimizer's state to the host."""
         self.optimizer.zero_grad(set_to_none=True)
         if offload_optimizer:
             self.offload.to_host()
@@ -166,7 +166,7 @@ class Learner:
             reduce_once = ranks_with_room == model.ranks
         self.optimizer.zero_grad(set_to_none=True)
         sums = {}
-        # Gradients of 0 are needed too, where nothing is learned: momentum moves the weights all the same.
+        # If nothing is learned, make gradients of 0: momentum moves the weights all the same.
         micro_batches = batch.micro_batches or batch.forward_only[:1]
         with model.computing():
             for micro_batch in micro_batches:
@@ -217,12 +217,12 @@ class Proof:
 
 @dataclass(eq=False)
 class PolicyScores:
-    """What one pass of B rollouts through the policy gives: [B, T] each, right-padded with zeros, on the CPU."""
+    """The policy's log-probabilities of B rollouts, and the reference's once it has scored them: [B, T] each,
+    right-padded with zeros, on the CPU."""
 
     logprobs: torch.Tensor
-    entropies: torch.Tensor
-    reference_logprobs: torch.Tensor | None = None  # if the reference is the policy without its adapters
-    metrics: dict[str, float] | None = None
+    metrics: dict[str, float]
+    reference_logprobs: torch.Tensor | None = None
 
 
 class PolicyLearner(Learner):
@@ -232,7 +232,8 @@ class PolicyLearner(Learner):
         self, model: Model, config: LearnerConfig, seed: int = 0, steps: int | None = None, proof: Proof | None = None
     ):
         super().__init__(model, config, seed, steps)
-        self.proof, self.exact = proof or Proof(), "off"
+        self.proof = proof or Proof()
+        self.exact = "off"  # the value of --exact
         self.difference_reported = False  # with --exact auto
         self.example = ""  # a token whose log-probability is not the engine's, as the end of a message
         self.max_mismatch = config.max_mismatch
@@ -266,10 +267,12 @@ class PolicyLearner(Learner):
         """
         logprobs, entropies = self.model.score_all(rollouts, entropy=True)
         tensors = self._completion_tensors(rollouts)
-        mismatch = self._mismatch_sums(logprobs, tensors)
-        metrics = self._check_mismatch(mismatch + self._score_mismatch(proof_rollouts) if proof_rollouts else mismatch)
+        sums = self._mismatch_sums(logprobs, tensors)
+        if proof_rollouts:
+            sums = sums + self._score_mismatch(proof_rollouts)
+        metrics = self._check_mismatch(sums)
         entropy = float((entropies * tensors["mask"]).sum() / tensors["mask"].sum())
-        return PolicyScores(logprobs, entropies, metrics=metrics | {"entropy": entropy})
+        return PolicyScores(logprobs, metrics | {"entropy": entropy})
 
     def _score_mismatch(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Score rollouts for their `_mismatch_sums`."""
@@ -377,9 +380,11 @@ class PolicyLearner(Learner):
                 logprobs, entropies = self.model.score(batch.rollouts[micro_batch], width, entropy=True)
                 tensors["old_logprobs"][micro_batch], tensors["entropies"][micro_batch] = logprobs, entropies
         metrics = self._backward(batch)
-        sums = self._mismatch_sums(tensors["old_logprobs"], tensors)
-        mismatch = torch.tensor(self.model.sum_over_ranks(*sums))
-        metrics |= self._check_mismatch(mismatch + self._score_mismatch(proof_rollouts) if proof_rollouts else mismatch)
+        rank_sums = self._mismatch_sums(tensors["old_logprobs"], tensors)
+        sums = torch.tensor(self.model.sum_over_ranks(*rank_sums))
+        if proof_rollouts:
+            sums = sums + self._score_mismatch(proof_rollouts)
+        metrics |= self._check_mismatch(sums)  # before the weights change
         metrics["grad_norm"] = self._optimizer_step()
         means = _token_means(tensors, self.config)
         return self._end_step(metrics | dict(zip(means, self.model.sum_over_ranks(*means.values()), strict=True)))

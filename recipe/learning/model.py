@@ -31,7 +31,7 @@ from .sharding import add_forward, checkpoint_blocks, compile_blocks, load_model
 
 @dataclass
 class ModelConfig(LoRAArguments):
-    """How models compute."""
+    """How the trainer's models compute."""
 
     temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="sampling temperature, at least 0.01")
     micro_batch_tokens: Annotated[int, Ge(1)] = HfArg(
@@ -44,7 +44,9 @@ class ModelConfig(LoRAArguments):
         help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
         " memory, up to a third more time",
     )
-    compile: bool = HfArg(default=False, help="compile the trainer's blocks with torch.compile: slower first steps")
+    compile: bool = HfArg(
+        default=False, help="compile the trainer's blocks with torch.compile; the first steps take longer"
+    )
     attention: Literal["sdpa", "eager"] | None = HfArg(
         default=None, help="the trainer's attention implementation (default: sdpa, or eager if sdpa's logits differ)"
     )
@@ -199,7 +201,7 @@ class Model:
         """The model, or this rank's shards of it. Weights that learn are fp32, others have the compute's precision."""
         measures_rounding = learns and self.has_engine
         module = self._from_pretrained(path).to(self.device)
-        module.eval()  # no dropout: ratios compare log-probabilities by one function
+        module.eval()  # no dropout: ratios compare log-probabilities by the same function
         if self.attention is None:
             self._choose_computation(module)
         fp32_logprobs = self._prompt_logprobs(module) if measures_rounding else None
@@ -249,7 +251,7 @@ class Model:
         return load_model(auto_class, path, config, mixed_precision, **options)
 
     def _choose_computation(self, module) -> None:
-        """Try how this fp32 model, and all models `like` it, can compute: by which attention, and with which head."""
+        """Find out how this fp32 model, and all models `like` it, compute: by which attention, with a separate head."""
         self.attention = choose_attention(module, self.config.attention)
         add_forward(module, "has_separate_head", has_separate_head)
         self.separate_head = module.has_separate_head()
@@ -258,8 +260,8 @@ class Model:
             self.attention = self.attention._replace(name=SHARED)
 
     def _measure_rounding(self, fp32_logprobs: torch.Tensor) -> None:
-        """Measure how far the model's log-probabilities, in its own precision, are from these in fp32: on average over
-        tokens by their probability. An engine rounds as much, in its own way: the two may be twice as far apart."""
+        """Measure how far log-probabilities in the model's own precision are from these in fp32, on average over tokens
+        by their probability. An engine rounds as much, in its own way: the two may be twice as far apart."""
         # Eager, because compiling takes longer than this one pass.
         with self.computing(), self.autocast(), torch.compiler.set_stance("force_eager"):
             logprobs = self._prompt_logprobs(self.module)
@@ -268,7 +270,7 @@ class Model:
 
     @torch.no_grad()
     def _prompt_logprobs(self, module) -> torch.Tensor:
-        """Log-probabilities [2, 64, vocabulary] of every next token in random prompts."""
+        """Log-probabilities [2, 64, vocabulary] of all tokens, after each token of random prompts."""
         ids = random_prompts(module)
         return (module(input_ids=ids, use_cache=False)[0].float() / self.config.temperature).log_softmax(-1)
 
