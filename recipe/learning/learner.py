@@ -154,11 +154,8 @@ class Learner:
         return self.model.rank_batch(rollouts, tensors["loss_weights"].any(1).tolist(), tensors)
 
     def _backward(self, batch: RankBatch) -> dict[str, float]:
-        """Compute the gradient of a mini-batch's loss.
-
-        Returns the loss, and the means of `_losses`' other tensors over the mini-batch's tokens, to which rollouts that
-        are not learned from add 0.
-        """
+        """Compute the gradient of a mini-batch's loss. Returns the loss, and the means of `_losses`' other tensors over
+        the mini-batch's tokens, to which rollouts that are not learned from add 0."""
         model, width = self.model, batch.tensors["mask"].shape[1]
         reduce_once = False
         if model.ranks > 1:
@@ -186,10 +183,8 @@ class Learner:
         raise NotImplementedError
 
     def _optimizer_step(self) -> float:
-        """Clip the gradients, and update the weights. Returns the gradients' norm before clipping.
-
-        Raises DivergenceError, before anything is updated, if a gradient is not finite.
-        """
+        """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises
+        DivergenceError, before anything is updated, if it is not finite."""
         if self.model.adapters and self.model.ranks > 1:  # every rank has whole adapters, which FSDP leaves alone
             gradients = [parameter.grad for parameter in self.parameters]
             total = torch.nn.utils.parameters_to_vector(gradients)
@@ -261,10 +256,8 @@ class PolicyLearner(Learner):
         self.model.make_exact(exact != "off")
 
     def score(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> PolicyScores:
-        """The policy's scores of these rollouts, which prove the last sync together with `proof_rollouts`.
-
-        Raises MismatchError if the engine's log-probabilities are further off than `max_mismatch` on average.
-        """
+        """The policy's scores of these rollouts, which prove the last sync together with `proof_rollouts`: raises
+        MismatchError if the engine's log-probabilities are further off than `max_mismatch` on average."""
         logprobs, entropies = self.model.score_all(rollouts, entropy=True)
         tensors = self._completion_tensors(rollouts)
         sums = self._mismatch_sums(logprobs, tensors)
@@ -290,11 +283,8 @@ class PolicyLearner(Learner):
         return torch.stack([distances.sum(), tensors["current"].sum(), (distances != 0).sum()])
 
     def _check_mismatch(self, sums: torch.Tensor) -> dict[str, float]:
-        """Metrics of these `_mismatch_sums`.
-
-        Raises MismatchError if the mean distance is larger than `max_mismatch`, if there is no token and, with --exact
-        on, if one differs.
-        """
+        """Metrics of these `_mismatch_sums`. Raises MismatchError if the mean distance exceeds `max_mismatch`, if there
+        is no token and, with --exact on, if one differs."""
         total, tokens, different = sums.tolist()
         if not tokens:
             raise MismatchError("no token comes from the weights that the trainer holds: the last sync has no proof")
@@ -324,11 +314,8 @@ class PolicyLearner(Learner):
         return {"logprobs/mismatch": mismatch, "logprobs/different_tokens": different}
 
     def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
-        """Tensors [B, T] of the completions' tokens, right-padded with zeros, and the number of each "row" [B].
-
-        "mask" is 1 for the tokens that the policy sampled, "current" for those among them that the learner's version of
-        the weights sampled.
-        """
+        """Tensors [B, T], right-padded with zeros, and the number of each "row" [B]. "mask" is 1 for tokens that the
+        policy sampled, "current" for those that this learner's version of the weights sampled."""
         logprobs = [as_tensor(rollout.logprobs).float() for rollout in rollouts]
         masks = [as_tensor(rollout.mask).float() for rollout in rollouts]
         current = [
