@@ -356,9 +356,9 @@ def test_tokens_of_the_trainers_own_weights_prove_a_batch(model):
     with pytest.raises(MismatchError, match="no token comes from the weights that the trainer holds"):
         learner.learn(old)
     with pytest.raises(MismatchError, match="over the bound"):
-        learner.learn(old, proof=wrong)
+        learner.learn(old, proof_rollouts=wrong)
     assert learner.step == 3
-    assert learner.learn(old, proof=mixed)["logprobs/mismatch"] < 1e-6
+    assert learner.learn(old, proof_rollouts=mixed)["logprobs/mismatch"] < 1e-6
     learner.step = 3
     assert learner.learn([replace(rollout, versions=None) for rollout in rollouts(learner)])["logprobs/mismatch"] < 1e-6
 

@@ -157,5 +157,5 @@ def test_micro_batches_count_a_shared_prompt_once(llama, batches):
         (1, [[row] for row in (3, 4, 5, 0, 1, 2, 6, 7, 8)]),
     ]:
         learner = GRPOLearner(llama, config(micro_batch_tokens=tokens), CPU)
-        share = learner.model.share(batch, [True] * 9, {"row": torch.arange(9)})
-        assert [share.tensors["row"][part].tolist() for part in share.learned] == expected
+        part = learner.model.rank_batch(batch, [True] * 9, {"row": torch.arange(9)})
+        assert [part.tensors["row"][micro_batch].tolist() for micro_batch in part.micro_batches] == expected

@@ -20,7 +20,7 @@ import rlhf_ppo
 from recipe.errors import DivergenceError, MismatchError, RunError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import PolicyLearner, Proof, learning_rate, rate_schedule
-from recipe.learning.model import Model, micro_batches
+from recipe.learning.model import Model, micro_batch_slices
 from recipe.learning.objectives import advantages, kl_estimate
 from recipe.learning.precision import bf16_weights
 from recipe.learning.rollout import Rollout
@@ -113,7 +113,7 @@ def test_kl_of_completions_that_are_all_truncated_does_not_depend_on_micro_batch
 
 def test_micro_batches_hold_so_many_tokens_with_their_padding():
     def split(sizes, tokens):
-        return [sizes[part] for part in micro_batches([(b"", 0, size) for size in sizes], tokens)]
+        return [sizes[part] for part in micro_batch_slices([(b"", 0, size) for size in sizes], tokens)]
 
     assert split([9, 7, 5, 5, 3, 2, 1], 10) == [[9], [7], [5, 5], [3, 2, 1]]
     assert split([4, 4, 1], 3) == [[4], [4], [1]]  # no fewer than one sequence
@@ -185,7 +185,7 @@ def test_gradient_is_that_of_all_logits(tmp_path, monkeypatch, architecture, gra
     monkeypatch.setattr("recipe.learning.logprobs.CHUNK", 7)
     path = write_model(architecture, tmp_path, **MODELS[architecture])
     learner = assert_gradient_is_the_plain_one(path, gradient_checkpointing=gradient_checkpointing)
-    assert learner.model.head_apart
+    assert learner.model.separate_head
     assert (learner.model.attention[0] == "eager") == (architecture == "Gemma2")
 
 
@@ -196,7 +196,7 @@ def test_gradient_of_a_model_whose_head_wants_more_than_its_trunk(tmp_path, monk
 
     path = write_model("Llama", tmp_path, **LLAMA)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Loud.from_pretrained)
-    assert not assert_gradient_is_the_plain_one(path).model.head_apart
+    assert not assert_gradient_is_the_plain_one(path).model.separate_head
 
 
 def test_gradient_of_a_model_whose_head_looks_at_a_states_neighbours(tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_gradient_of_a_model_whose_head_looks_at_a_states_neighbours(tmp_path, m
         return loaded, report
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load_blending)
-    assert not GRPOLearner(path, config(), CPU).model.head_apart
+    assert not GRPOLearner(path, config(), CPU).model.separate_head
 
 
 def test_only_completions_go_through_the_head_and_again_in_backward(model, monkeypatch):
@@ -662,7 +662,7 @@ def test_offloaded_optimizer_leaves_the_device_each_time_and_not_once(monkeypatc
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
     offload, state = Offload(optimizer), optimizer.state[parameter]
-    monkeypatch.setattr("recipe.learning.sharding.like", lambda parameter, local: local.clone())  # as to a GPU
+    monkeypatch.setattr("recipe.learning.sharding.sharded_like", lambda parameter, local: local.clone())  # as to a GPU
     parameter.grad = torch.ones(3)
     for _ in range(3):
         optimizer.step()

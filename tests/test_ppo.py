@@ -119,7 +119,7 @@ def test_coefficient_of_the_kl_moves_towards_its_target(kl, target, factor):
 def test_experience_is_what_its_numbers_give_by_hand():
     batch = [Rollout([5], [6, 7], [], 1.0), Rollout([5], [8], [], -2.0)]
     logprobs, reference = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]]), torch.tensor([[-1.5, -1.0], [-0.5, 0.0]])
-    scores = PolicyScores(logprobs, torch.zeros(2, 2), reference, {"kl_coef": 0.1})
+    scores = PolicyScores(logprobs, {"kl_coef": 0.1}, reference)
     made, metrics = estimate(batch, scores, torch.tensor([[0.5, 1.0], [0.25, 0.0]]), config())
     # KL 0.5, -1 and 0, so rewards -0.05, 1.1 and -2. Returns are their sums from there on.
     returns, values = torch.tensor([1.05, 1.1, -2.0]), torch.tensor([0.5, 1.0, 0.25])
@@ -295,7 +295,7 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
     for learner in (policy, critic):
         learner.learn(made)
     coefficient = ppo.adapted_kl_coef(settings.kl_coef, made.kl, len(made.rollouts), settings)
-    assert policy.own_state["kl_coef"] == coefficient != settings.kl_coef
+    assert policy.extra_state["kl_coef"] == coefficient != settings.kl_coef
     policy.save(tmp_path)
     (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")
@@ -306,12 +306,12 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
         other.load_state(folder)
         learner.learn(made)
         other.learn(made)
-        assert learner.own_state == other.own_state
+        assert learner.extra_state == other.extra_state
         for name, tensor in weights_of(learner).items():
             assert tensor.equal(weights_of(other)[name]), name
     changed = PPOLearner(paths[0], replace(settings, kl_target=None, kl_coef=0.7), CPU)
     changed.load_state(tmp_path)
-    assert changed.own_state["kl_coef"] == 0.7
+    assert changed.extra_state["kl_coef"] == 0.7
 
 
 # --- The models beside the policy -------------------------------------------------------------------------------------

@@ -1,15 +1,21 @@
-"""How a model attends: settled before it is used, by trying it on random prompts, and not by a list of models."""
+"""Which attention a model computes with: chosen by trying it on random prompts, and not by a list of models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from .layout import SHARED, Layout, one_row, register_shared, rows_apart
+from .layout import SHARED, Layout, one_row, register_shared, separate_rows
 from .logprobs import scores_of_logits, token_scores
 from .rollout import Rollout
 
 MAX_ROUNDING = 4  # times the measured rounding by which two ways to compute the same function may differ
+
+
+class AttentionChoice(NamedTuple):
+    name: str  # in transformers' attention interface
+    remark: str  # for the user
 
 
 def random_prompts(module) -> torch.Tensor:
@@ -19,53 +25,57 @@ def random_prompts(module) -> torch.Tensor:
 
 
 @torch.no_grad()
-def choose_attention(module, asked: str | None = None, forward: Callable | None = None) -> tuple[str, str]:
-    """The attention that this fp32 model computes with from now on, and a remark on it: the model's default if its
-    logits of random prompts are eager's, or if it was asked for; else eager. `forward` computes the logits, if that is
-    not the model's own; hidden states do as well.
+def choose_attention(module, requested: str | None = None, forward: Callable | None = None) -> AttentionChoice:
+    """The attention that this fp32 model was loaded with, if that was requested or gives eager's logits of random
+    prompts; else eager.
 
-    transformers' fast attention leaves out what it does not know, without a word, such as Gemma 2's soft-capping.
+    The model is left with the attention that was tried last. `forward` computes the logits instead of the model's own
+    forward pass; hidden states will do as well.
 
-    Rounding is measured, as what eager's logits change by when every element of the embeddings becomes a neighbouring
-    float. In 40 families, of whatever depth and scale, equal implementations differ by 0.2 to 1.4 times that; Gemma 2
-    by 7 with weights so small that its log-probabilities are only 2e-6 off, by thousands with larger ones.
+    transformers' fast attentions silently leave out what they do not know, such as Gemma 2's soft-capping.
+
+    Rounding is measured: how much eager's logits change when every element of the embeddings becomes a neighbouring
+    float. In 40 families, of whatever depth and scale, equal implementations differ by 0.2 to 1.4 times that. Gemma 2's
+    differ by 7 times that with weights so small that its log-probabilities are only 2e-6 off, and by thousands with
+    larger weights.
     """
-    own, config = module.config._attn_implementation, module.config.get_text_config()
-    if own == "eager" or getattr(config, "alibi", False):  # Falcon's eager adds ALiBi twice, as of transformers 5.19
-        return own, own
+    loaded, config = module.config._attn_implementation, module.config.get_text_config()
+    if loaded == "eager" or getattr(config, "alibi", False):  # Falcon's eager adds ALiBi twice (transformers 5.19)
+        return AttentionChoice(loaded, loaded)
     ids = random_prompts(module)
     window = getattr(config, "sliding_window", None)
     if window:
-        config.sliding_window = min(window, ids.shape[1] // 4)  # for both: it is at work in a short prompt as well
+        config.sliding_window = min(window, ids.shape[1] // 4)  # so that a short prompt is longer than the window
 
     def logits(attention: str) -> torch.Tensor:
         module.config._attn_implementation = attention  # its setter reaches models that set_attn_implementation refuses
         return (forward or module)(input_ids=ids, use_cache=False)[0]
 
     eager = logits("eager")
-    distance = (logits(own) - eager).abs().mean()
-    with _nudged(module):
+    distance = (logits(loaded) - eager).abs().mean()
+    with _nudged_embeddings(module):
         rounding = (logits("eager") - eager).abs().mean()
     if window:
         config.sliding_window = window
     if distance <= MAX_ROUNDING * rounding:
-        return own, f"{own}, whose logits are eager's but for rounding"
-    off = f"{distance:.1g} from eager's, {distance / rounding:.0f} times what rounding explains"
-    if asked:
-        return own, f"{own}, as asked for; its logits are {off}"
-    return "eager", f"eager, which is slower: {own}'s logits are {off} (--attention {own} takes it all the same)"
+        return AttentionChoice(loaded, f"{loaded}, whose logits are eager's but for rounding")
+    difference = f"{distance:.1g} from eager's, {distance / rounding:.0f} times what rounding explains"
+    if requested:
+        return AttentionChoice(loaded, f"{loaded}, as asked for; its logits are {difference}")
+    override = f"--attention {loaded} takes it all the same"
+    return AttentionChoice("eager", f"eager, which is slower: {loaded}'s logits are {difference} ({override})")
 
 
 @torch.no_grad()
-def can_share_prompts(module, head_apart: bool) -> bool:
-    """Whether this fp32 model of sdpa's attention gives completions behind one prompt (layout.py) the
-    log-probabilities of rows of their own.
+def can_share_prompts(module, separate_head: bool) -> bool:
+    """Whether this fp32 model gives completions behind one prompt (layout.py) the same log-probabilities as in rows of
+    their own. Its attention is sdpa.
 
-    They differ if more than attention reaches from one completion to the next, such as the state of a Mamba layer, or
-    if a model makes its own positions.
+    They differ if anything but attention reaches from one completion to the next, such as the state of a Mamba layer,
+    or if a model makes its own positions.
     """
     config = module.config.get_text_config()
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:  # windows may be longer than what is tried
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:  # windows may exceed these prompts
         return False
     register_shared()
     first, second = random_prompts(module).tolist()
@@ -75,14 +85,14 @@ def can_share_prompts(module, head_apart: bool) -> bool:
         tokens = layout.tokens(torch.tensor([0] * 32 + [1] * 16), torch.tensor([*range(32), *range(16)]))
         targets, states_at = (tensor.to(module.device) for tensor in tokens)
         inputs = layout.inputs_on(module.device)
-        return token_scores(module, inputs, targets, states_at, 1.0, False, head_apart, scores_of_logits)[0]
+        return token_scores(module, inputs, targets, states_at, 1.0, False, separate_head, scores_of_logits)[0]
 
-    apart = logprobs(rows_apart(pair))
-    with _nudged(module):
-        rounding = (logprobs(rows_apart(pair)) - apart).abs().mean()
+    expected = logprobs(separate_rows(pair))
+    with _nudged_embeddings(module):
+        rounding = (logprobs(separate_rows(pair)) - expected).abs().mean()
     module.config._attn_implementation = SHARED
     try:
-        distance = (logprobs(one_row(pair)) - apart).abs().mean()
+        distance = (logprobs(one_row(pair)) - expected).abs().mean()
     except (TypeError, ValueError, RuntimeError):  # it takes no positions, or no such mask
         distance = float("inf")
     module.config._attn_implementation = "sdpa"
@@ -90,8 +100,8 @@ def can_share_prompts(module, head_apart: bool) -> bool:
 
 
 @contextmanager
-def _nudged(module) -> Iterator[None]:
-    """Every element of the embeddings is a neighbouring float."""
+def _nudged_embeddings(module) -> Iterator[None]:
+    """Inside, every element of the embeddings is a neighbouring float."""
     generator = torch.Generator().manual_seed(1)
 
     def nudge(_, inputs, embeddings: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,15 @@
 """The engine's arithmetic in the trainer: log-probabilities that are the engine's, bit for bit (docs/exact.md).
 
-An engine with VLLM_BATCH_INVARIANT=1 gives a token the same bits whatever stands beside it. Most of what transformers
+An engine with VLLM_BATCH_INVARIANT=1 gives a token the same bits whatever is beside it. Most of what transformers
 computes has the engine's bits as it is: linear layers (by cuBLAS without split-K), silu(gate) * up, additions,
-embeddings and LayerNorm. The rest runs on vLLM's own kernels here, each with a backward pass:
+embeddings and LayerNorm. The rest runs here on vLLM's own kernels, each with a backward pass:
 
     RMSNorm             vLLM adds the residual and normalizes in one kernel, which gets the sum and zeros here
     rotary embedding    by vLLM's kernel, with the engine's table of cosines and sines in bf16
     attention           FlashAttention 3 for a head dimension of 128, else vLLM's Triton kernel
-    log-probability     by the function with which vLLM's sampler takes the logarithm
+    log-probability     by the function of vLLM's sampler
 
-The script checks that all this is exact: after its first sync, and then with every token.
+The script checks that all this is exact: after its first sync, and then with every sampled token.
 """
 
 import os
@@ -21,15 +21,15 @@ import torch
 
 from .layout import shared_attention
 
-FLASH_HEAD_DIM = 128  # for which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
+FLASH_HEAD_DIM = 128  # with which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
 PAGE = 16  # tokens in a block of the Triton kernel's keys and values
-FIRST_NORMS = ("layers.0.input_layernorm", ".q_norm", ".k_norm")  # no residual is added to their input
+NORMS_WITHOUT_RESIDUAL = ("layers.0.input_layernorm", ".q_norm", ".k_norm")
 
 
 def match_engine() -> None:
-    """Have vLLM's kernels and cuBLAS compute as in a batch-invariant engine, the latter without split-K. Call this in
-    the trainer's process before any CUDA computation."""
-    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's kernels in C++ read it as well
+    """Make vLLM's kernels and cuBLAS compute as in a batch-invariant engine: cuBLAS without split-K. Call this in the
+    trainer's process before any CUDA computation."""
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM's C++ kernels read it as well
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
@@ -37,7 +37,7 @@ def match_engine() -> None:
 
 
 def attention_backend(config) -> str:
-    """vLLM's name of the attention that is exact for a model of this configuration."""
+    """vLLM's name for the attention that is exact in a model of this configuration."""
     return "FLASH_ATTN" if head_dim(config) == FLASH_HEAD_DIM else "TRITON_ATTN"
 
 
@@ -47,12 +47,13 @@ def head_dim(config) -> int:
 
 
 def missing_operation(config) -> str:
-    """The operation of a model of this configuration that is not known to be exact; "" if all are."""
+    """An operation of a model of this configuration that is not known to be exact, as words for a message; "" if all
+    are known."""
     from transformers import AutoModelForCausalLM
 
     text = config.get_text_config()
-    names = ("hidden_activation", "hidden_act", "activation_function")  # the first one counts
-    activation = next((kind for name in names if (kind := getattr(text, name, None))), None)
+    names = ("hidden_activation", "hidden_act", "activation_function")  # the first that is set counts
+    activation = next((value for name in names if (value := getattr(text, name, None))), None)
     if activation not in ("silu", "relu"):
         return f"its activation {activation}"
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -60,23 +61,23 @@ def missing_operation(config) -> str:
             return f"its soft-capping ({name})"
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    for part in module.modules():
-        kind = type(part).__name__
-        if kind.endswith("RMSNorm") and not _is_plain_norm(type(part)):
-            return f"its {kind}"
-        if kind.endswith("Experts"):
-            return f"its {kind}"
-        rotate = getattr(sys.modules[type(part).__module__], "apply_rotary_pos_emb", None)
-        if kind.endswith("Attention") and rotate and not _is_plain_rotation(rotate):
-            return f"the rotary embedding of its {kind}"
+    for submodule in module.modules():
+        cls = type(submodule)
+        if cls.__name__.endswith("RMSNorm") and not _is_plain_norm(cls):
+            return f"its {cls.__name__}"
+        if cls.__name__.endswith("Experts"):
+            return f"its {cls.__name__}"
+        rotate = getattr(sys.modules[cls.__module__], "apply_rotary_pos_emb", None)
+        if cls.__name__.endswith("Attention") and rotate and not _is_plain_rotation(rotate):
+            return f"the rotary embedding of its {cls.__name__}"
     return ""
 
 
-def _is_plain_norm(kind: type) -> bool:
+def _is_plain_norm(cls: type) -> bool:
     """Whether this RMSNorm is weight * (x / rms), rounded before it is weighted."""
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     try:
-        norm = kind(16).bfloat16()
+        norm = cls(16).bfloat16()
     except TypeError:
         return False
     torch.nn.init.uniform_(norm.weight, 0.5, 2)
@@ -85,30 +86,30 @@ def _is_plain_norm(kind: type) -> bool:
 
 
 def _is_plain_rotation(rotate: Callable) -> bool:
-    """Whether this function rotates the halves of all dimensions of queries and keys."""
+    """Whether this function rotates queries and keys in pairs of dimensions i and i + D / 2, and all dimensions."""
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (torch.randn(1, 2, 3, 8, generator=generator) for _ in range(4))
     cos, sin = cos[:, 0], sin[:, 0]
     try:
-        found = rotate(q, k, cos, sin)[0]
+        rotated = rotate(q, k, cos, sin)[0]
     except (TypeError, RuntimeError, ValueError):
         return False
-    halves = torch.cat((-q[..., 4:], q[..., :4]), -1)
-    return found.shape == q.shape and torch.allclose(found, q * cos[:, None] + halves * sin[:, None])
+    swapped = torch.cat((-q[..., 4:], q[..., :4]), -1)
+    return rotated.shape == q.shape and torch.allclose(rotated, q * cos[:, None] + swapped * sin[:, None])
 
 
 def make_exact(module) -> None:
-    """Have this transformers model compute as the engine does. Sound for models without a `missing_operation`."""
+    """Make this transformers model compute as the engine does. It must have no `missing_operation`."""
     from transformers import AttentionInterface
 
-    for name, part in module.named_modules():
-        kind, modeling = type(part).__name__, sys.modules[type(part).__module__]
+    for name, submodule in module.named_modules():
+        kind, modeling = type(submodule).__name__, sys.modules[type(submodule).__module__]
         if kind.endswith("RMSNorm"):
-            part.forward = partial(_norm, part, f".{name}".endswith(FIRST_NORMS))
-        elif hasattr(part, "gate_proj"):
-            part.forward = partial(_mlp, part)
+            submodule.forward = partial(_norm, submodule, f".{name}".endswith(NORMS_WITHOUT_RESIDUAL))
+        elif hasattr(submodule, "gate_proj"):
+            submodule.forward = partial(_mlp, submodule)
         elif kind.endswith("RotaryEmbedding"):
-            part.forward = partial(_positions, rotary_table(module.config, module.device))
+            submodule.forward = partial(_positions, rotary_table(module.config, module.device))
         elif kind.endswith("Attention") and callable(rotate := getattr(modeling, "apply_rotary_pos_emb", None)):
             modeling.apply_rotary_pos_emb = rotate if isinstance(rotate, partial) else partial(_rotate, rotate)
     AttentionInterface.register("exact", partial(shared_attention, attention))
@@ -116,16 +117,16 @@ def make_exact(module) -> None:
 
 
 def make_plain(module, attention: str) -> None:
-    """Undo `make_exact`: the model computes with this attention of transformers again."""
-    for part in module.modules():
-        if type(part).__name__.endswith(("RMSNorm", "RotaryEmbedding")) or hasattr(part, "gate_proj"):
-            vars(part).pop("forward", None)
+    """Undo `make_exact`. The model computes with this attention of transformers again."""
+    for submodule in module.modules():
+        if type(submodule).__name__.endswith(("RMSNorm", "RotaryEmbedding")) or hasattr(submodule, "gate_proj"):
+            vars(submodule).pop("forward", None)
     module.config._attn_implementation = attention
 
 
 @torch.no_grad()
 def rotary_table(config, device: torch.device) -> torch.Tensor:
-    """The engine's table [positions, head dimension] of cosines and sines, in bf16: made by vLLM, as it makes it."""
+    """The engine's table [positions, D] of cosines and sines for a head dimension D, in bf16, as vLLM makes it."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
@@ -140,17 +141,17 @@ def rotary_table(config, device: torch.device) -> torch.Tensor:
     return rope.cos_sin_cache.to(device, torch.bfloat16)
 
 
-def token_scores(
+def scores_of_logits(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `logprobs._scores`, with the engine's logarithm: log-probabilities [N] of targets [N] by logits [N, V]."""
+    """As `logprobs.scores_of_logits`, with the logarithm that the engine takes."""
     logprobs = TokenLogprobs.apply(logits, targets, temperature)
     with torch.no_grad():
         return logprobs, _compiled(_entropies)(logits, temperature) if entropy else None
 
 
-def _norm(norm, first: bool, x: torch.Tensor) -> torch.Tensor:
-    return RMSNorm.apply(x, norm.weight.to(x.dtype), norm.variance_epsilon, first)
+def _norm(norm, without_residual: bool, x: torch.Tensor) -> torch.Tensor:
+    return RMSNorm.apply(x, norm.weight.to(x.dtype), norm.variance_epsilon, without_residual)
 
 
 def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
@@ -158,49 +159,45 @@ def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of a rotary embedding's forward. `_rotate` gets these instead of cosines and sines."""
+    """Replaces a rotary embedding's forward: `_rotate` gets these instead of cosines and sines."""
     return position_ids, table
 
 
 def _rotate(
     original: Callable, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args, **options
 ):
-    """In place of `apply_rotary_pos_emb`, which other models of this process may call as well."""
+    """Replaces `apply_rotary_pos_emb` in its module, where models that are not exact call it as well."""
     if cos.is_floating_point():
         return original(q, k, cos, sin, *args, **options)
     return Rotary.apply(q, k, cos, sin)
 
 
 def attention(module, query, key, value, attention_mask, scaling: float, sliding_window: int | None = None, **_):
-    """An attention function of transformers: queries [B, H, S, D], causal, the last one at the last key."""
+    """An attention function of transformers, causal: of queries [B, H, S, D], the last one is at the last key."""
     return Attention.apply(query, key, value, scaling, sliding_window), None
 
 
 class RMSNorm(torch.autograd.Function):
-    """Of x [..., n] in bf16, with a weight [n]."""
+    """RMSNorm of x [..., n] in bf16, with a weight [n]."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps, first):
+    def forward(ctx, x, weight, eps, without_residual):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return rms_norm_kernel(x, weight, eps, first)
+        return rms_norm_kernel(x, weight, eps, without_residual)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
         if x.is_cuda:
-            wanted = [True, ctx.needs_input_grad[1]]
-            shape = [x.shape[-1]]
-            return (
-                *torch.ops.aten._fused_rms_norm_backward(grad.contiguous(), x, shape, rstd, weight, wanted),
-                None,
-                None,
-            )
-        normed, weighted = x.float() * rstd, grad.float() * weight.float()
-        of_x = rstd * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
-        of_weight = (grad.float() * normed).flatten(0, -2).sum(0)
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None, None
+            shape, needed = [x.shape[-1]], [True, ctx.needs_input_grad[1]]
+            grads = torch.ops.aten._fused_rms_norm_backward(grad.contiguous(), x, shape, rstd, weight, needed)
+            return *grads, None, None
+        normed, weighted_grad = x.float() * rstd, grad.float() * weight.float()
+        x_grad = rstd * (weighted_grad - normed * (weighted_grad * normed).mean(-1, keepdim=True))
+        weight_grad = (grad.float() * normed).flatten(0, -2).sum(0)
+        return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None, None
 
 
 class SwiGLU(torch.autograd.Function):
@@ -217,7 +214,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """Of queries [B, H, S, D] and keys [B, K, S, D], at positions [1 or B, S], by a table [positions, D]."""
+    """Rotary embedding of queries [B, H, S, D] and keys [B, K, S, D] at positions [1 or B, S], by a `rotary_table`."""
 
     @staticmethod
     def forward(ctx, q, k, positions, table):
@@ -232,8 +229,8 @@ class Rotary(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """Causal attention of queries [B, H, S, D], the last of their sequence, to its keys and values [B, K, L, D]: [B, S,
-    H, D]."""
+    """Causal attention [B, S, H, D] of queries [B, H, S, D], at the last S of the positions of keys and values
+    [B, K, L, D]."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale, window):
@@ -251,7 +248,7 @@ class Attention(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities [N] of targets [N] by logits [N, V] at a temperature."""
+    """Log-probabilities [N] of targets [N], by logits [N, V] at a temperature."""
 
     @staticmethod
     def forward(ctx, logits, targets, temperature):
@@ -263,8 +260,8 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         logits, targets, logprobs = ctx.saved_tensors
-        chosen = logits.gather(1, targets[:, None])[:, 0].float() / ctx.temperature
-        grads = _compiled(_softmax_gradient)(logits, chosen - logprobs, grad, ctx.temperature)
+        target_logits = logits.gather(1, targets[:, None])[:, 0].float() / ctx.temperature
+        grads = _compiled(_softmax_gradient)(logits, target_logits - logprobs, grad, ctx.temperature)
         grads.scatter_add_(1, targets[:, None], (grad / ctx.temperature)[:, None].to(grads.dtype))
         return grads, None, None
 
@@ -275,9 +272,9 @@ def _softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, grad: torch.Tenso
 
 
 def _swiglu_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    wide, sigmoid = gate.float(), gate.float().sigmoid()
-    of_gate = grad * up * sigmoid * (1 + wide * (1 - sigmoid))
-    return of_gate.to(gate.dtype), (grad * wide * sigmoid).to(up.dtype)
+    fp32_gate, sigmoid = gate.float(), gate.float().sigmoid()
+    gate_grad = grad * up * sigmoid * (1 + fp32_gate * (1 - sigmoid))
+    return gate_grad.to(gate.dtype), (grad * fp32_gate * sigmoid).to(up.dtype)
 
 
 def _entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -287,15 +284,15 @@ def _entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    """Compiled on a GPU: then it reads and writes the logits, the largest tensor of all, once."""
+    """The function, compiled on a GPU, where it then reads and writes its large tensors once."""
     return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
 
 
-# vLLM's kernels. tests/test_exact.py puts torch's arithmetic in their place.
+# vLLM's kernels, for which tests/test_exact.py substitutes torch's arithmetic.
 
 
-def rms_norm_kernel(x: torch.Tensor, weight: torch.Tensor, eps: float, first: bool) -> torch.Tensor:
-    if first:
+def rms_norm_kernel(x: torch.Tensor, weight: torch.Tensor, eps: float, without_residual: bool) -> torch.Tensor:
+    if without_residual:
         from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
 
         return rms_norm_batch_invariant(x, weight, eps)
@@ -321,47 +318,46 @@ def rotary_kernel(
 def attention_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output [B, S, H, D] and, where the kernel gives it, the log-sum-exp [H, B * S] of queries [B, S, H, D]. They
-    are the last ones of sequences with keys and values [B, L, K, D]."""
-    (batch, length, _, dim), whole = q.shape, k.shape[1]
-    left = (window - 1, 0) if window else (-1, -1)
+    """The output [B, S, H, D] of queries [B, S, H, D], and the log-sum-exp [H, B * S] if the kernel returns it. The
+    queries are at the last S of the positions of keys and values [B, L, K, D]."""
+    (batch, length, _, dim), key_length = q.shape, k.shape[1]
+    window_size = (window - 1, 0) if window else (-1, -1)
     if dim == FLASH_HEAD_DIM:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        flat = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        options = {"softmax_scale": scale, "causal": True, "window_size": list(left), "fa_version": 3, "num_splits": 1}
         out, lse = flash_attn_varlen_func(
-            *flat,
+            *(tensor.flatten(0, 1) for tensor in (q, k, v)),
             max_seqlen_q=length,
             cu_seqlens_q=_bounds(batch, length, q.device),
-            max_seqlen_k=whole,
-            cu_seqlens_k=_bounds(batch, whole, q.device),
+            max_seqlen_k=key_length,
+            cu_seqlens_k=_bounds(batch, key_length, q.device),
             return_softmax_lse=True,
-            **options,
+            softmax_scale=scale,
+            causal=True,
+            window_size=list(window_size),
+            fa_version=3,
+            num_splits=1,
         )
         return out.view_as(q), lse
     from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
-    pages = -(-whole // PAGE)
-    k, v = (
-        torch.nn.functional.pad(t, (0, 0, 0, 0, 0, pages * PAGE - whole)).view(-1, PAGE, *t.shape[2:]) for t in (k, v)
-    )
-    out, flat = torch.empty_like(q), q.flatten(0, 1)
-    lengths = torch.full((batch,), whole, dtype=torch.int32, device=q.device)
-    table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
+    pages = -(-key_length // PAGE)
+    padding = (0, 0, 0, 0, 0, pages * PAGE - key_length)
+    k, v = (torch.nn.functional.pad(t, padding).view(-1, PAGE, *t.shape[2:]) for t in (k, v))
+    out = torch.empty_like(q)
     unified_attention(
-        q=flat,
+        q=q.flatten(0, 1),
         k=k,
         v=v,
         out=out.flatten(0, 1),
         cu_seqlens_q=_bounds(batch, length, q.device),
         max_seqlen_q=length,
-        seqused_k=lengths,
-        max_seqlen_k=whole,
+        seqused_k=torch.full((batch,), key_length, dtype=torch.int32, device=q.device),
+        max_seqlen_k=key_length,
         softmax_scale=scale,
         causal=True,
-        window_size=left,
-        block_table=table,
+        window_size=window_size,
+        block_table=torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages),
         softcap=0.0,
         q_descale=None,
         k_descale=None,
@@ -381,16 +377,16 @@ def attention_backward_kernel(
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of queries [B, S, H, D], keys and values [B, L, K, D], by torch's FlashAttention."""
-    (batch, length), whole = q.shape[:2], k.shape[1]
+    (batch, length), key_length = q.shape[:2], k.shape[1]
     options = {"scale": scale} | ({"window_size_left": window - 1, "window_size_right": 0} if window else {})
-    bounds = _bounds(batch, length, q.device), _bounds(batch, whole, q.device)
-    shared = (*bounds, length, whole, 0.0, True)
+    bounds = _bounds(batch, length, q.device), _bounds(batch, key_length, q.device)
+    arguments = (*bounds, length, key_length, 0.0, True)  # no dropout, causal
     grad, q, k, v, out = (tensor.flatten(0, 1) for tensor in (grad, q, k, v, out))
-    if lse is None:  # the Triton kernel does not give it
-        _, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *shared, False, **options)
-    nothing = torch.zeros(2, dtype=torch.uint64, device=q.device)  # no dropout: no random state
+    if lse is None:  # the Triton kernel does not return it
+        _, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, **options)
+    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, so unused
     grads = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), *shared, nothing, nothing[:1], **options
+        grad, q, k, v, out, lse.contiguous(), *arguments, random_state, random_state[:1], **options
     )
     return tuple(tensor.unflatten(0, (batch, -1)) for tensor in grads)
 
@@ -401,10 +397,11 @@ def logprob_kernel(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
 
     if temperature != 1:
         logits = logits.to(torch.float32, copy=True)
-        row = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)  # all have the one temperature
-        apply_temperature(logits, row, torch.tensor([temperature], device=logits.device))  # in place
+        requests = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)  # all rows have one temperature
+        apply_temperature(logits, requests, torch.tensor([temperature], device=logits.device))  # in place
     return compute_token_logprobs(logits, targets[:, None])[:, 0]
 
 
 def _bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """Where each of the equally long sequences begins and ends in a flat batch: [batch + 1]."""
     return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)

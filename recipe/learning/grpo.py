@@ -1,25 +1,25 @@
-"""The learning step: GRPO and its near relatives on token log-probabilities.
+"""The learning step of GRPO and its near relatives.
 
 It differs from textbook GRPO (Shao et al. 2024, arXiv:2402.03300) in five points:
 
-- The engine samples, the trainer learns, and their log-probabilities need not agree exactly. Each token's loss is
+- The engine samples and the trainer learns, so their log-probabilities may differ. By default, each token's loss is
   weighted by the truncated importance ratio min(p_trainer / p_engine, `importance_cap`).
 - The clip range is asymmetric (clip-higher, Yu et al. 2025, arXiv:2503.14476): [1 - 0.2, 1 + 0.28] by default. It acts
   from the second update of a step on (--num-mini-batches, --num-epochs).
 - There is no KL penalty by default (`kl_coef` 0), and then no reference model is loaded.
-- A reward that is not known (None) stays out of its group's mean and deviation, and nothing is learned from it.
+- An unknown reward (None) stays out of its group's mean and deviation, and nothing is learned from it.
 - Every step proves the sync before it: if the engine's log-probabilities of the sampled tokens are further from the
-  trainer's than `max_mismatch`, on average, the step raises MismatchError and updates nothing.
+  trainer's than `max_mismatch` on average, the step raises MismatchError and updates nothing.
 
-One step takes P prompts with G completions each, that is B = P * G rollouts of up to T tokens. Their rewards and
-log-probabilities make a loss (objectives.py), and its gradients an update (learner.py).
+One step takes P prompts with G completions each: B = P * G rollouts of up to T tokens. objectives.py makes a loss of
+their rewards and log-probabilities, and learner.py updates the weights by its gradient.
 
-Rollouts whose loss is 0, such as those of a group whose rewards are all equal, go through the model once, for the proof
-and the metrics, and cost no backward pass.
+Rollouts whose loss has no gradient, such as those of a group with equal rewards, pass through the model once, for the
+proof and the metrics, without a backward pass.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge
@@ -37,15 +37,17 @@ class GRPOConfig(ObjectiveConfig, LearnerConfig):
     """GRPO's options."""
 
     dynamic_sampling: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="rounds, at most, of replacing prompts whose rewards are all equal by others (DAPO)"
+        default=0,
+        help="DAPO's dynamic sampling: replace prompts whose completions all have the same reward, in so many rounds at"
+        " most; 0: do not",
     )
 
 
 class GRPOLearner(PolicyLearner):
-    """A learner whose steps are GRPO's.
+    """A policy that learns by GRPO.
 
-    `path` is a model or a checkpoint. The KL is measured to the model `initial` that the run began with, if `path` is a
-    checkpoint; with adapters, to the model that they adapt.
+    `path` is a model or a checkpoint. With a checkpoint, `initial` is the model that the run began with. The KL is to
+    that model; with adapters, to the model that they adapt.
     """
 
     def __init__(
@@ -63,29 +65,30 @@ class GRPOLearner(PolicyLearner):
         if config.kl_coef and not self.model.adapters:
             self.reference = Model(initial or path, config, device, like=self.model)
 
-    def learn(self, rollouts: list[Rollout], proof: list[Rollout] = ()) -> dict[str, float]:
+    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
         """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics.
 
         Raises MismatchError, before anything is updated, if the engine's log-probabilities are further from the
-        trainer's than `max_mismatch` on average. Tokens that older weights sampled do not count for that; those of the
-        rollouts in `proof` do as well.
+        trainer's than `max_mismatch` on average. Tokens that older weights sampled do not count there; tokens of
+        `proof_rollouts`, from which nothing is learned, do.
         """
         config, rewards = self.config, known_rewards(rollouts)
         advantage = advantages(rewards, config.group_size, config.advantage)
         truncated = torch.tensor([rollout.truncated for rollout in rollouts])
         left_out = rewards.isnan() | truncated & config.mask_truncated_completions  # (DAPO's overlong filtering)
-        several = config.num_epochs * config.num_mini_batches > 1
-        scores = self.score(rollouts, proof) if several else None
+        several_updates = config.num_epochs * config.num_mini_batches > 1
+        scores = self.score(rollouts, proof_rollouts) if several_updates else None
         reference = self._reference_logprobs(rollouts) if config.kl_coef else None
-        metrics = self._learn_policy(rollouts, advantage[:, None], left_out, scores, reference, proof)
+        metrics = self._run_policy_updates(rollouts, advantage[:, None], left_out, scores, reference, proof_rollouts)
         return rollout_metrics(rollouts, config.group_size) | metrics
 
-    def make_exact(self, exactly: str) -> None:
-        super().make_exact(exactly)
+    def make_exact(self, exact: Literal["on", "auto", "off"]) -> None:
+        super().make_exact(exact)
         if self.reference:
-            self.reference.make_exact(exactly != "off")
+            self.reference.make_exact(exact != "off")
 
     def _reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
+        """Log-probabilities [B, T] by the model that the run began with."""
         if self.reference:
             return self.reference.score_all(rollouts)[0]
         with without_adapters(self.model.module):

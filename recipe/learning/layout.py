@@ -1,12 +1,12 @@
 """How a micro-batch of rollouts passes through a model: in a row each, or in one row that has every prompt once.
 
-The completions of a group repeat their prompt. With a prompt of 4,096 tokens and 8 completions of 512, a row each does
-seven eighths of the prompt's work again. One row does it once:
+The completions of a group share their prompt. With a row each, a group of 8 computes its prompt 8 times. One row
+computes it once:
 
     prompt 0 | completion 0 | completion 1 | ... | prompt 1 | completion 8 | ...
 
-Each completion's positions go on from its prompt's. Its tokens attend to the prompt and to what precedes them in their
-own completion: `shared_attention` sees to that with two calls of a causal attention for each group.
+Each completion's positions go on from its prompt's. Its tokens attend to the prompt, and to earlier tokens of the same
+completion: `shared_attention` does this with two calls of a causal attention for each group.
 """
 
 from collections.abc import Callable
@@ -20,103 +20,110 @@ from torch.nn.attention.bias import causal_lower_right
 
 from .rollout import Rollout
 
-SHARED = "sdpa_shared"  # what transformers' attention interface calls sdpa by `shared_attention`
-SHARED_TOKENS = 512  # of a prompt that is worth it
+SHARED = "sdpa_shared"  # the name of `shared_attention` by sdpa in transformers' attention interface
+SHARED_TOKENS = 512  # a prompt of at least so many passes once for its group
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where b completions are in a model's inputs, by positions in `input_ids.flatten()`."""
+    """Where b completions are in a model's inputs. Positions are those in `input_ids.flatten()`."""
 
-    inputs: dict[str, torch.Tensor]  # input_ids [rows, S], and if there is one row, position_ids [1, S]
-    begins: torch.Tensor  # the position of each completion's first token, [b]
-    before: torch.Tensor  # of the token before it, whose state predicts it, [b]
-    shapes: list[tuple[int, int, int]] | None = None  # of one row's groups, as `shared_attention` takes them
+    inputs: dict[str, torch.Tensor]  # input_ids [rows, S] and, of one row with shared prompts, position_ids [1, S]
+    first_tokens: torch.Tensor  # positions [b] of the completions' first tokens
+    first_states: torch.Tensor  # positions [b] of the states that predict those: of the prompts' last tokens
+    group_shapes: list[tuple[int, int, int]] | None = None  # of one row's groups, as `shared_attention` takes them
 
     def tokens(self, rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ids [N] of the completions' tokens at these columns, and the positions [N] of the states that predict
-        them."""
-        at = self.begins[rows] + columns
-        return self.inputs["input_ids"].flatten()[at], torch.where(columns > 0, at - 1, self.before[rows])
+        """The ids [N] of tokens, by the numbers [N] of their completions (`rows`) and within those (`columns`), and the
+        positions [N] of the states that predict them."""
+        positions = self.first_tokens[rows] + columns
+        ids = self.inputs["input_ids"].flatten()[positions]
+        return ids, torch.where(columns > 0, positions - 1, self.first_states[rows])
 
     def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The inputs as arguments of the model."""
         inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
-        if self.shapes:
+        if self.group_shapes:
             # transformers hands a mask of four dimensions to every attention as it is.
             inputs["attention_mask"] = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
-            inputs["attention_mask"].shapes = self.shapes
+            inputs["attention_mask"].group_shapes = self.group_shapes
         return inputs
 
 
-def lay_out(rollouts: list[Rollout], shares: bool) -> Layout:
-    """One row, if the model `shares` prompts and all of these are long; else a row for each."""
-    return one_row(rollouts) if shares and all(map(is_long, rollouts)) else rows_apart(rollouts)
+def lay_out(rollouts: list[Rollout], share_prompts: bool) -> Layout:
+    """One row with shared prompts, if all prompts are long and the model can `share_prompts`; else a row each."""
+    return one_row(rollouts) if share_prompts and all(map(is_long, rollouts)) else separate_rows(rollouts)
 
 
 def is_long(rollout: Rollout) -> bool:
-    """Whether its prompt passes once for its group."""
+    """Whether the prompt is long enough to pass once for its group."""
     return len(rollout.prompt_ids) >= SHARED_TOKENS
 
 
-def rows_apart(rollouts: list[Rollout]) -> Layout:
-    """A row for each rollout."""
+def separate_rows(rollouts: list[Rollout]) -> Layout:
+    """A row for each rollout: its prompt and its completion."""
     ids = _padded([np.concatenate([rollout.prompt_ids, rollout.completion_ids]) for rollout in rollouts])
-    begins = torch.arange(len(ids)) * ids.shape[1] + torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
-    return Layout({"input_ids": ids}, begins, begins - 1)
+    prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
+    first_tokens = torch.arange(len(ids)) * ids.shape[1] + prompt_lengths
+    return Layout({"input_ids": ids}, first_tokens, first_tokens - 1)
 
 
 def one_row(rollouts: list[Rollout]) -> Layout:
     """One row with each prompt once, for a model with `shared_attention`. Rollouts of one prompt are neighbours."""
-    ids, positions, begins, before, shapes, end = [], [], [], [], [], 0
+    ids, position_ids, first_tokens, first_states, group_shapes, end = [], [], [], [], [], 0
     for group in (list(group) for _, group in groupby(rollouts, prompt_key)):
+        prompt = as_tensor(group[0].prompt_ids).long()
         completions = _padded([rollout.completion_ids for rollout in group])
-        prompt, (count, length) = as_tensor(group[0].prompt_ids).long(), completions.shape
+        count, length = completions.shape
         ids += [prompt, completions.flatten()]
-        positions += [torch.arange(len(prompt)), torch.arange(len(prompt), len(prompt) + length).repeat(count)]
+        position_ids += [torch.arange(len(prompt)), torch.arange(len(prompt), len(prompt) + length).repeat(count)]
         end += len(prompt)
-        begins.append(end + length * torch.arange(count))
-        before += [end - 1] * count
-        shapes.append((len(prompt), count, length))
+        first_tokens.append(end + length * torch.arange(count))
+        first_states += [end - 1] * count
+        group_shapes.append((len(prompt), count, length))
         end += completions.numel()
-    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(positions)[None]}
-    return Layout(inputs, torch.cat(begins), torch.tensor(before), shapes)
+    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(position_ids)[None]}
+    return Layout(inputs, torch.cat(first_tokens), torch.tensor(first_states), group_shapes)
 
 
 def prompt_key(rollout: Rollout) -> bytes:
+    """Equal for rollouts of equal prompts."""
     return np.asarray(rollout.prompt_ids, np.int64).tobytes()
 
 
 def shared_attention(attend: Callable, module, query, key, value, attention_mask=None, **options):
     """An attention function of transformers: `attend`, which is causal, also where completions share a prompt.
 
-    Queries, keys and values are [B, heads, S, D]. A mask comes with `one_row` alone, for its attribute `shapes`: of
-    each group the tokens P of the prompt, the completions G, and the tokens T of each of those, padding included.
+    Queries, keys and values are [B, heads, S, D]. Only `one_row` brings a mask, for its attribute `group_shapes`: of
+    each group the prompt's tokens P, the number G of its completions, and the tokens T of each, padding included.
     """
     if attention_mask is None:
         return attend(module, query, key, value, None, **options)
-    return _attend_by_group(attend, module, query, key, value, attention_mask.shapes, **options), None
+    return _attend_by_group(attend, module, query, key, value, attention_mask.group_shapes, **options), None
 
 
 @torch.compiler.disable
-def _attend_by_group(attend: Callable, module, query, key, value, shapes: list[tuple[int, int, int]], **options):
+def _attend_by_group(attend: Callable, module, query, key, value, group_shapes: list[tuple[int, int, int]], **options):
     if options.get("sliding_window"):
         raise ValueError("a layer with a sliding window has no shared prompts")
-    sizes, out = [prompt + count * length for prompt, count, length in shapes], []
+    sizes = [prompt_length + count * length for prompt_length, count, length in group_shapes]
     groups = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
-    for (prompt, count, length), group in zip(shapes, groups, strict=True):
-        # [1, heads, P, D] and [G, heads, T, D]
-        q, k, v = (tensor[:, :, :prompt] for tensor in group)
-        queries, *own = (tensor[0, :, prompt:].unflatten(1, (count, length)).transpose(0, 1) for tensor in group)
-        keys, values = (torch.cat([t.expand(count, -1, -1, -1), o], 2) for t, o in zip((k, v), own, strict=True))
-        last = causal_lower_right(length, prompt + length)  # the last query is at the last key
-        out.append(attend(module, q, k, v, None, **options)[0])
-        out.append(attend(module, queries, keys, values, last, **options)[0].flatten(0, 1)[None])
-    return torch.cat(out, 1)
+    outputs = []
+    for (prompt_length, count, length), group in zip(group_shapes, groups, strict=True):
+        prompt_q, prompt_k, prompt_v = (tensor[:, :, :prompt_length] for tensor in group)  # [1, heads, P, D]
+        q, k, v = (  # of the completions: [G, heads, T, D]
+            tensor[0, :, prompt_length:].unflatten(1, (count, length)).transpose(0, 1) for tensor in group
+        )
+        k = torch.cat([prompt_k.expand(count, -1, -1, -1), k], 2)
+        v = torch.cat([prompt_v.expand(count, -1, -1, -1), v], 2)
+        mask = causal_lower_right(length, prompt_length + length)  # the last query is at the last key
+        outputs.append(attend(module, prompt_q, prompt_k, prompt_v, None, **options)[0])
+        outputs.append(attend(module, q, k, v, mask, **options)[0].flatten(0, 1)[None])
+    return torch.cat(outputs, 1)
 
 
 def register_shared() -> None:
-    """Let transformers know sdpa by `shared_attention`."""
+    """Register `shared_attention` by sdpa with transformers."""
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -124,10 +131,10 @@ def register_shared() -> None:
 
 
 def as_tensor(numbers) -> torch.Tensor:
-    """As torch.tensor(numbers), which takes four times as long for a list: the GPU waits for a step's first tensors."""
+    """As torch.tensor(numbers), in a quarter of its time for a list: the GPU waits for a step's first tensors."""
     return torch.from_numpy(np.array(numbers))
 
 
 def _padded(rows: list) -> torch.Tensor:
-    """Token ids [rows, S], padded on the right, which no earlier token sees."""
+    """Token ids [rows, S], padded on the right, where no earlier token attends to the padding."""
     return torch.nn.utils.rnn.pad_sequence([as_tensor(row) for row in rows], batch_first=True).long()

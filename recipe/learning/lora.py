@@ -1,8 +1,8 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): the model stays as it was loaded, and small adapters learn, by peft.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685), by peft: small adapters learn, while the model stays as it was loaded.
 
 A layer computes base(x) + scaling * lora_B(lora_A(x)), with scaling = alpha / rank. The base is frozen, in bf16 on a
-GPU; adapters are fp32. lora_B begins as 0, so the model begins as its base. The engine knows nothing of this: a sync
-sends it merged weights (weight_sync/lora.py).
+GPU; adapters are fp32. lora_B begins as 0, so the model begins as its base. The engine has no adapters: a sync sends it
+merged weights (weight_sync/lora.py).
 """
 
 import json
@@ -22,37 +22,41 @@ from ..errors import RunError
 from .precision import freeze
 from .sharding import fuses_weights, whole
 
-NAME = "default"  # peft's, of a model's only adapter
+ADAPTER_NAME = "default"  # peft's name for a model's only adapter
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."  # of the names in that file: peft wraps the model, transformers does not
-ALL = ["all-linear"]
+PREFIX = "base_model.model."  # of the names in the weights' file: peft wraps the model, transformers does not
+ALL_LINEAR = ["all-linear"]
 
 
 @dataclass
 class LoRAArguments:
-    """Which adapters learn, if not the whole model does."""
+    """LoRA adapters, which learn in place of the whole model."""
 
     lora_rank: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="learn adapters of this rank, while the model stays frozen (default: learn all weights)"
+        default=None, help="train LoRA adapters of this rank, and freeze the model (default: train all weights)"
     )
-    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="alpha: adapters are scaled by alpha / rank")
+    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="LoRA's alpha: adapters are scaled by alpha / rank")
     lora_targets: list[str] = HfArg(
-        default_factory=ALL.copy, help="layers that get adapters, by name (q_proj v_proj); all-linear: all but the head"
+        default_factory=ALL_LINEAR.copy,
+        help="names of the layers that get adapters, such as q_proj v_proj; all-linear: all linear layers but the head",
     )
-    save_merged: bool = HfArg(default=False, help="write the merged model, beside the adapters, to each checkpoint")
+    save_merged: bool = HfArg(
+        default=False, help="with --lora-rank: also write the model with merged adapters to each checkpoint"
+    )
 
 
 def check_flags(args) -> None:
-    """Raise RunError for a flag of adapters without --lora-rank."""
+    """Raise RunError if a flag for adapters was given without --lora-rank."""
     flags = {field.name for field in fields(LoRAArguments)} & set(args.given)
     if flags and not args.lora_rank and not args.resume:
         raise RunError(f"--{min(flags).replace('_', '-')} is for adapters: it needs --lora-rank")
 
 
-def add_adapters(model, args: LoRAArguments, frozen: torch.dtype, new_head: str | None = None) -> None:
-    """Freeze the model, in this dtype, and give layers adapters. A `new_head`, in fp32, learns as it is beside them.
+def add_adapters(model, args: LoRAArguments, dtype: torch.dtype, new_head: str | None = None) -> None:
+    """Freeze the model, in this dtype, and give its layers fp32 adapters. The submodule `new_head` learns as well, in
+    fp32 and without an adapter.
 
-    Raises RunError for targets that are none of its linear layers, naming those.
+    Raises RunError, with the names of the linear layers, for a target that is none of them.
     """
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
@@ -61,34 +65,34 @@ def add_adapters(model, args: LoRAArguments, frozen: torch.dtype, new_head: str 
 
     head = model.get_submodule(new_head) if new_head else model.get_output_embeddings()
     layers = [n for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head]
-    names = sorted({name.rpartition(".")[2] for name in layers})
-    targets = names if args.lora_targets == ALL else args.lora_targets
-    for target in targets or ALL:
+    names = sorted({layer.rpartition(".")[2] for layer in layers})
+    targets = names if args.lora_targets == ALL_LINEAR else args.lora_targets
+    for target in targets or ALL_LINEAR:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
-            there = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
-            raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {there}")
-    freeze(model, frozen, but=new_head)
+            known = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
+            raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {known}")
+    freeze(model, dtype, except_for=new_head)
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
     options |= {"modules_to_save": [new_head]} if new_head else {}
-    model.add_adapter(LoraConfig(target_modules=targets, **options), NAME)
+    model.add_adapter(LoraConfig(target_modules=targets, **options), ADAPTER_NAME)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.cast_input_dtype_enabled = False  # autocast does that
-        if isinstance(module, ModulesToSaveWrapper):  # its copy is not FSDP's to gather
-            module.modules_to_save[NAME].weight = torch.nn.Parameter(whole(module.weight.detach()).clone())
+        if isinstance(module, ModulesToSaveWrapper):  # every rank learns a whole copy: FSDP does not gather this one
+            module.modules_to_save[ADAPTER_NAME].weight = torch.nn.Parameter(whole(module.weight.detach()).clone())
     for parameter in adapter_parameters(model):
         parameter.data = parameter.data.float()
     model.eval()  # peft adds them in training mode
 
 
 def adapter_parameters(model) -> list[torch.nn.Parameter]:
-    """The parameters of a model's adapters, and of its new head; none if it has no adapters."""
-    learned = ".lora_", ".modules_to_save."  # as peft calls them
-    return [parameter for name, parameter in model.named_parameters() if any(part in name for part in learned)]
+    """The parameters of a model's adapters and of its new head; none if it has no adapters."""
+    marks = ".lora_", ".modules_to_save."  # in peft's names
+    return [parameter for name, parameter in model.named_parameters() if any(mark in name for mark in marks)]
 
 
 def adapted_layers(model) -> str:
-    """The names of the layers with adapters, with a remark if fused experts have none."""
+    """The names of the layers with adapters, and a remark if fused experts have none."""
     from peft.tuners.lora import LoraLayer
 
     adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -96,15 +100,15 @@ def adapted_layers(model) -> str:
 
 
 def adapted_weights(model) -> list[LoRAWeight]:
-    """The weights of the layers with adapters."""
+    """The weights of all layers with adapters."""
     from peft.tuners.lora import LoraLayer
 
     return [
         LoRAWeight(
             layer.base_layer.weight.detach(),
-            layer.lora_A[NAME].weight.detach(),
-            layer.lora_B[NAME].weight.detach(),
-            layer.scaling[NAME],
+            layer.lora_A[ADAPTER_NAME].weight.detach(),
+            layer.lora_B[ADAPTER_NAME].weight.detach(),
+            layer.scaling[ADAPTER_NAME],
             transposed=layer.fan_in_fan_out,
         )
         for layer in model.modules()
@@ -114,7 +118,7 @@ def adapted_weights(model) -> list[LoRAWeight]:
 
 @contextmanager
 def without_adapters(model) -> Iterator[None]:
-    """The model computes as its base does."""
+    """Inside, the model computes as its base does."""
     model.disable_adapters()
     try:
         yield
@@ -123,28 +127,31 @@ def without_adapters(model) -> Iterator[None]:
 
 
 def load_adapters(model, folder: Path) -> None:
-    """Load adapters from a checkpoint in PEFT's format, which `check_adapters` has approved."""
+    """Load adapters from a checkpoint in PEFT's format. Raises RunError if they belong to other layers.
+
+    `check_adapters` has compared rank and alpha before.
+    """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
 
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
-    if odd := weights.keys() ^ get_peft_model_state_dict(model).keys():
-        raise RunError(f"{folder} has adapters of other --lora-targets: {min(odd)} is not in both")
-    set_peft_model_state_dict(model, weights, NAME)
+    if unmatched := weights.keys() ^ get_peft_model_state_dict(model).keys():
+        raise RunError(f"{folder} has adapters of other --lora-targets: {min(unmatched)} is not in both")
+    set_peft_model_state_dict(model, weights, ADAPTER_NAME)
 
 
 def adapted_model(checkpoint: Path) -> str | None:
-    """The model to which the adapters in this checkpoint belong; None if it has none."""
+    """The model that the adapters in this checkpoint adapt; None if it has no adapters."""
     file = checkpoint / CONFIG_FILE
     return json.loads(file.read_text())["base_model_name_or_path"] if file.exists() else None
 
 
 def check_adapters(checkpoint: Path, args: LoRAArguments) -> None:
-    """Raise RunError if this checkpoint has other adapters than those that are asked for, or none."""
+    """Raise RunError if the rank or alpha of this checkpoint's adapters, or whether it has any, is not as in `args`."""
     file = checkpoint / CONFIG_FILE
-    there = json.loads(file.read_text()) if file.exists() else {"r": None}
-    if there["r"] != args.lora_rank:
-        has, asked = (f"adapters of rank {rank}" if rank else "a whole model" for rank in (there["r"], args.lora_rank))
+    saved = json.loads(file.read_text()) if file.exists() else {"r": None}
+    if saved["r"] != args.lora_rank:
+        has, asked = (f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved["r"], args.lora_rank))
         raise RunError(f"{checkpoint} has {has}, and --resume cannot go on with {asked}: --lora-rank must be the same")
-    if args.lora_rank and there["lora_alpha"] != args.lora_alpha:
-        raise RunError(f"{checkpoint} has adapters of --lora-alpha {there['lora_alpha']}, not {args.lora_alpha}")
+    if args.lora_rank and saved["lora_alpha"] != args.lora_alpha:
+        raise RunError(f"{checkpoint} has adapters of --lora-alpha {saved['lora_alpha']}, not {args.lora_alpha}")

@@ -12,19 +12,19 @@ from .sharding import local_part
 
 
 class NamedTensors:
-    """Called, it returns views of a transformers model's tensors, named and shaped as in its checkpoint, which is how
-    an engine loads them. Tied tensors come once. A weight with an adapter comes as a LoRAWeight.
+    """Called, it returns views of a transformers model's tensors, with the names and shapes of its checkpoint, which
+    an engine loads. Tied tensors come once. A weight with an adapter comes as a LoRAWeight.
 
-    The modules differ from that where transformers fuses what checkpoints keep apart, a mixture's experts: those come
-    as views of the fused tensors or, of sharded ones, as a ShardedPart.
+    transformers fuses some tensors that checkpoints keep separate, such as a mixture's experts. Those come as views of
+    the fused tensor or, if that is sharded, each as a ShardedPart of it.
 
-    Hundreds of names take milliseconds. Views stay right whatever is written to the tensors, so they are made once, and
-    again after a tensor of the model has moved in memory.
+    Naming hundreds of tensors takes milliseconds. Views show whatever is written to the tensors, so they are made once,
+    and again only after a tensor has moved in memory.
     """
 
     def __init__(self, model):
         self.model = model
-        self.places = [  # where modules keep their tensors
+        self.slots = [  # where modules keep their tensors
             (tensors, name)
             for module in model.modules()
             for tensors in (module._parameters, module._buffers)
@@ -39,12 +39,12 @@ class NamedTensors:
         if not self.views or self.addresses != self._addresses():
             named = self._named()
             self.addresses = self._addresses()  # only now: state_dict() makes FSDP put its shards back
-            memory = {_memory(tensors[name]) for tensors, name in self.places}
-            views = all(_memory(tensor) in memory for tensor in named.values())
-            adapted = {_memory(weight.base): weight for weight in adapted_weights(self.model)}
-            named = {name: adapted.get(_memory(tensor), tensor) for name, tensor in named.items()}
-            if not views:
-                return named  # some conversion of this model copies
+            storages = {_storage(tensors[name]) for tensors, name in self.slots}
+            are_views = all(_storage(tensor) in storages for tensor in named.values())
+            adapted = {_storage(weight.base): weight for weight in adapted_weights(self.model)}
+            named = {name: adapted.get(_storage(tensor), tensor) for name, tensor in named.items()}
+            if not are_views:
+                return named  # made again by each call, because a conversion of this model copies
             self.views = named
         return self.views
 
@@ -57,21 +57,21 @@ class NamedTensors:
             for name, tensor in self.model.state_dict().items()
             if name not in tied and ".lora_" not in name
         }
-        sharded = {}  # by a stand-in's memory: splitting a sharded tensor itself would gather it
+        sharded = {}  # by a stand-in's storage: splitting a sharded tensor itself would gather it
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                sharded[_memory(tensors[name])] = tensor
+                sharded[_storage(tensors[name])] = tensor
         with _WithoutCopies():
             named = revert_weight_conversion(self.model, tensors)
-        return {name: _part_of(sharded.get(_memory(tensor)), tensor, name) for name, tensor in named.items()}
+        return {name: _sharded_part(sharded.get(_storage(tensor)), tensor, name) for name, tensor in named.items()}
 
     def _addresses(self) -> list[int]:
-        return [local_part(tensors[name]).data_ptr() for tensors, name in self.places]
+        return [local_part(tensors[name]).data_ptr() for tensors, name in self.slots]
 
 
-def _part_of(sharded: DTensor | None, view: torch.Tensor, name: str) -> torch.Tensor | ShardedPart:
-    """The part of a sharded tensor that this view of its stand-in is of, or the view itself, of no stand-in."""
+def _sharded_part(sharded: DTensor | None, view: torch.Tensor, name: str) -> torch.Tensor | ShardedPart:
+    """The part of `sharded` that this view of its stand-in stands for; the view itself if it is of no stand-in."""
     if sharded is None:
         return view
     if not view.is_contiguous():
@@ -79,8 +79,8 @@ def _part_of(sharded: DTensor | None, view: torch.Tensor, name: str) -> torch.Te
     return sharded if view.shape == sharded.shape else ShardedPart(sharded, view.storage_offset(), view.shape)
 
 
-def _memory(tensor: torch.Tensor | ShardedPart) -> int:
-    """Equal for tensors that share their memory, and their stand-ins."""
+def _storage(tensor: torch.Tensor | ShardedPart) -> int:
+    """The identity of a tensor's storage: equal for tensors, and stand-ins, that share their memory."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor | ShardedPart) else tensor
     return tensor.untyped_storage()._cdata
 

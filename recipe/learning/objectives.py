@@ -1,15 +1,17 @@
-"""What the learning step minimizes, as functions on tensors. docs/objectives.md has them in one table.
+"""The losses of policies, as functions on tensors. docs/objectives.md has them in one table.
 
 A step has B = P * G completions, G of each of P prompts in a row, of up to T tokens. Its loss is
 
-    sum over b, t of  weight[b, t] * (importance[b, t] * policy_loss[b, t] + kl_coef * kl[b, t])
+    sum over b, t of  weight[b, t] * (importance[b, t] * policy_loss[b, t] + kl_coef * ratio[b, t] * kl[b, t])
+
+where `ratio` is the policy's probability of the token over what it was when the step began.
 
 - `advantages` (--advantage) compares each reward with those of the same prompt's other completions.
-- `policy_losses` and `token_weights` (--loss) are the loss of each token and its weight in the sum.
-- `importance_weights` (--mismatch-correction) makes up for the engine, whose probabilities are not the trainer's.
+- `token_losses` and `token_weights` (--loss) are the loss of each token and its weight in the sum.
+- `importance_weights` (--mismatch-correction) corrects for the engine, whose probabilities differ from the trainer's.
 - `kl_estimate` (--kl-coef) is the distance from the model that the run began with.
 
-Log-probabilities and masks are [B, T], right-padded. A mask is 1 for a completion's tokens and 0 for padding.
+Log-probabilities and masks are [B, T], right-padded. A mask is 1 for the tokens that the policy sampled, and else 0.
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 from transformers.hf_argparser import HfArg
 
-CLIP = {  # by --loss: how far below and above 1 the ratio to the old policy is clipped
+CLIP = {  # by --loss: how far below and above 1 the ratio is clipped
     "grpo": (0.2, 0.28),  # clip-higher (DAPO)
     "dr_grpo": (0.2, 0.28),
     "dapo": (0.2, 0.28),
@@ -36,42 +38,47 @@ class PolicyLossConfig:
     """The loss of the policy."""
 
     loss: ClassVar[str] = "ppo"
-    max_tokens: Annotated[int, Ge(1)] = HfArg(default=16, help="tokens of a completion, at most (T)")
+    max_tokens: Annotated[int, Ge(1)] = HfArg(default=16, help="largest number of tokens in a completion (T)")
     clip_low: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="distance below 1 at which the ratio is clipped (default: 0.2; gspo: 3e-4; cispo: 1)"
+        default=None, help="the loss clips the probability ratio at 1 minus this (default: 0.2; gspo: 3e-4; cispo: 1)"
     )
     clip_high: Annotated[float | None, Gt(0)] = HfArg(
         default=None,
-        help="distance above 1 at which the ratio is clipped (default: 0.28; PPO: 0.2; gspo: 4e-4; cispo: 4)",
+        help="the loss clips the probability ratio at 1 plus this (default: 0.28; PPO: 0.2; gspo: 4e-4; cispo: 4)",
     )
     mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] | None = HfArg(
         default=None,
-        help="what to do with the importance weight, trainer over engine: cap it (tis, the default), drop tokens out of"
-        " bounds (icepop) or whole completions (sequence_mask), or leave it out (none); cispo takes no such flag",
+        help="what to do with a token's importance weight, the trainer's probability over the engine's: cap it (tis,"
+        " the default), drop tokens (icepop) or whole completions (sequence_mask) that are out of bounds, or leave it"
+        " out (none); not with --loss cispo",
     )
     importance_cap: Annotated[float | None, Ge(1)] = HfArg(
-        default=None, help="upper bound of the importance weight (default: tis: 2; icepop: 5; sequence_mask: 3)"
+        default=None, help="upper bound of the importance weight (default: tis 2, icepop 5, sequence_mask 3)"
     )
     importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(
-        default=0.5, help="lower bound of the importance weight, for icepop"
+        default=0.5, help="lower bound of the importance weight, with --mismatch-correction icepop"
     )
 
 
 @dataclass
 class ObjectiveConfig(PolicyLossConfig):
-    """Advantages, losses and the KL."""
+    """Advantages, losses and the KL penalty."""
 
     group_size: Annotated[int, Ge(2)] = HfArg(
         default=8, help="completions of each prompt, whose rewards are compared (G)"
     )
-    advantage: Literal["grpo", "dr_grpo", "reinforce++"] = HfArg(default="grpo", help="how rewards become advantages")
+    advantage: Literal["grpo", "dr_grpo", "reinforce++"] = HfArg(
+        default="grpo", help="how rewards become advantages (docs/objectives.md)"
+    )
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = HfArg(
-        default="dapo", help="the loss of a token, and its weight in the sum: docs/objectives.md"
+        default="dapo", help="the loss of a token, and its weight in the sum of all tokens (docs/objectives.md)"
     )
     mask_truncated_completions: bool = HfArg(
-        default=False, help="learn nothing from completions that --max-tokens cut off"
+        default=False, help="learn nothing from completions that were cut off, such as at --max-tokens"
     )
-    kl_coef: Annotated[float, Ge(0)] = HfArg(default=0.0, help="coefficient of the KL to the initial model; 0: no KL")
+    kl_coef: Annotated[float, Ge(0)] = HfArg(
+        default=0.0, help="coefficient of the KL penalty, which keeps the policy near the initial model; 0: none"
+    )
 
     def __post_init__(self):
         if self.loss == "cispo" and self.mismatch_correction:
@@ -88,11 +95,12 @@ def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tenso
     - `reinforce++` (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, the baseline variant): less the group's mean, then
       over the standard deviation of the whole batch.
 
-    A reward that is not known is a NaN. It counts for no mean and no deviation, and its advantage is 0.
+    An unknown reward is a NaN. It counts for no mean and no deviation, and its advantage is 0. Raises ValueError for
+    another `kind`.
     """
     groups = rewards.view(-1, group_size)
-    first = groups.gather(1, groups.isfinite().int().argmax(1, keepdim=True))  # known, if any is
-    groups = groups - first  # equal rewards are exactly 0 from here on, which their mean need not be
+    # Less the first known reward, equal rewards are exactly 0. Less their mean, they need not be.
+    groups = groups - groups.gather(1, groups.isfinite().int().argmax(1, keepdim=True))
     centered = groups - groups.nanmean(1, keepdim=True)
     if kind == "grpo":
         centered = centered / (known_std(centered, dim=1) + STD_EPS)
@@ -104,8 +112,7 @@ def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tenso
 
 
 def known_std(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """The standard deviation along `dim`, which stays with length 1, of the values that are no NaNs; 0 of fewer than
-    two."""
+    """The standard deviation along `dim`, kept with length 1, of the values that are not NaN; 0 for fewer than two."""
     count = values.isfinite().sum(dim, keepdim=True)
     squares = (values - values.nanmean(dim, keepdim=True)).square().nansum(dim, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt()
@@ -120,9 +127,11 @@ def token_losses(
     config: PolicyLossConfig,
     reference_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses [B, T] of tokens with log-probabilities [B, T] under the policy that learns, the one that the step began
-    with and the engine's, and where their ratio was clipped; `advantage` is [B, 1] or [B, T]. With a reference,
-    `kl_coef` times the estimate of the KL is added.
+    """Losses [B, T] of tokens, and where their ratio was clipped: a bool [B, T].
+
+    The log-probabilities [B, T] come from the policy that learns, the policy that the step began with (`old`), the
+    engine and, if there is one, the reference. With a reference, the losses include `kl_coef` times the KL. `advantage`
+    is [B, 1] or [B, T].
     """
     low, high = clip_range(config)
     if config.loss == "cispo":
@@ -135,43 +144,49 @@ def token_losses(
         importance, _ = importance_weights(old_logprobs, engine_logprobs, mask, config)
         losses = importance * losses
     if reference_logprobs is not None:
-        # k3's own gradient is that of KL(reference || policy); times the ratio, it is that of KL(policy || reference).
+        # Alone, k3 has the gradient of KL(reference || policy); times the ratio, that of KL(policy || reference)
+        # (DeepSeek-V3.2, 2025, arXiv:2512.02556).
         ratio = (logprobs - old_logprobs).exp()
         losses = losses + config.kl_coef * ratio * kl_estimate(logprobs, reference_logprobs)
     return losses, clipped
 
 
 def clip_range(config: PolicyLossConfig) -> tuple[float, float]:
-    """The bounds that the ratio is clipped to."""
+    """The smallest and the largest ratio that the loss does not clip."""
     below, above = CLIP[config.loss]
-    low = 1 - (below if config.clip_low is None else config.clip_low)
-    return low, 1 + (above if config.clip_high is None else config.clip_high)
+    below = below if config.clip_low is None else config.clip_low
+    above = above if config.clip_high is None else config.clip_high
+    return 1 - below, 1 + above
 
 
 def clipped_losses(
     ratio: torch.Tensor, advantage: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(r A, clip(r, low, high) A) (PPO, Schulman et al. 2017, arXiv:1707.06347), and where clipping counts."""
-    plain, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
-    return torch.maximum(plain, clipped), clipped > plain
+    """-min(r A, clip(r, low, high) A) (PPO, Schulman et al. 2017, arXiv:1707.06347), and where the clipped term is the
+    loss: [B, T] both."""
+    unclipped, clipped = -ratio * advantage, -ratio.clamp(low, high) * advantage
+    return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def cispo_losses(
     logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantage: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-sg(clip(r, low, high)) A log p with r = p / p_engine, and where r was clipped. sg lets no gradient through: a
-    token far off loses weight, but never its gradient (MiniMax-M1, 2025, arXiv:2506.13585; the ratio is to what sampled
-    the token, as in The Art of Scaling Reinforcement Learning Compute for LLMs, 2025, arXiv:2510.13786).
+    """-sg(clip(r, low, high)) A log p with r = p / p_engine, and where r was clipped: [B, T] both.
+
+    sg stops the gradient, so a clipped token has less weight, but keeps its gradient (MiniMax-M1, 2025,
+    arXiv:2506.13585). The ratio is to the engine's probability, as in The Art of Scaling Reinforcement Learning Compute
+    for LLMs, 2025, arXiv:2510.13786.
     """
     ratio = (logprobs - engine_logprobs).exp().detach()
     return -ratio.clamp(low, high) * advantage * logprobs, (ratio < low) | (ratio > high)
 
 
 def sequence_mean(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean over each completion's tokens, at each of them: [B, T]. Its exponential is the ratio of GSPO (Group
-    Sequence Policy Optimization, Zheng et al. 2025, arXiv:2507.18071), s = (p / p_old) ** (1 / length) of the whole.
+    """The mean of the log-ratio [B, T] over each completion's tokens, repeated at each token: [B, T].
 
-    The loss gives each token this value and its own gradient (GSPO-token), so that a token's weight stays its own.
+    Its exponential is the ratio of GSPO, (p / p_old) ** (1 / length) of the whole completion (Group Sequence Policy
+    Optimization, Zheng et al. 2025, arXiv:2507.18071). `token_losses` gives each token this value, but its own gradient
+    (GSPO-token), so that importance weights act on single tokens.
     """
     lengths = mask.sum(1, keepdim=True).clamp(min=1)
     return ((log_ratio * mask).sum(1, keepdim=True) / lengths).expand_as(mask)
@@ -180,12 +195,12 @@ def sequence_mean(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def importance_weights(
     old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [B, T] by the ratio w = p_old / p_engine, and where it was out of bounds: a bool [B, T].
+    """Weights [B, T] made of the ratio w = p_old / p_engine, and where that was out of bounds: a bool [B, T].
 
     - `tis`: min(w, cap) (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, Yao et al. 2025).
     - `icepop`: w if floor <= w <= cap, else 0 (Every Step Evolves, Ling Team 2025, arXiv:2510.18855).
-    - `sequence_mask`: the completion's product of w if that is at most the cap, else 0 (When Speed Kills Stability, Liu
-      et al. 2025).
+    - `sequence_mask`: the product of w over the completion if that is at most the cap, else 0 (When Speed Kills
+      Stability, Liu et al. 2025).
     - `none`: 1.
     """
     log_ratio, kind = old_logprobs - engine_logprobs, config.mismatch_correction or "tis"
@@ -204,7 +219,7 @@ def importance_weights(
 def token_importance(
     old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyLossConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `importance_weights`, or the clipped ratio of `cispo`, which has no such weights: both before any update."""
+    """As `importance_weights`. `cispo` has no such weights: then the clipped ratio of its loss in the first update."""
     if config.loss != "cispo":
         return importance_weights(old_logprobs, engine_logprobs, mask, config)
     ratio, (low, high) = (old_logprobs - engine_logprobs).exp(), clip_range(config)
@@ -212,18 +227,19 @@ def token_importance(
 
 
 def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimate of KL(policy || reference) per token, r - log r - 1 with r = p_reference / p: never
-    negative, and unbiased for tokens that the policy sampled; its gradient is not (Approximating KL Divergence, 2020,
-    joschu.net/blog/kl-approx.html).
+    """The k3 estimate [B, T] of KL(policy || reference), per token: r - log r - 1 with r = p_reference / p (Schulman,
+    Approximating KL Divergence, 2020, joschu.net/blog/kl-approx.html).
+
+    It is never negative, and unbiased for tokens that the policy sampled. Its gradient is biased.
     """
     log_ratio = reference_logprobs - logprobs
     return log_ratio.exp() - log_ratio - 1
 
 
 def token_weights(mask: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
-    """Weights [B, T] of the tokens in the loss, for a mask [B, T] of those that count.
+    """Weights [B, T] in the loss of the tokens where the mask [B, T] is 1.
 
-    - `grpo`, `gspo`: the mean over each completion, then over all B, those without a token included.
+    - `grpo`, `gspo`: the mean over each completion's tokens, then over all B completions, also those with no token.
     - `dr_grpo`: the sum over the constant B * max_tokens, so that tokens of long completions count no less.
     - `dapo`, `cispo`, `ppo`: the mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476).
     """
@@ -237,8 +253,10 @@ def token_weights(mask: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
 def loss_weights(
     mask: torch.Tensor, advantage: torch.Tensor, left_out: torch.Tensor, config: PolicyLossConfig
 ) -> torch.Tensor:
-    """`token_weights` [B, T], but 0 where there is no gradient: where the advantage ([B, 1] or [B, T]) is 0, unless the
-    KL makes one, and in completions that are `left_out` [B]. These also leave the mean over all tokens; B stays.
+    """`token_weights` [B, T], but 0 for completions that are `left_out` [B] and, without a KL, where the advantage
+    ([B, 1] or [B, T]) is 0, so that the loss has no gradient.
+
+    Completions that are left out also leave the mean over all tokens, but B still counts them.
     """
     weights = token_weights(mask * ~left_out[:, None], config)
     return weights if getattr(config, "kl_coef", 0) else weights * (advantage != 0)

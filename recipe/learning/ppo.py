@@ -1,14 +1,14 @@
-"""PPO on tokens: a policy and a critic learn from a reward at each completion's end and a KL penalty at every token.
+"""PPO: a policy and a critic learn from a reward at each completion's end and a KL penalty at every token.
 
-The algorithm is that of Schulman et al. 2017 (arXiv:1707.06347) as RLHF has it since Ziegler et al. 2019
-(arXiv:1909.08593). One step takes B rollouts of up to T tokens:
+This is PPO (Schulman et al. 2017, arXiv:1707.06347) as RLHF has used it since Ziegler et al. 2019 (arXiv:1909.08593).
+One step takes B rollouts of up to T tokens:
 
     rewards     token_rewards: the clipped score at the last token, less kl_coef * (log p - log p_reference) at each
-    advantages  gae: by the critic's values of the states before each token; whitened over the batch
-    policy      token_losses (objectives.py): clipped by the ratio to the policy that the step began with, times
-                importance weights, which make up for the engine
-    critic      value_losses, clipped around the values that the step began with
-    kl_coef     fixed, or adapted to a target of the KL
+    advantages  gae: from the critic's value before each token; whitened over the batch
+    policy      token_losses (objectives.py): the ratio to the policy that the step began with is clipped; importance
+                weights correct for the engine
+    critic      value_losses: values are clipped around those that the step began with
+    kl_coef     adapted_kl_coef: fixed, or adapted to a target of the KL
 
 Tensors are [B, T], right-padded; a mask is 1 for a completion's tokens and 0 for padding. All means are over tokens.
 docs/objectives.md has the names that TRL and OpenRLHF use.
@@ -29,8 +29,8 @@ from .objectives import PolicyLossConfig
 from .rollout import Rollout
 from .value_models import ValueModel
 
-CRITIC_LEARNING_RATE = 1e-5  # at least, unless it is given: a new value head has all to learn
-KL_ERROR = 0.2  # of the adaptive coefficient: the relative error that counts, at most
+CRITIC_LEARNING_RATE = 1e-5  # the smallest default: a new value head has everything to learn
+MAX_KL_ERROR = 0.2  # the largest relative error of the KL that adapts the coefficient
 
 
 @dataclass
@@ -38,18 +38,26 @@ class PPOConfig(PolicyLossConfig, LearnerConfig):
     """PPO's options."""
 
     group_size: Annotated[int, Ge(1)] = HfArg(default=8, help="completions of each prompt (G)")
-    num_mini_batches: Annotated[int, Ge(1)] = HfArg(default=2, help="mini-batches of an epoch; each makes one update")
-    cliprange_value: Annotated[float, Gt(0)] = HfArg(default=0.5, help="values are clipped to the old ones ± this")
-    gamma: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="discount of later rewards")
-    lam: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="lambda of GAE: 1 has no bias, 0 the least variance")
+    num_mini_batches: Annotated[int, Ge(1)] = HfArg(
+        default=2, help="mini-batches into which an epoch divides the rollouts; each makes one update"
+    )
+    cliprange_value: Annotated[float, Gt(0)] = HfArg(
+        default=0.5, help="the critic's loss clips values to within ± this of the values before the step"
+    )
+    gamma: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="discount of later rewards, per token")
+    lam: Annotated[float, Ge(0), Le(1)] = HfArg(
+        default=1.0, help="lambda of GAE (advantage estimation): 1 has no bias, 0 the least variance"
+    )
     kl_coef: Annotated[float, Ge(0)] = HfArg(
-        default=0.01, help="coefficient of the KL to the initial model, in the reward"
+        default=0.01, help="coefficient of the KL penalty in the rewards, which keeps the policy near the initial model"
     )
     kl_target: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="KL per token that the coefficient is adapted to (default: the coefficient stays)"
+        default=None, help="KL per token to which --kl-coef is adapted after each step (default: it stays as it is)"
     )
-    kl_horizon: Annotated[int, Ge(1)] = HfArg(default=10_000, help="completions over which the coefficient adapts")
-    reward_clip: Annotated[float, Gt(0)] = HfArg(default=10.0, help="scores are clipped to ± this")
+    kl_horizon: Annotated[int, Ge(1)] = HfArg(
+        default=10_000, help="with --kl-target: number of completions over which --kl-coef adapts"
+    )
+    reward_clip: Annotated[float, Gt(0)] = HfArg(default=10.0, help="completions' rewards are clipped to ± this")
     critic_learning_rate: Annotated[float | None, Gt(0)] = HfArg(
         default=None, help="the critic's learning rate (default: the policy's, but at least 1e-5)"
     )
@@ -57,7 +65,7 @@ class PPOConfig(PolicyLossConfig, LearnerConfig):
 
 @dataclass(eq=False)
 class Experience:
-    """What policy and critic learn from in a step: B rollouts and, for their tokens, tensors [B, T]."""
+    """What policy and critic learn from in a step: B rollouts, and tensors [B, T] of their tokens."""
 
     rollouts: list[Rollout]
     mask: torch.Tensor
@@ -65,7 +73,7 @@ class Experience:
     advantages: torch.Tensor
     old_values: torch.Tensor
     returns: torch.Tensor
-    kl: float  # to the reference: the mean over tokens
+    kl: float  # from the reference, per token
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -74,13 +82,13 @@ def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Their variance, without Bessel's correction."""
+    """The variance of the values [B, T] where the mask is 1, without Bessel's correction."""
     return masked_mean((values - masked_mean(values, mask)).square(), mask)
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The values [B, T] less their mean, over their standard deviation, where the mask is 1 (Implementation Matters in
-    Deep Policy Gradients, Engstrom et al. 2020, arXiv:2005.12729)."""
+    """The values [B, T] less their mean, over their standard deviation, where the mask is 1, and else 0 (Implementation
+    Matters in Deep Policy Gradients, Engstrom et al. 2020, arXiv:2005.12729)."""
     return (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8) * mask
 
 
@@ -98,54 +106,54 @@ def gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns [B, T] (Generalized Advantage Estimation, Schulman et al. 2016, arXiv:1506.02438):
-    A[t] = delta[t] + gamma * lam * A[t + 1] with delta[t] = r[t] + gamma * V[t + 1] - V[t], and A + V. Nothing follows
-    the last token.
+    A[t] = delta[t] + gamma * lam * A[t + 1] with delta[t] = r[t] + gamma * V[t + 1] - V[t], and A + V. After the last
+    token, A and V are 0.
     """
     rewards, values = rewards * mask, values * mask
-    advantages, later = torch.zeros_like(values), torch.zeros(len(values))
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     deltas = rewards + gamma * next_values - values
+    advantages, advantage = torch.zeros_like(values), torch.zeros(len(values))
     for t in reversed(range(values.shape[1])):
-        later = (deltas[:, t] + gamma * lam * later) * mask[:, t]
-        advantages[:, t] = later
+        advantage = (deltas[:, t] + gamma * lam * advantage) * mask[:, t]
+        advantages[:, t] = advantage
     return advantages, advantages + values
 
 
 def value_losses(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, cliprange: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """max((V - R)^2, (clip(V, V_old ± cliprange) - R)^2) / 2, and where the second is larger: [B, T] both (Engstrom
-    et al. 2020, arXiv:2005.12729; not in PPO's paper)."""
-    plain = (values - returns).square()
+    """max((V - R)^2, (clip(V, V_old ± cliprange) - R)^2) / 2, and where the clipped term is the larger: [B, T] both
+    (Engstrom et al. 2020, arXiv:2005.12729; not in PPO's paper)."""
+    unclipped = (values - returns).square()
     clipped = (values.clamp(old_values - cliprange, old_values + cliprange) - returns).square()
-    return torch.maximum(plain, clipped) / 2, clipped > plain
+    return torch.maximum(unclipped, clipped) / 2, clipped > unclipped
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """1 - Var(R - V) / Var(R) over all tokens: 1 if the critic knows the returns, 0 if it says a constant."""
+    """1 - Var(R - V) / Var(R) over all tokens: 1 if the critic knows the returns, 0 if its values are constant."""
     variance = masked_var(returns, mask)
     return float(1 - masked_var(returns - values, mask) / variance) if variance > 0 else 0.0
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOConfig) -> float:
-    """The next coefficient: times 1 + clip(kl / target - 1, ± 0.2) * completions / horizon (Ziegler et al. 2019,
-    arXiv:1909.08593, section 2.2). Without a target, the same one."""
+    """The coefficient for the next step: times 1 + clip(kl / target - 1, ± 0.2) * completions / horizon (Ziegler et al.
+    2019, arXiv:1909.08593, section 2.2). Without a target, it stays."""
     if config.kl_target is None:
         return kl_coef
-    error = max(-KL_ERROR, min(KL_ERROR, kl / config.kl_target - 1))
+    error = max(-MAX_KL_ERROR, min(MAX_KL_ERROR, kl / config.kl_target - 1))
     return kl_coef * (1 + error * completions / config.kl_horizon)
 
 
 def estimate(
     rollouts: list[Rollout], scores: PolicyScores, values: torch.Tensor, config: PPOConfig
 ) -> tuple[Experience, dict[str, float]]:
-    """What the step learns from, and its metrics, by the policy's scores, with the reference's log-probabilities, and
-    the critic's values, of B rollouts: [B, T] each."""
-    ones, kl_coef = [torch.ones(len(rollout.completion_ids)) for rollout in rollouts], scores.metrics["kl_coef"]
+    """What the step learns from, and its metrics, by B rollouts, the policy's scores of them, which need
+    `reference_logprobs`, and the critic's values [B, T]."""
+    ones = [torch.ones(len(rollout.completion_ids)) for rollout in rollouts]
     mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
     kl = (scores.logprobs - scores.reference_logprobs) * mask
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
-    rewards = token_rewards(rewards, kl, mask, kl_coef, config.reward_clip)
+    rewards = token_rewards(rewards, kl, mask, scores.metrics["kl_coef"], config.reward_clip)
     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
     metrics = {
         "kl": float(masked_mean(kl, mask)),
@@ -159,7 +167,7 @@ def estimate(
 
 
 class PPOLearner(PolicyLearner):
-    """The policy. Its checkpoint keeps the coefficient of the KL."""
+    """A policy that learns by PPO. Its checkpoints keep the coefficient of the KL."""
 
     def __init__(
         self,
@@ -171,34 +179,34 @@ class PPOLearner(PolicyLearner):
         proof: Proof | None = None,
     ):
         super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
-        self.own_state = {"kl_coef": config.kl_coef}
+        self.extra_state = {"kl_coef": config.kl_coef}
 
     def load_state(self, folder: Path) -> None:
         super().load_state(folder)
-        if self.config.kl_target is None:  # nothing has adapted it: what the run is told now counts
-            self.own_state["kl_coef"] = self.config.kl_coef
+        if self.config.kl_target is None:  # nothing adapts the coefficient: the flag counts, which may have changed
+            self.extra_state["kl_coef"] = self.config.kl_coef
 
-    def score(self, rollouts: list[Rollout], proof: list[Rollout] = ()) -> PolicyScores:
-        """As `PolicyLearner.score`. The model that adapters adapt is the reference, and scores as well."""
-        scores = super().score(rollouts, proof)
-        scores.metrics["kl_coef"] = self.own_state["kl_coef"]
+    def score(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> PolicyScores:
+        """As `PolicyLearner.score`. With adapters, the model without them is the reference, and scores as well."""
+        scores = super().score(rollouts, proof_rollouts)
+        scores.metrics["kl_coef"] = self.extra_state["kl_coef"]
         if self.model.adapters:
             with without_adapters(self.model.module):
                 (scores.reference_logprobs,) = self.model.score_all(rollouts)
         return scores
 
     def learn(self, experience: Experience) -> dict[str, float]:
-        """The policy's updates of a step. Returns their metrics."""
-        rollouts, nobody = experience.rollouts, torch.zeros(len(experience.rollouts), dtype=torch.bool)
+        """Update the policy, and adapt the coefficient of the KL. Returns metrics."""
+        rollouts, left_out = experience.rollouts, torch.zeros(len(experience.rollouts), dtype=torch.bool)
         scores = replace(experience.scores, reference_logprobs=None)  # the KL is in the reward, not in the loss
-        learned = self._learn_policy(rollouts, experience.advantages, nobody, scores)
-        kl_coef = self.own_state["kl_coef"]
-        self.own_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
-        return learned
+        metrics = self._run_policy_updates(rollouts, experience.advantages, left_out, scores)
+        kl_coef = self.extra_state["kl_coef"]
+        self.extra_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
+        return metrics
 
 
 class CriticLearner(Learner):
-    """The critic: a trunk like the policy's, and a head that gives the value of what comes before each token."""
+    """The critic: a trunk like the policy's, and a head that gives the value of the state before each token."""
 
     def __init__(self, path: str, config: PPOConfig, device: torch.device, seed: int = 0, steps: int | None = None):
         rate = config.critic_learning_rate or max(learning_rate(config), CRITIC_LEARNING_RATE)
@@ -210,10 +218,10 @@ class CriticLearner(Learner):
         return self.model.score_all(rollouts)[0]
 
     def learn(self, experience: Experience) -> dict[str, float]:
-        """The critic's updates of a step. Returns their metrics."""
+        """Update the critic. Returns metrics."""
         tensors = {"mask": experience.mask, "old_values": experience.old_values, "returns": experience.returns}
-        learned = self._learn(experience.rollouts, tensors, lambda rows: rows["mask"] / rows["mask"].sum())
-        return {f"critic/{name}": value for name, value in learned.items()}
+        metrics = self._run_updates(experience.rollouts, tensors, lambda batch: batch["mask"] / batch["mask"].sum())
+        return {f"critic/{name}": value for name, value in metrics.items()}
 
     def _losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         (values,) = self.model.score(rollouts, width)

@@ -1,4 +1,4 @@
-"""The precision of weights. On a GPU, those that learn are fp32 and compute in bf16; frozen ones are bf16."""
+"""The precision of weights. On a GPU, weights that learn are fp32 and compute in bf16; frozen ones are bf16."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,33 +8,33 @@ import torch
 
 @contextmanager
 def bf16_weights(model) -> Iterator[None]:
-    """The model has bf16 copies of its fp32 weights, made once. Their gradients are added to the weights' own, in fp32.
+    """Inside, the model computes with bf16 copies of its fp32 weights. Gradients arrive at the fp32 weights, in fp32.
 
-    Backward belongs inside: what gradient checkpointing computes again must find the copies.
+    Backward belongs inside as well: what gradient checkpointing computes again must find the copies.
 
-    Autocast alone would leave the embeddings, the norms and so the residual stream in fp32: twice the memory, and
-    casts wherever a layer reads it. In bf16 it is as in the engine, and as FSDP2 computes (sharding.py).
+    Autocast alone would leave the embeddings, the norms and so the residual stream in fp32: twice the memory, and a
+    cast wherever a layer reads it. In bf16 it is as in the engine, and as FSDP2 computes (sharding.py).
     """
-    places = [
+    slots = [
         (module._parameters, name, weight)
         for module in model.modules()
         for name, weight in module._parameters.items()
         if weight is not None and weight.dtype == torch.float32
     ]
-    copies = {weight: weight.bfloat16() for weight in dict.fromkeys(weight for *_, weight in places)}  # tied ones once
+    copies = {weight: weight.bfloat16() for weight in dict.fromkeys(weight for *_, weight in slots)}  # tied ones once
     try:
-        for parameters, name, weight in places:
+        for parameters, name, weight in slots:
             parameters[name] = copies[weight]
         yield
     finally:
-        for parameters, name, weight in places:
+        for parameters, name, weight in slots:
             parameters[name] = weight
 
 
-def freeze(model, dtype: torch.dtype, but: str | None = None) -> None:
-    """No weights learn from now on, but for those of one submodule. They have this dtype."""
+def freeze(model, dtype: torch.dtype, except_for: str | None = None) -> None:
+    """Stop all weights from learning, and cast them to `dtype`, except those of the submodule `except_for`."""
     for name, parameter in model.named_parameters():  # not buffers: rotary frequencies stay fp32
-        if name.rpartition(".")[0] != but:
+        if name.rpartition(".")[0] != except_for:
             parameter.requires_grad_(False)
-            if parameter.dtype != dtype:  # shards were loaded so
+            if parameter.dtype != dtype:  # shards were loaded in it
                 parameter.data = parameter.data.to(dtype)

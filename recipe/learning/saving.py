@@ -1,7 +1,7 @@
-"""Checkpoints of any number of ranks, for any number of ranks.
+"""Checkpoints written by any number of ranks, and read by any other number.
 
-Each rank writes a part: a file with its share of the weights, and one with its rows of the optimizer's state. It needs
-memory for these and for one whole tensor. A single rank's parts are the whole.
+Each rank writes two files: some of the weights, each one whole, and its rows of the optimizer's state. It needs memory
+for these and for one more weight. A single rank's files hold everything.
 """
 
 import json
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from weight_sync.lora import LoRAWeight
 
-from .sharding import like, local_part, whole
+from .sharding import local_part, sharded_like, whole
 
 WEIGHTS_FILE, STATE_FILE = "model.safetensors", "trainer_state.pt"
 
@@ -21,27 +21,27 @@ WEIGHTS_FILE, STATE_FILE = "model.safetensors", "trainer_state.pt"
 def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], tokenizer, folder: Path) -> None:
     """Write a model with these weights, and its tokenizer, in Hugging Face format. Adapters are merged.
 
-    Tensors are gathered one at a time. All ranks call this.
+    Weights are gathered one at a time. All ranks call this.
     """
     from safetensors.torch import save_file
 
     rank, ranks = _rank_and_ranks()
-    mine, files, nbytes = {}, {}, [0] * ranks
+    tensors, weight_map, nbytes = {}, {}, [0] * ranks
     for name, weight in weights.items():
         base = weight.base if isinstance(weight, LoRAWeight) else weight
         owner = nbytes.index(min(nbytes))
-        files[name] = _part_name(WEIGHTS_FILE, owner, ranks)
+        weight_map[name] = _file_name(WEIGHTS_FILE, owner, ranks)
         nbytes[owner] += base.numel() * base.dtype.itemsize
         tensor = whole(base)
         if owner == rank:
             tensor = tensor if base is weight else weight.merge(tensor)
-            mine[name] = tensor.detach().to("cpu", base.dtype).contiguous()
+            tensors[name] = tensor.detach().to("cpu", base.dtype).contiguous()
     folder.mkdir(exist_ok=True)
-    save_file(mine, folder / _part_name(WEIGHTS_FILE, rank, ranks), {"format": "pt"})
+    save_file(tensors, folder / _file_name(WEIGHTS_FILE, rank, ranks), {"format": "pt"})
     if rank:
         return
     if ranks > 1:
-        index = {"metadata": {"total_size": sum(nbytes)}, "weight_map": files}
+        index = {"metadata": {"total_size": sum(nbytes)}, "weight_map": weight_map}
         (folder / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(index, indent=2))
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
@@ -51,47 +51,48 @@ def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], tokenizer,
 
 
 def write_state(folder: Path, optimizer: torch.optim.Optimizer, **others) -> None:
-    """Write the state of the optimizer, also while it is offloaded, and `others` beside it. All ranks call this."""
+    """Write the optimizer's state, which may be offloaded, and `others` beside it. All ranks call this."""
     state = optimizer.state_dict()
     for i, moments in state["state"].items():
         state["state"][i] = {name: local_part(tensor) for name, tensor in moments.items()}
-    torch.save({"optimizer": state} | others, folder / _part_name(STATE_FILE, *_rank_and_ranks()))
+    torch.save({"optimizer": state} | others, folder / _file_name(STATE_FILE, *_rank_and_ranks()))
 
 
 def state_files(folder: Path) -> list[Path]:
-    """What `write_state` has written on all ranks."""
+    """The files that `write_state` has written on all ranks, in the order of the ranks."""
     return sorted(folder.glob(STATE_FILE.replace(".", "*.")))
 
 
 def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict:
-    """Load the state of the optimizer of these parameters: this rank's rows, whatever the number of ranks was. Returns
-    what was written beside it."""
-    parts = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in state_files(folder)]
-    state = parts[0].pop("optimizer")
-    moments = [state["state"], *(part["optimizer"]["state"] for part in parts[1:])]
+    """Load the optimizer's state for these parameters, of which this rank takes its rows. Returns what `write_state`
+    wrote beside it."""
+    saved = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in state_files(folder)]
+    state = saved[0].pop("optimizer")
+    moments = [state["state"], *(other["optimizer"]["state"] for other in saved[1:])]
     for i, parameter in enumerate(parameters):
         for name in state["state"].get(i, {}).keys() - {"step"}:
-            state["state"][i][name] = like(parameter, _rows(parameter, [part[i][name] for part in moments]))
+            shards = [rank_moments[i][name] for rank_moments in moments]
+            state["state"][i][name] = sharded_like(parameter, _local_rows(parameter, shards))
     optimizer.load_state_dict(state)
-    return parts[0]
+    return saved[0]
 
 
-def _rows(parameter: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    """This rank's rows of what the parts of all ranks add up to. Of adapters, each part is whole."""
-    if parts[0].shape == parameter.shape:
-        parts = parts[:1]
+def _local_rows(parameter: torch.Tensor, shards: list[torch.Tensor]) -> torch.Tensor:
+    """The rows that this rank has of a parameter, cut out of the shards of all ranks that saved."""
+    if shards[0].shape == parameter.shape:
+        shards = shards[:1]  # of an adapter, each rank saved the whole
     if not isinstance(parameter, DTensor):
-        return torch.cat(parts) if parts[1:] else parts[0]
-    rows = -(-parameter.shape[0] // parameter.device_mesh.size())  # divided as by torch.chunk
-    begin, found = parameter.device_mesh.get_local_rank() * rows, []
-    for part in parts:
-        found.append(part[max(0, begin) : max(0, begin + rows)])
-        begin -= len(part)
-    return torch.cat(found)
+        return torch.cat(shards) if shards[1:] else shards[0]
+    count = -(-parameter.shape[0] // parameter.device_mesh.size())  # divided as by torch.chunk
+    begin, rows = parameter.device_mesh.get_local_rank() * count, []
+    for shard in shards:
+        rows.append(shard[max(0, begin) : max(0, begin + count)])
+        begin -= len(shard)
+    return torch.cat(rows)
 
 
-def _part_name(name: str, rank: int, ranks: int) -> str:
-    """Of model.safetensors: model-00001-of-00002.safetensors."""
+def _file_name(name: str, rank: int, ranks: int) -> str:
+    """The name of a rank's file: of model.safetensors, model-00001-of-00002.safetensors."""
     stem, ending = name.split(".")
     return f"{stem}-{rank + 1:05}-of-{ranks:05}.{ending}" if ranks > 1 else name
 

@@ -1,7 +1,7 @@
 """One model and its optimizer over several ranks, by PyTorch's FSDP2.
 
-A sharded tensor is a DTensor, of which every rank holds some rows. A single rank has plain tensors, which everything
-here takes as well and leaves as they are. No rank ever holds a whole model: it reads its own rows.
+A sharded tensor is a DTensor: every rank holds some of its rows. A single rank has plain tensors; the functions here
+take those too, and leave them as they are. Of several ranks, none ever holds the whole model: each reads its own rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from weight_sync.link import host_and_port
 from weight_sync.ranks import ShardedPart
 
-RANKS_SECONDS = 1800  # limit for ranks to wait for each other; loading a large model takes long
+RANKS_SECONDS = 1800  # how long ranks wait for each other; loading a large model takes long
 
 
 def join_ranks(address: str, port: int, rank: int, ranks: int, device: torch.device) -> None:
-    """Join torch.distributed's group of all ranks. The first rank listens at this port. A single rank joins none."""
+    """Join the torch.distributed group of all ranks. The first one listens on this port. A single rank has no group."""
     if ranks > 1:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -40,12 +40,12 @@ def wait_for_ranks() -> None:
 
 
 def load_model(auto_class, path: str, config, mixed_precision: bool, **options) -> tuple:
-    """A transformers model and the names of parameters that its checkpoint lacks. On several ranks, FSDP2 shards each
-    block of it, then the rest, and every rank reads its own rows.
+    """Load a transformers model. Returns it, and the names of the parameters that its checkpoint lacks.
 
-    FSDP2 gathers a block for its own forward and backward pass only. With `mixed_precision`, weights and optimizer
-    state stay fp32, and blocks are gathered in bf16, so that the compute is a single rank's (precision.py); gradients
-    are summed over the ranks in fp32. Autocast stays on for what is not a parameter.
+    On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered
+    for its own forward and backward pass only. With `mixed_precision`, it is gathered in bf16 and computes as on a
+    single rank (precision.py); weights, the optimizer's state and sums of gradients over the ranks stay fp32. Autocast
+    remains necessary for what is not a parameter.
     """
     from transformers.distributed import DistributedConfig
 
@@ -55,18 +55,18 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
             model = auto_class.from_config(config)
         blocks = set(_blocks(model))
         names = [name for name, module in model.base_model.named_modules() if module in blocks]
-        config.base_model_fsdp_plan = dict.fromkeys(names, "free_full_weight")  # after its forward pass
-        type(model)._fsdp_plan = {}  # of the head, which would have a group of its own: it is called in chunks
+        config.base_model_fsdp_plan = dict.fromkeys(names, "free_full_weight")  # after a block's forward pass
+        type(model)._fsdp_plan = {}  # no group for the head alone, which would gather it for each chunk of positions
         options["distributed_config"] = DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=mixed_precision)
     model, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
     if ranks > 1:
         model.set_reshard_after_forward(True, recurse=False)
-        model.config.distributed_config = None  # or it would gather a checkpoint in one rank's memory
+        model.config.distributed_config = None  # with it, saving would gather the model in one rank's memory
     return model, sorted(report["missing_keys"])
 
 
 def fuses_weights(model) -> bool:
-    """Whether the model fuses tensors of its checkpoint, such as a mixture's experts."""
+    """Whether the model fuses tensors that its checkpoint keeps separate, such as a mixture's experts."""
     from transformers.core_model_loading import WeightConverter
 
     conversions = getattr(model, "_weight_conversions", None) or ()
@@ -74,29 +74,29 @@ def fuses_weights(model) -> bool:
 
 
 def add_forward(model, name: str, method: Callable) -> None:
-    """Give the model this method, as method(model, ...). FSDP takes it for a forward pass: it gathers the weights
-    around it."""
+    """Give the model a method that calls method(model, ...). FSDP treats it as a forward pass and gathers the weights
+    for it."""
     setattr(model, name, partial(method, model))
     register_fsdp_forward_method(model, name)
 
 
 def checkpoint_blocks(model) -> None:
-    """Keep no more of a block than its inputs for backward, which computes the rest again.
+    """Keep only the inputs of each block for backward, which computes the rest again.
 
-    transformers' own way wants modules in training mode, with their dropout.
+    transformers' own way needs modules in training mode, with their dropout.
     """
     for block in _blocks(model, "--gradient-checkpointing"):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_blocks(model) -> None:
-    """Compile each block in place, for batches and lengths of any size. Equal blocks share one compilation."""
+    """Compile each block in place, for batches and sequences of any size. Equal blocks are compiled once."""
     for block in _blocks(model, "--compile"):
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def _blocks(model, needed_by: str = "shards") -> list[torch.nn.Module]:
-    """The model's blocks: modules of the class that it names. Raises ValueError if there are none."""
+    """The model's blocks: modules of the classes that it must not split. Raises ValueError if there are none."""
     names = model._no_split_modules or ()
     blocks = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if not blocks:
@@ -105,22 +105,23 @@ def _blocks(model, needed_by: str = "shards") -> list[torch.nn.Module]:
 
 
 def whole_gradients_fit(parameters: list[torch.nn.Parameter], device: torch.device) -> bool:
-    """Whether whole gradients of these parameters, in fp32, take less than half of the memory that this rank has free.
+    """Whether the unsharded fp32 gradients of these parameters take less than half of this rank's free memory.
 
-    Then ranks can add up those of their micro-batches by themselves, and reduce them once.
+    Then each rank can add up the gradients of its micro-batches, and ranks reduce them once.
     """
     if device.type == "cpu":
         return True
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return 2 * 4 * sum(parameter.numel() for parameter in parameters) < free
+    gradient_bytes = 4 * sum(parameter.numel() for parameter in parameters)
+    return 2 * gradient_bytes < free
 
 
 def whole(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
     """The whole tensor, gathered if this rank holds a shard of it. All ranks call this."""
     if isinstance(tensor, ShardedPart):
-        first, own = tensor.local(dist.get_rank(), dist.get_world_size())
+        begin, shard = tensor.local(dist.get_rank(), dist.get_world_size())
         gathered = torch.zeros(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-        gathered[first : first + len(own)] = own
+        gathered[begin : begin + len(shard)] = shard
         dist.all_reduce(gathered)
         return gathered.view(tensor.shape)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -141,16 +142,16 @@ class Offload:
         sizes = [local.numel() for *_, local in moments]
         if self.memory is None:
             self.memory = torch.empty(sum(sizes))
-            if moments[0][2].is_cuda:  # page-lock it; torch's own pinned memory rounds up to powers of two
+            if moments[0][2].is_cuda:  # page-lock it: torch's own pinned memory would round up to powers of two
                 register = torch.cuda.cudart().cudaHostRegister
                 torch.cuda.check_error(register(self.memory.data_ptr(), self.memory.nbytes, 0))
-        for (state, name, local), part in zip(moments, self.memory.split(sizes), strict=True):
-            state[name] = part.view_as(local).copy_(local)
+        for (state, name, local), host in zip(moments, self.memory.split(sizes), strict=True):
+            state[name] = host.view_as(local).copy_(local)
         self.on_host = True
 
     def to_device(self) -> None:
         for parameter, state, name in self._moments() if self.on_host else ():
-            state[name] = like(parameter, state[name])
+            state[name] = sharded_like(parameter, state[name])
         self.on_host = False
 
     def _moments(self) -> Iterator[tuple[torch.Tensor, dict, str]]:
@@ -163,10 +164,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The tensor with this local part, on the parameter's device and sharded as the parameter is."""
+def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor on the parameter's device, sharded as the parameter is, of which `local` is this rank's part."""
     local = local.to(parameter.device, non_blocking=True)
     if not isinstance(parameter, DTensor):
         return local
-    layout = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, *layout, shape=parameter.shape, stride=parameter.stride())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())

@@ -1,7 +1,7 @@
-"""The models beside the policy: a critic's, which gives values, and a reward model.
+"""The models beside the policy: that of a critic, which gives values, and a reward model.
 
 Both are transformers' sequence classifiers with one output: a trunk and a linear `score` head. A reward model's head
-reads the last token's hidden state. A critic's head reads every one, so that a reward model can begin a critic.
+reads the last token's hidden state, a critic's head every token's. So a critic can begin as a reward model.
 """
 
 import itertools
@@ -9,7 +9,8 @@ import itertools
 import torch
 
 from ..errors import RunError
-from .model import Model, choose_attention
+from .attention import choose_attention
+from .model import Model
 from .rollout import Rollout
 from .sharding import add_forward
 
@@ -19,10 +20,11 @@ class ValueModel(Model):
 
     new_head = "score"  # as transformers calls it in every causal model's classifier
     has_engine = False
-    may_lack_head = True  # begun with a policy
+    may_lack_head = True  # whether its checkpoint may be a policy's
 
     def score(self, rollouts: list[Rollout], width: int) -> tuple[torch.Tensor]:
-        """Values [b, width] of the states before the completions' tokens of one micro-batch, padded with zeros."""
+        """Values [b, width] of the states before the tokens that the policy sampled, and zeros elsewhere, for one
+        micro-batch of b rollouts."""
         return self._token_scores(rollouts, width)
 
     def _from_pretrained(self, path: str, **loading: bool):
@@ -33,14 +35,14 @@ class ValueModel(Model):
         if missing:
             if missing != [f"{self.new_head}.weight"] or not self.may_lack_head:
                 raise RunError(f"{path} lacks {missing[0]}, so it is no {type(module).__name__}")
-            torch.nn.init.zeros_(module.score.weight)  # all values begin at 0
+            torch.nn.init.zeros_(module.score.weight)  # so that all values begin at 0
         return module
 
-    def _settle(self, module) -> None:
+    def _choose_computation(self, module) -> None:
         add_forward(module, "trunk", _trunk)
         self.attention = choose_attention(module, self.config.attention, module.trunk)
 
-    def _add_scores(self, module) -> None:
+    def _add_token_scores(self, module) -> None:
         add_forward(module, "token_scores", _token_values)
 
 
@@ -51,15 +53,15 @@ def _trunk(module, **inputs):
 def _token_values(
     module, inputs: dict[str, torch.Tensor], targets: torch.Tensor, states_at: torch.Tensor
 ) -> tuple[torch.Tensor]:
-    """Values [N] of the states at these positions of `input_ids.flatten()`, as in logprobs.py: of what comes before
-    each of the targets [N]."""
+    """Values [N] of the states at the positions `states_at` [N], as in `logprobs.token_scores`: of the states that
+    predict the targets [N]."""
     states = module.base_model(**inputs, use_cache=False).last_hidden_state
     return (module.score(states.flatten(0, 1)[states_at])[:, 0].float(),)
 
 
 class RewardModel(ValueModel):
-    """A reward model, or one rank of it. It reads text with its own tokenizer, so its vocabulary may be another than
-    the policy's."""
+    """A reward model, or one rank of it. It reads text with its own tokenizer, whose vocabulary need not be the
+    policy's."""
 
     may_lack_head = False
 
@@ -68,24 +70,28 @@ class RewardModel(ValueModel):
         self.tokenizer.truncation_side = "left"  # the end is what is scored
 
     def rewards(self, prompts: list, completions: list) -> list[float]:
-        """A score of each completion, text or chat messages, after its prompt."""
-        room = getattr(self.module.config, "max_position_embeddings", None)
-        room = room and min(room, self.tokenizer.model_max_length)  # of 514, RoBERTa has two for padding
-        texts = [self._text(*pair) for pair in zip(prompts, completions, strict=True)]
-        rows = [
-            self.tokenizer(text, add_special_tokens=isinstance(prompt, str), truncation=bool(room), max_length=room)
-            for text, prompt in zip(texts, prompts, strict=True)
-        ]
-        rollouts = [Rollout([], row["input_ids"] or [self.tokenizer.eos_token_id], []) for row in rows]
+        """The score of each completion after its prompt. Both are texts or lists of chat messages."""
+        max_length = getattr(self.module.config, "max_position_embeddings", None)
+        if max_length:  # of RoBERTa's 514 positions, two are for padding, which its tokenizer knows
+            max_length = min(max_length, self.tokenizer.model_max_length)
+        rollouts = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            encoded = self.tokenizer(
+                self._text(prompt, completion),
+                add_special_tokens=isinstance(prompt, str),  # a chat template has its own
+                truncation=bool(max_length),
+                max_length=max_length,
+            )
+            rollouts.append(Rollout([], encoded["input_ids"] or [self.tokenizer.eos_token_id], []))
         (scores,) = self.score_all(rollouts)
         return scores[:, 0].tolist()
 
     def score(self, rollouts: list[Rollout], width: int) -> tuple[torch.Tensor]:
-        """The score [b, width] of each of these texts (completions without a prompt), in the first column."""
+        """The scores of b texts, which are completions without a prompt: the first column of a tensor [b, width]."""
         pad = torch.nn.utils.rnn.pad_sequence
         rows = [torch.tensor(rollout.completion_ids, device=self.device) for rollout in rollouts]
         ends = {rollout.completion_ids[-1] for rollout in rollouts}
-        # transformers scores the last token that is not this one, be it padding or not.
+        # transformers scores the last token that is not the padding token: take one with which no text ends.
         padding = next(token for token in itertools.count() if token not in ends)
         self.module.config.get_text_config().pad_token_id = padding
         ids = pad(rows, batch_first=True, padding_value=padding)
@@ -98,6 +104,6 @@ class RewardModel(ValueModel):
         if isinstance(prompt, str):
             return prompt + completion
         *before, last = prompt
-        if last["role"] == "assistant":  # the completion goes on with it
+        if last["role"] == "assistant":  # the completion continues this message
             prompt, completion = before, [last | {"content": last["content"] + completion[0]["content"]}]
         return self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False)
