@@ -15,7 +15,7 @@
 3. Each step: generate, reward, put the engines to sleep, learn, free the trainer's memory, and sync, which wakes the
    engines. If trainer and engine fit into memory together, no engine sleeps from the third step on. The rollouts after
    a sync prove it: the engines' log-probabilities of the tokens they sampled must equal the trainer's but for rounding
-   (with --exact, bit for bit), or the run ends with an error.
+   (with --exact on, bit for bit), or the run ends with an error.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
