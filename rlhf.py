@@ -6,12 +6,12 @@
     python rlhf.py --ray-address auto                # on a running Ray cluster
 
     GPU 0..      trainer actors: fp32 master weights, GRPO (recipe/learning/grpo.py), WeightSender (rlhf_utils.py)
-    other GPUs   engine actors: vllm.LLM with TP workers each, which have rlhf_utils.WorkerExtension
+    other GPUs   engine actors: vllm.LLM with TP workers each, extended by rlhf_utils.WorkerExtension
 
 1. Place: one Ray placement group, with a bundle for each trainer rank and one for each engine worker.
-2. Connect rank 0 with all workers, and sync once: now the engines serve the trainer's weights.
+2. Connect the trainer's rank 0 with all workers, and sync once: now the engines serve the trainer's weights.
 3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engines' log-probabilities of the
-   tokens they sampled must be the trainer's, or the run ends with an error.
+   tokens they sampled must equal the trainer's but for rounding, or the run ends with an error.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
@@ -57,23 +57,23 @@ class Engine(EngineActor):
 
     def receive_weights(self, timeout: float) -> bool:
         """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
-        self.reset_prefix_cache()  # before the sync: nothing is generated in between
+        self.reset_prefix_cache()  # now: the engine generates nothing until the sync
         return self.take_weights(timeout)
 
 
 class Trainer(LearnerActor):
-    """A Ray actor around a rank of the learner. Rank 0 is also rank 0 of the group in which the weights travel."""
+    """A Ray actor around one rank of the learner. Rank 0 is also rank 0 of the group in which the weights travel."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        own = self.join(address, args.trainers, device)
+        torch_device = self.join(address, args.trainers, device)
         proof = Proof(MAX_MISMATCH[device], weights_proven=True)
-        self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
+        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
         return self.resume(models.checkpoint)
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        device, group = self.learner.model.device, None  # the other ranks only help to gather
+        group = None  # the other ranks only help to gather the weights
         if self.rank == 0:
-            group = stateless_init_process_group(address, port, 0, world_size, device)
+            group = stateless_init_process_group(address, port, 0, world_size, self.learner.model.device)
         self.sender = WeightSender(group)
 
     def send_weights(self) -> SyncReport:
@@ -94,16 +94,19 @@ def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
         )
     if gpus:
         group = reserve([{"GPU": 1}] * wanted, "PACK")
-        order = by_node(group)  # an engine spans as few nodes as possible
-        ranks = [seat(group, bundle, num_gpus=1) for bundle in order[:trainers]]
-        workers = [order[begin : begin + tp] for begin in range(trainers, wanted, tp)]
+        bundles = by_node(group)  # so that an engine spans as few nodes as possible
+        trainer_seats = [seat(group, bundle, num_gpus=1) for bundle in bundles[:trainers]]
+        engine_bundles = [bundles[begin : begin + tp] for begin in range(trainers, wanted, tp)]
+        engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles]
         remark = f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more" if gpus > wanted else ""
-        return "cuda", remark, ranks, [seat(group, own[0], own) for own in workers]
+        return "cuda", remark, trainer_seats, engine_seats
     group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
-    ranks = [seat(group, rank, num_cpus=1 / trainers) for rank in range(trainers)]
-    workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
+    trainer_seats = [seat(group, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
+    # An engine's workers are processes of its actor; by their numbers, llm_options divides the cores among them.
+    engine_workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
+    engine_seats = [seat(group, trainers + i, workers) for i, workers in enumerate(engine_workers)]
     remark = f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them"
-    return "cpu", remark, ranks, [seat(group, trainers + i, own) for i, own in enumerate(workers)]
+    return "cpu", remark, trainer_seats, engine_seats
 
 
 def main(args: Arguments) -> None:
@@ -120,8 +123,8 @@ def main(args: Arguments) -> None:
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)
         loading |= engines.begin("start", models.loaded, args, device, each=engines.bundles)
-        (steps_done, remarks), *_, longest = session.wait("starting", loading)
-        run.say(remarks + task.check_lengths(longest, args.max_tokens))
+        (steps_done, remarks), *_, max_model_len = session.wait("starting", loading)
+        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         connect(trainers, engines, args.tensor_parallel_size)
@@ -139,10 +142,10 @@ def main(args: Arguments) -> None:
             if args.dynamic_sampling:
                 batch = resample(engines, task, batch, args, step)
             clock.end("rollout")
-            listening = engines.begin("receive_weights", args.timeout)  # so that they are ready when the weights are
+            receiving = engines.begin("receive_weights", args.timeout)  # early: they are ready when the weights are
             metrics = trainers.first("learning", "learn", batch.rollouts)
             clock.end("train")
-            report = sync(trainers, listening)
+            report = sync(trainers, receiving)
             clock.end("sync")
             run.log_step(step, batch, report, metrics | clock.metrics | evaluate(engines, task, args, step))
             if run.saves(step):
@@ -158,20 +161,20 @@ def main(args: Arguments) -> None:
 
 
 def connect(trainers: ActorGroup, engines: ActorGroup, tensor_parallel_size: int) -> None:
-    """Join rank 0 of the trainer (rank 0) and the workers of all engines in one broadcast group."""
+    """Join the trainer's rank 0 and, after it, the workers of all engines in one broadcast group."""
     address = trainers.rank_0("connecting", "address")
     world_size = 1 + len(engines) * tensor_parallel_size
-    offsets = [(1 + i * tensor_parallel_size,) for i in range(len(engines))]
+    rank_offsets = [(1 + i * tensor_parallel_size,) for i in range(len(engines))]
     joining = trainers.begin("init_weight_update_group", *address, world_size)
-    joining |= engines.begin("init_weight_update_group", *address, world_size, each=offsets)
+    joining |= engines.begin("init_weight_update_group", *address, world_size, each=rank_offsets)
     trainers.session.wait("connecting", joining)
 
 
-def sync(trainers: ActorGroup, listening: dict[str, ray.ObjectRef]) -> SyncReport:
-    """Send the trainer's weights to the engines, which already run `receive_weights` (`listening`)."""
+def sync(trainers: ActorGroup, receiving: dict[str, ray.ObjectRef]) -> SyncReport:
+    """Send the trainer's weights to the engines, which already run `receive_weights`: `receiving` are these calls."""
     sending = trainers.begin("send_weights")
-    report, *results = trainers.session.wait("syncing", sending | listening)
-    if not all(results[len(trainers) - 1 :]):
+    report, *results = trainers.session.wait("syncing", sending | receiving)
+    if not all(results[len(trainers) - 1 :]):  # after the other ranks' reports: whether each engine serves the weights
         raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
     return report
 

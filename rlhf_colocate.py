@@ -13,8 +13,9 @@
    memory, and release the memory of their KV cache. Then the trainer ranks load.
 2. Connect each rank with the worker on its GPU, and sync once: the engines wake up and serve the trainer's weights.
 3. Each step: generate, reward, put the engines to sleep, learn, free the trainer's memory, and sync, which wakes the
-   engines. Where both fit into memory awake, nobody sleeps from the third step on. The rollouts after a sync prove it:
-   the engine's log-probabilities of the tokens it sampled must be the trainer's, or the run ends with an error.
+   engines. If trainer and engine fit into memory together, no engine sleeps from the third step on. The rollouts after
+   a sync prove it: the engines' log-probabilities of the tokens they sampled must equal the trainer's but for rounding
+   (with --exact on, bit for bit), or the run ends with an error.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
@@ -52,7 +53,7 @@ from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for an engine worker: both fit on one
-SPARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
+SPARE_SHARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
 
 
 @dataclass
@@ -60,10 +61,10 @@ class Arguments(GRPOConfig, TaskArguments, ToolArguments, ExactArguments, Engine
     """The flags of this script."""
 
     engines: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="engines (default: as many as fit; CPU: 2 workers)"
+        default=None, help="engines (default: as many as the GPUs hold; CPU: 2 workers in all)"
     )
     tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="GPUs that an engine is spread over (default: 2; an odd number of GPUs, or none: 1)"
+        default=None, help="GPUs that an engine is spread over (default: 2; with an odd number of GPUs, or none: 1)"
     )
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
         default=0.4, help="fraction of a GPU's memory that an engine takes"
@@ -71,7 +72,7 @@ class Arguments(GRPOConfig, TaskArguments, ToolArguments, ExactArguments, Engine
     sleep: Literal["auto", "kv", "weights", "none"] = HfArg(
         default="auto",
         help="memory that engines release while trainers learn: the KV cache's (kv), the weights' as well (weights),"
-        " none, or the KV cache's unless all fits at once (auto)",
+        " none, or the KV cache's unless trainer and engine fit together (auto)",
     )
 
 
@@ -82,10 +83,10 @@ class Engine(EngineActor):
         options = {"worker_extension_cls": "rlhf_utils.ColocateWorkerExtension"}
         options |= {"enable_sleep_mode": args.sleep != "none"} | (exact_options(model) if args.exact != "off" else {})
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        longest = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        max_model_len = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
         self.remember_weights()
         self.sleep(args.sleep)  # the trainers load next
-        return longest
+        return max_model_len
 
     def receive_weights(self, timeout: float, handles: dict[str, str]) -> tuple[bool, float]:
         """Take part in a sync with the trainer ranks behind these handles, and wake up.
@@ -107,17 +108,17 @@ class Trainer(LearnerActor):
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         if args.exact != "off":
             match_engine()
-        own = self.join(address, args.engines * args.tensor_parallel_size, device)
+        torch_device = self.join(address, args.engines * args.tensor_parallel_size, device)
         proof = Proof(MAX_MISMATCH[device], weights_proven=True)
-        self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
-        loaded = self.resume(models.checkpoint)
+        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
+        resumed = self.resume(models.checkpoint)
         self.learner.release_memory()  # loading held whole tensors
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every step
-        return loaded
+        return resumed
 
-    def connect(self, tensor_parallel_size: int) -> dict[str, str]:
-        """Make the channel to the worker on this device. Returns the handle for it."""
-        device = self.learner.model.device.type  # all ranks share the CPU
+    def open_channel(self, tensor_parallel_size: int) -> dict[str, str]:
+        """Open the channel to the worker on this device. Returns the worker's handle, by device id."""
+        device = self.learner.model.device.type  # on CPU, which all ranks share, the worker's rank is the index
         channel = SharedMemoryChannel(torch.device(device, 0 if device == "cuda" else self.rank % tensor_parallel_size))
         self.sender = WeightSender(channel)
         return channel.handles
@@ -125,9 +126,9 @@ class Trainer(LearnerActor):
     def send_weights(self) -> SyncReport:
         return self.sender.send_weights(self.learner.model.named_tensors().items())
 
-    def learn(self, rollouts: list[Rollout], frees: bool) -> dict[str, float]:
+    def learn(self, rollouts: list[Rollout], frees_memory: bool) -> dict[str, float]:
         metrics = self.learner.learn(rollouts)
-        if frees:
+        if frees_memory:
             self.learner.release_memory()  # for the engine
         return metrics
 
@@ -135,8 +136,8 @@ class Trainer(LearnerActor):
 def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     """Choose and reserve the topology.
 
-    Returns the device, the arguments with what was chosen, the seats of all trainer ranks, and those of the engines,
-    whose workers are beside as many ranks.
+    Returns the device, the arguments with what was chosen, and the seats of trainers and engines. The workers of the
+    first engine are beside the first ranks, and so on.
     """
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
@@ -153,11 +154,12 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     sleep = args.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
     args = replace_flags(args, tensor_parallel_size=tp, engines=engines, sleep=sleep)
     group = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
-    order = by_node(group)  # an engine spans as few nodes as possible
-    workers = [order[begin : begin + tp] for begin in range(0, wanted, tp)]
+    bundles = by_node(group)  # so that an engine spans as few nodes as possible
     share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
-    trainers = [seat(group, bundle, **share) for bundle in order]
-    return "cuda" if gpus else "cpu", args, trainers, [seat(group, own[0], own) for own in workers]
+    trainer_seats = [seat(group, bundle, **share) for bundle in bundles]
+    engine_bundles = [bundles[begin : begin + tp] for begin in range(0, wanted, tp)]
+    engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles]
+    return "cuda" if gpus else "cpu", args, trainer_seats, engine_seats
 
 
 def main(args: Arguments) -> None:
@@ -172,19 +174,19 @@ def main(args: Arguments) -> None:
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args = settle_exactness(run, args, models.loaded, trainers.rank_0("starting", "capability"))
         engines = ActorGroup(session, "engine", Engine, engine_seats)
-        longest = engines.first("starting", "start", models.loaded, args, device, each=engines.bundles)
+        max_model_len = engines.first("starting", "start", models.loaded, args, device, each=engines.bundles)
         address = trainers.rank_0("loading", "address")
         steps_done, remarks = trainers.first("loading", "load", address, models, args, device)
-        run.say(remarks + task.check_lengths(longest, args.max_tokens))
+        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(run, trainers, engines, args)
-        if args.exact != "off" and not is_exact(run, engines, trainers, task, args, longest):
+        if args.exact != "off" and not is_exact(run, engines, trainers, task, args, max_model_len):
             args = replace_flags(args, exact="off")
             engines.restart()
             engines.call("starting", "start", models.loaded, args, device, each=engines.bundles)
             handles = connect(run, trainers, engines, args)
-        level, loaded = args.sleep, measure(session, "load")
+        level, memory_after_loading = args.sleep, measure(session, "load")
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
@@ -197,14 +199,14 @@ def main(args: Arguments) -> None:
             if args.dynamic_sampling:
                 batch = resample(engines, task, batch, args, step)
             clock.end("rollout")
-            learned = learn(trainers, engines, batch.rollouts, level, clock)
+            learning_metrics = learn(trainers, engines, batch.rollouts, level, clock)
             report, clock.metrics["time/wake"] = sync(trainers, engines, handles, args)
             clock.end("sync")
-            metrics = loaded | learned | clock.metrics
+            metrics = memory_after_loading | learning_metrics | clock.metrics
             run.log_step(step, batch, report, metrics | evaluate(engines, task, args, step))
             if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
-            if step > steps_done + 1:  # Adam made its moments in the first
+            if step > steps_done + 1:  # the first step made Adam's moments
                 level = sleep_level(run, args, level, metrics)
             if run.saves(step):
                 trainers.call("saving", "save", run.path)
@@ -222,33 +224,33 @@ def main(args: Arguments) -> None:
 def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arguments) -> list[tuple[dict[str, str]]]:
     """Check that each trainer rank shares its device with a worker, print the layout, and sync once.
 
-    Returns for each engine the handles of its ranks.
+    Returns for each engine the handles of the ranks beside its workers, by device id.
     """
-    handles = trainers.call("connecting", "connect", args.tensor_parallel_size)
-    beside, lines = [], [f"{'device':40}  trainer  engine  worker"]
-    for i, ids in enumerate(engines.call("connecting", "device_ids")):
-        ranks = range(i * len(ids), (i + 1) * len(ids))
-        own = {device: path for rank in ranks for device, path in handles[rank].items()}
-        if own.keys() != set(ids):
-            raise RunError(f"engine {i} runs on {sorted(ids)}, and its trainer ranks on {sorted(own)}")
+    rank_handles = trainers.call("connecting", "open_channel", args.tensor_parallel_size)
+    engine_handles, lines = [], [f"{'device':40}  trainer  engine  worker"]
+    for i, device_ids in enumerate(engines.call("connecting", "device_ids")):
+        ranks = range(i * len(device_ids), (i + 1) * len(device_ids))
+        handles = {device_id: path for rank in ranks for device_id, path in rank_handles[rank].items()}
+        if handles.keys() != set(device_ids):
+            raise RunError(f"engine {i} runs on {sorted(device_ids)}, and its trainer ranks on {sorted(handles)}")
         for rank in ranks:
-            (device,) = handles[rank]
-            lines.append(f"{device:40}  {rank:7}  {i:6}  {ids.index(device):6}")
-        beside.append((own,))
+            (device_id,) = rank_handles[rank].keys()
+            lines.append(f"{device_id:40}  {rank:7}  {i:6}  {device_ids.index(device_id):6}")
+        engine_handles.append((handles,))
     run.say("\n".join(lines))
-    report, _ = sync(trainers, engines, beside, args)
+    report, _ = sync(trainers, engines, engine_handles, args)
     same = all(engines.call("comparing", "serves_checkpoint"))
     run.say(
         f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
         f" what the engines had loaded from disk; from now on by {report.loader}"
     )
-    return beside
+    return engine_handles
 
 
 def learn(
     trainers: ActorGroup, engines: ActorGroup, rollouts: list[Rollout], level: str, clock: StepClock
 ) -> dict[str, float]:
-    """Put the engines to sleep, at this level, and do one learning step on all ranks. Returns its metrics."""
+    """Put the engines to sleep at this level, and have all ranks do one learning step. Returns its metrics."""
     sleeping = engines.begin("sleep", level)
     if level != "none":
         trainers.session.wait("sleeping", sleeping)  # the trainers need the memory
@@ -275,16 +277,17 @@ def sync(
 
 
 def sleep_level(run: RunFolder, args: Arguments, level: str, metrics: dict[str, float]) -> str:
-    """How engines are to sleep from now on. With --sleep auto: "none" if, by the metrics of memory, both fit with a
-    tenth of each GPU to spare, else "kv", for good. Completions, and what learning from them takes, may grow."""
+    """How engines are to sleep from now on. With --sleep auto: "none" as long as, by the metrics of memory, trainer and
+    engine fit together with a tenth of each GPU to spare. Completions may grow, and the memory to learn from them. Once
+    they do not fit: "kv", for good."""
     if args.sleep != "auto" or level == "kv":
         return level
     trainer, engine, gpu = (metrics[f"memory/{name}"] for name in ("train/trainer", "rollout/engine", "gpu"))
-    settled = "none" if trainer + engine <= (1 - SPARE) * gpu else "kv"
-    if settled != level:
+    new_level = "none" if trainer + engine <= (1 - SPARE_SHARE) * gpu else "kv"
+    if new_level != level:
         reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of {gpu:.1f}"
-        run.say(f"--sleep {settled} from now on: {reason}")
-    return settled
+        run.say(f"--sleep {new_level} from now on: {reason}")
+    return new_level
 
 
 if __name__ == "__main__":

@@ -10,22 +10,22 @@
     GPU 1..N  engine actor: vllm.LLM with N workers, each with vLLM's worker-side transfer engine
 
 1. Place: one Ray placement group, with a bundle for the trainer and one for each engine worker.
-2. Generate with dummy weights: nonsense. Connect trainer and workers, sync, and generate again. Now the engine's greedy
-   tokens must be the trainer's, apart from ties (a quantized engine's are only counted), and the log-probabilities of
-   sampled tokens must be the trainer's as well.
+2. Generate with dummy weights: nonsense. Connect the trainer with all workers, sync, and generate again. Now the greedy
+   tokens of the engine must be the trainer's, apart from ties (a quantized engine's are only counted), and its
+   log-probabilities of sampled tokens must equal the trainer's but for rounding.
 3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engine's log-probabilities of the
-   tokens it sampled must be the trainer's, or the run ends with an error. This bound cannot see one missed small
-   update. rlhf.py checks the weights exactly; vLLM's API has no equivalent.
+   tokens it sampled must equal the trainer's but for rounding, or the run ends with an error. This cannot show that one
+   small update is missing. rlhf.py checks the weights exactly; vLLM's API has no equivalent.
 4. Generate once more to prove the last sync, and print.
 
 With --backend ipc, the optimizer's state waits in host memory while the engine generates. A 7B's weights, gradients and
 Adam state still take 114 of an H200's 140 GiB at the end of a learning step. Beside them, an engine fits with
 --gpu-memory-utilization 0.13 --max-model-len 512 --micro-batch-tokens 2048.
 
-Take this script if you want vLLM's supported API: on GPUs, no code of ours runs in the engine's workers, and vLLM's
+Take this script if you want vLLM's supported API: on GPUs, none of our code runs in the engine's workers, and vLLM's
 other transports and its HTTP server work the same way. Take rlhf.py if the sync matters most: it checks names and
 shapes before a byte moves, checks bit for bit what the engine serves, passes a worker's error to the trainer, and is
-faster. vLLM has no transport for CPU, so there the script uses its own (recipe/rollouts/native_transfer.py).
+faster. vLLM has no transport for CPU: there, the script uses one of its own (recipe/rollouts/native_transfer.py).
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
 """
@@ -59,7 +59,7 @@ from recipe.tasks.task import TaskArguments, load_task
 from rlhf_utils import SyncReport
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that rounding explains
-MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # logits this close count as tied: a few bf16 steps
+MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # logits that are so close count as tied: a few bf16 steps
 WIRE_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}  # the engine's: half the bytes of the fp32 master weights
 IPC_SHARE = 0.5  # --backend ipc: the share of the GPU that Ray counts for the trainer, and for the engine
 
@@ -79,9 +79,9 @@ class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        shared = self.backend == "ipc"
-        self.tensor_parallel_size = self.tensor_parallel_size or (1 if shared else 2)
-        self.gpu_memory_utilization = self.gpu_memory_utilization or (0.3 if shared else 0.8)
+        shares_gpu = self.backend == "ipc"
+        self.tensor_parallel_size = self.tensor_parallel_size or (1 if shares_gpu else 2)
+        self.gpu_memory_utilization = self.gpu_memory_utilization or (0.3 if shares_gpu else 0.8)
 
 
 class Engine(EngineActor):
@@ -101,7 +101,7 @@ class Engine(EngineActor):
         self.llm.sleep(level=0)  # level 0 pauses the scheduler; weights and KV cache stay
 
     def transfer(self, method: str, *args) -> None:
-        """Run one of the four methods of a weight transfer, for the trainer's `NativeSender`."""
+        """Run one of the four methods of a weight transfer for the trainer's `NativeSender`."""
         getattr(self.llm, method)(*args)
 
     def resume(self) -> str:
@@ -115,14 +115,14 @@ class Trainer(LearnerActor):
     """A Ray actor around the learner. It is rank 0 of the group in which the weights travel."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        own = self.join(address, 1, device)
+        torch_device = self.join(address, 1, device)
         self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
         self.shares_gpu = args.backend == "ipc"
         proof = Proof(MAX_MISMATCH[self.precision])
-        self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
-        loaded = self.resume(models.checkpoint)
+        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
+        resumed = self.resume(models.checkpoint)
         self.free_memory()
-        return loaded
+        return resumed
 
     def connect(self, engine, backend: str, world_size: int) -> None:
         """Make the trainer's transfer engine, which also sets up those of the engine's workers."""
@@ -140,9 +140,9 @@ class Trainer(LearnerActor):
 
     @torch.no_grad()
     def prove_greedy(self, rollouts: list[Rollout]) -> str:
-        """Check that the trainer's greedy tokens are these, apart from ties. Returns the result as text.
+        """Check that the trainer would choose the same greedy tokens, apart from ties. Returns the result as text.
 
-        Raises MismatchError if they are not.
+        Raises MismatchError if it would not.
         """
         device, gaps = self.model.device, []  # how far each token's logit is below the highest one
         for rollout in rollouts:
@@ -152,7 +152,7 @@ class Trainer(LearnerActor):
             chosen = logits.gather(1, ids[0, 1:, None])[:, 0]  # logits at t predict token t + 1
             gaps.append((logits.max(-1).values - chosen)[len(rollout.prompt_ids) - 1 :])
         gaps = torch.cat(gaps)
-        if not gaps.max() <= MAX_GREEDY_GAP[self.precision]:  # max() returns a NaN, which does not pass
+        if not gaps.max() <= MAX_GREEDY_GAP[self.precision]:  # not `>`: a NaN must not pass
             raise MismatchError(
                 f"the engine's greedy tokens are not the trainer's, by logits of {gaps.max():.3g}: it does not serve"
                 " the trainer's weights, or the two compute different functions"
@@ -165,7 +165,7 @@ class Trainer(LearnerActor):
         return metrics
 
     def free_memory(self) -> None:
-        """On a shared GPU, leave memory for vLLM's packing and loading of the weights."""
+        """On a shared GPU, free memory in which vLLM packs and loads the weights."""
         if self.shares_gpu:
             self.learner.release_memory(offload_optimizer=True)
 
@@ -173,11 +173,11 @@ class Trainer(LearnerActor):
 def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     """Reserve the topology. Returns the device, and the seats of the trainer and of the engine."""
     gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.tensor_parallel_size
-    shared = args.backend == "ipc"
-    wanted = 1 if shared else 1 + tp
-    if not gpus and (shared or args.quantization):
+    shares_gpu = args.backend == "ipc"
+    wanted = 1 if shares_gpu else 1 + tp
+    if not gpus and (shares_gpu or args.quantization):
         raise RunError("--backend ipc and --quantization fp8 want a GPU, and Ray sees none")
-    if shared and tp > 1:
+    if shares_gpu and tp > 1:
         raise RunError("--backend ipc: the engine shares the trainer's one GPU, so --tensor-parallel-size must be 1")
     if 0 < gpus < wanted:
         raise RunError(
@@ -185,10 +185,9 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
             " --tensor-parallel-size, or let both share one with --backend ipc"
         )
     group = reserve([{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2, "PACK" if gpus else "SPREAD")
-    first = 0 if shared else 1
-    trainer = {"num_gpus": IPC_SHARE if shared else 1} if gpus else {"num_cpus": 1}
-    engine = seat(group, first, list(range(first, first + tp)))
-    return "cuda" if gpus else "cpu", [seat(group, 0, **trainer)], [engine]
+    share = {"num_gpus": IPC_SHARE if shares_gpu else 1} if gpus else {"num_cpus": 1}
+    workers = [0] if shares_gpu else list(range(1, 1 + tp))
+    return "cuda" if gpus else "cpu", [seat(group, 0, **share)], [seat(group, workers[0], workers)]
 
 
 def main(args: Arguments) -> None:
@@ -207,20 +206,22 @@ def main(args: Arguments) -> None:
             session.wait("starting", starting)  # first: vLLM measures the GPU's free memory
         trainer = ActorGroup(session, "trainer", Trainer, trainer_seats)
         loading = trainer.begin("load", trainer.first("starting", "address"), models, args, device)
-        (steps_done, remarks), longest = session.wait("starting", loading | starting)
-        run.say(remarks + task.check_lengths(longest, args.max_tokens))
+        (steps_done, remarks), max_model_len = session.wait("starting", loading | starting)
+        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Generate with dummy weights, connect, sync, and prove the first sync
-        greedily = dataclasses.replace(args, temperature=0.0, group_size=1)
+        greedy_args = dataclasses.replace(args, temperature=0.0, group_size=1)
         rows = task.draw(steps_done + 1)
         run.say("with dummy weights the engine generates nonsense:")
-        run.show(complete(engine, rows, greedily, steps_done))
+        run.show(complete(engine, rows, greedy_args, steps_done))
         trainer.call("connecting", "connect", *engine.actors.values(), backend, 1 + tp)
         report = sync(trainer, engine)
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB")
-        greedy, sampled = (complete(engine, rows, how, steps_done) for how in (greedily, args))
+        greedy, sampled = (complete(engine, rows, options, steps_done) for options in (greedy_args, args))
         run.show(greedy)
-        run.say(prove_first_sync(trainer, greedy.rollouts, sampled.rollouts))
+        result = trainer.first("proving", "prove_greedy", greedy.rollouts)
+        mismatch = trainer.first("proving", "mismatch", sampled.rollouts)  # only this proves a quantized engine
+        run.say(f"{result}; the sampled ones' mismatch is {mismatch:.1e}")
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
@@ -248,15 +249,6 @@ def main(args: Arguments) -> None:
         mismatch = trainer.first("proving", "mismatch", batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
-
-
-def prove_first_sync(trainer: ActorGroup, greedy: list[Rollout], sampled: list[Rollout]) -> str:
-    """Compare greedy tokens and sampled tokens' log-probabilities. Only the latter can prove a quantized engine.
-
-    Returns the results as text. Raises MismatchError if the engine does not serve the trainer's weights.
-    """
-    proof = trainer.first("proving", "prove_greedy", greedy)
-    return f"{proof}; the sampled ones' mismatch is {trainer.first('proving', 'mismatch', sampled):.1e}"
 
 
 def sync(trainer: ActorGroup, engine: ActorGroup) -> SyncReport:

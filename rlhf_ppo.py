@@ -14,12 +14,12 @@
 
 1. Place: one Ray placement group. `colocated`: each GPU has a bundle with a rank of each model and a worker of the
    engine. They take turns: the engine sleeps, and idle models wait in host memory, except for the policy's weights,
-   which the engine reads in place. `split`: nothing moves. Trainer and critic share a GPU; reference and reward model
-   share another, if one is left; the engine has the rest.
-2. Connect trainer and workers, and sync once: now the engine serves the trainer's weights.
-3. Each step: generate, reward, score (log-probabilities and values), estimate advantages, learn, sync. The scores after
-   a sync prove it: the engine's log-probabilities of the tokens it sampled must be the trainer's, or the run ends with
-   an error.
+   which the engine reads where they are. `split`: nothing moves. Trainer and critic share a GPU. Reference and reward
+   model share another, if there is one to spare, else the same one. The engine has GPUs of its own.
+2. Connect the trainer with the engine's workers, and sync once: now the engine serves the trainer's weights.
+3. Each step: generate, reward, score (log-probabilities and values), estimate advantages, learn, sync. The rollouts
+   after a sync prove it: the engine's log-probabilities of the tokens it sampled must equal the trainer's but for
+   rounding, or the run ends with an error.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
@@ -57,7 +57,7 @@ from weight_sync.groups import refuse_expandable_segments
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 GPU_SHARE = 0.2  # the share of a GPU that Ray counts for each of five actors on it
 AT_ONCE = 2  # models that share the cores of a CPU: policy and critic learn at the same time (three models score)
-UNFINISHED = "unfinished-critic"  # the critic's folder in the run's, until the trainer's checkpoint takes it in
+UNFINISHED = "unfinished-critic"  # the critic's folder in the run folder, until the trainer's checkpoint takes it in
 
 
 @dataclass
@@ -69,10 +69,10 @@ class Arguments(PPOConfig, RewardArguments, TaskArguments, EngineArguments, RunA
         help="a module in recipe/tasks/ or in the working folder; its DEFAULTS are the defaults of other flags",
     )
     placement: Literal["colocated", "split"] = HfArg(
-        default="colocated", help="all actors on the same GPUs, or the engine on others (split)"
+        default="colocated", help="all actors on the same GPUs, or the engine on GPUs of its own (split)"
     )
     tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="GPUs that the engine is spread over; colocated: the other models are sharded over them"
+        default=1, help="GPUs that the engine is spread over; colocated: also those that each model is sharded over"
     )
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
         default=0.4, help="fraction of a GPU's memory that the engine takes"
@@ -91,31 +91,28 @@ class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        self.apart = device == "cuda" and args.placement == "split"
+        self.has_own_gpus = device == "cuda" and args.placement == "split"
         options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "enable_sleep_mode": args.sleep != "none"}
         if args.placement == "colocated":
             options["worker_extension_cls"] = "rlhf_utils.ColocateWorkerExtension"
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        longest = self.load(model, llm_options(args, device, bundles, **options))
+        max_model_len = self.load(model, llm_options(args, device, bundles, **options))
         self.remember_weights()
-        self.sleep(args.sleep)  # the others load next
-        return longest
+        self.sleep(args.sleep)  # the models load next
+        return max_model_len
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
 
     def receive_weights(self, *args) -> bool:
-        """Take part in a sync, colocated with the ranks behind these handles, and wake up.
-
-        Returns whether every worker serves exactly what was sent.
-        """
+        """Take part in a sync, and wake up. Returns whether every worker serves exactly what was sent."""
         self.wake("weights")
         served = self.take_weights(*args)
         self.wake("kv_cache")
         return served
 
     def memory(self) -> dict[str, float]:
-        return {} if self.apart else super().memory()  # apart: none of what the others have
+        return {} if self.has_own_gpus else super().memory()  # only GPUs of models are measured
 
 
 class Rank(LearnerActor):
@@ -133,11 +130,11 @@ class Rank(LearnerActor):
     ) -> tuple[int, str]:
         self.shared = shared
         self.make(path, args, self.join(address, ranks, device, AT_ONCE))
-        loaded = self.resume(state) if self.learner else (0, "")
+        resumed = self.resume(state) if self.learner else (0, "")
         with self.turn():
             pass  # the next model needs the memory that loading took
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every call
-        return loaded
+        return resumed
 
 
 class Reference(Rank):
@@ -161,13 +158,13 @@ class Critic(Rank):
         self.learner = CriticLearner(path, args, device, args.seed, args.steps)
 
     def save(self, run_folder: Path) -> None:
-        """To a folder from which the trainer, on the same node, takes it into its checkpoint."""
+        """Save to a folder that the trainer, on the same node, moves into its checkpoint."""
         with disk_errors(run_folder):
             self.run("save", empty_folder(run_folder / UNFINISHED, self.rank))
 
 
 class Trainer(Rank):
-    """A rank of the policy: `score`, `learn`. It sends to the worker on its device, or to a group."""
+    """A rank of the policy: `score`, `learn`. It sends to the worker on the same device, or to a group."""
 
     weights_stay = True  # on the GPU, where the engine reads them
 
@@ -175,10 +172,10 @@ class Trainer(Rank):
         proof = Proof(MAX_MISMATCH[device.type], weights_proven=True)
         self.learner = PPOLearner(path, args, device, args.seed, args.steps, proof)
 
-    def channel(self, workers: int) -> dict[str, str]:
-        """Colocated: make the channel to the worker. Returns the handle for it."""
-        device = self.model.device.type  # all ranks share the CPU
-        channel = SharedMemoryChannel(torch.device(device, 0 if device == "cuda" else self.rank % workers))
+    def open_channel(self, tensor_parallel_size: int) -> dict[str, str]:
+        """Open the channel to the worker on this device. Returns the worker's handle, by device id."""
+        device = self.model.device.type  # on CPU, which all ranks share, the worker's rank is the index
+        channel = SharedMemoryChannel(torch.device(device, 0 if device == "cuda" else self.rank % tensor_parallel_size))
         self.sender = WeightSender(channel)
         return channel.handles
 
@@ -190,12 +187,12 @@ class Trainer(Rank):
         return self.sender.send_weights(self.model.named_tensors().items())
 
     def save(self, run_folder: Path) -> None:
-        def save(folder: Path) -> None:
+        def save_both(folder: Path) -> None:
             self.learner.save(folder)
             if self.rank == 0:
                 (run_folder / UNFINISHED).rename(folder / CRITIC)
 
-        write_checkpoint(run_folder, self.learner.step, save, self.rank)
+        write_checkpoint(run_folder, self.learner.step, save_both, self.rank)
 
 
 RANKS = {"trainer": Trainer, "critic": Critic, "reference": Reference, REWARD_MODEL: Reward}
@@ -214,7 +211,7 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
         split = f", 1 for trainer and critic and {tp} for the engine" if not colocated else ""
         raise RunError(
             f"--placement {args.placement} with --tensor-parallel-size {tp} wants {wanted} GPUs{split}, and there are"
-            f" {gpus}: lower --tensor-parallel-size, or use --placement colocated, where one GPU does"
+            f" {gpus}: lower --tensor-parallel-size, or use --placement colocated, for which one GPU is enough"
         )
     if gpus and colocated:
         refuse_expandable_segments()
@@ -222,14 +219,15 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
         args = replace_flags(args, sleep="none")  # on CPU, vLLM has no sleep mode; split, nobody needs the memory
     frozen = 1 if gpus > wanted else 0  # split: the bundle of reference and reward model
     bundles = {"trainer": [0], "critic": [0], "reference": [frozen], REWARD_MODEL: [frozen]}
-    bundles["engine"] = list(range(frozen + 1, frozen + 1 + tp))
+    workers = list(range(frozen + 1, frozen + 1 + tp))
     if colocated:
-        bundles = {name: list(range(tp)) for name in bundles}
-    every = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 0.5}] * (1 + bundles["engine"][-1])
-    group = reserve(every, "PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
+        workers = list(range(tp))
+        bundles = dict.fromkeys(bundles, workers)
+    resources = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 0.5}] * (1 + workers[-1])
+    group = reserve(resources, "PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
     share = {"num_gpus": GPU_SHARE} if gpus else {}
-    seats = {name: [seat(group, bundle, **share) for bundle in own] for name, own in bundles.items()}
-    seats["engine"] = [seat(group, bundles["engine"][0], bundles["engine"])]
+    seats = {name: [seat(group, bundle, **share) for bundle in ranks] for name, ranks in bundles.items()}
+    seats["engine"] = [seat(group, workers[0], workers)]
     return "cuda" if gpus else "cpu", bool(gpus) and colocated, args, seats
 
 
@@ -243,19 +241,19 @@ def main(args: Arguments) -> None:
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
-        longest = engine.first("starting", "start", paths["trainer"], args, device, each=engine.bundles)
+        max_model_len = engine.first("starting", "start", paths["trainer"], args, device, each=engine.bundles)
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
         (steps_done, remarks), *_ = load(session, models, paths, states, args, device, shared)
         reward = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args).score
-        run.say(remarks + task.check_lengths(longest, args.max_tokens))
+        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
-        handles = connect(run, engine, models, args)
-        report = sync(models["trainer"], engine, handles)
-        same = "" if engine.first("comparing", "serves_checkpoint") else "not "
+        receive_arguments = connect(run, engine, models, args)
+        report = sync(models["trainer"], engine, receive_arguments)
+        same = engine.first("comparing", "serves_checkpoint")
         run.say(
-            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {same}bit for bit what the engine had"
-            f" loaded from disk; from now on by {report.loader}"
+            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
+            f" what the engine had loaded from disk; from now on by {report.loader}"
         )
         run.start_metrics(steps_done, args)
 
@@ -273,9 +271,9 @@ def main(args: Arguments) -> None:
             clock.end("score")
             experience, estimates = estimate(batch.known_rollouts(), scores, values, args)
             learning = [(models["critic"], "learn", experience), (models["trainer"], "learn", experience)]
-            critic, policy = in_turn(session, "learning", learning, shared)
+            critic, policy = call_models(session, "learning", learning, shared)
             clock.end("train")
-            report = sync(models["trainer"], engine, handles)
+            report = sync(models["trainer"], engine, receive_arguments)
             clock.end("sync")
             metrics = rollout_metrics(batch.rollouts, args.group_size) | estimates | critic | policy | clock.metrics
             run.log_step(step, batch, report, metrics | evaluate(engine, task, args, step, reward))
@@ -290,7 +288,7 @@ def main(args: Arguments) -> None:
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
         engine.call("sleeping", "sleep", args.sleep)
         batch = reward(batch, args.steps)
-        (mismatch,) = in_turn(session, "proving", [(models["trainer"], "mismatch", batch.rollouts)], shared)
+        (mismatch,) = call_models(session, "proving", [(models["trainer"], "mismatch", batch.rollouts)], shared)
         summary = run.summary(batch, mismatch)
     print(summary)
 
@@ -304,27 +302,27 @@ def load(
     device: str,
     shared: bool,
 ) -> list[tuple[int, str]]:
-    """Load all models from their paths, and the training states of some: in turn, if they share devices. Returns what
-    the first rank of each says."""
-    begun = []
+    """Load all models from their paths, and the training states of some: in turn, if they share devices. Returns, for
+    each model, what `Rank.load` returned on its first rank."""
+    loading = []
     for name, group in models.items():
         address = group.rank_0("loading", "address")
         calls = group.begin("load", address, len(group), paths[name], states.get(name), args, device, shared)
-        begun.append(calls)
+        loading.append(calls)
         if shared:
             session.wait("loading", calls)
-    return [session.wait("loading", calls)[0] for calls in begun]
+    return [session.wait("loading", calls)[0] for calls in loading]
 
 
-def in_turn(session: RaySession, phase: str, calls: list[tuple], shared: bool) -> list:
-    """The first rank's result of each of these calls: (actors, method of the learner or model, arguments). If the
-    models share devices, one after the other."""
+def call_models(session: RaySession, phase: str, calls: list[tuple], shared: bool) -> list:
+    """Make these calls, each a tuple of a model's actors, a method of the model or its learner, and arguments. They run
+    at the same time or, if the models share devices, one after the other. Returns each call's result on rank 0."""
     if shared:
         return [group.first(phase, "run", *call) for group, *call in calls]
-    begun = [group.begin("run", *call) for group, *call in calls]
-    every = {name: ref for refs in begun for name, ref in refs.items()}
-    results = dict(zip(every, session.wait(phase, every), strict=True))
-    return [results[next(iter(refs))] for refs in begun]
+    running = [group.begin("run", *call) for group, *call in calls]
+    refs = {actor: ref for call_refs in running for actor, ref in call_refs.items()}
+    results = dict(zip(refs, session.wait(phase, refs), strict=True))
+    return [results[next(iter(call_refs))] for call_refs in running]
 
 
 def score(
@@ -334,15 +332,15 @@ def score(
     calls = [(models["trainer"], "score", rollouts), (models["critic"], "values", rollouts)]
     if "reference" in models:
         calls.append((models["reference"], "score_all", rollouts))
-    scores, values, *reference = in_turn(session, "scoring", calls, shared)
-    for (logprobs,) in reference:  # none where the policy has adapters: it has scored without them as well
+    scores, values, *reference = call_models(session, "scoring", calls, shared)
+    for (logprobs,) in reference:  # a policy with adapters has no reference: it has scored without them as well
         scores.reference_logprobs = logprobs
     return scores, values
 
 
 def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], args: Arguments) -> tuple:
-    """Print the layout, and connect the trainer with the engine's workers: each rank with the one on its device or, if
-    they share none, rank 0 with all of them in one broadcast group. Returns the arguments of `receive_weights`."""
+    """Print the layout, and connect the trainer with the engine's workers: each rank with the worker on its device or,
+    split, rank 0 with all of them in one broadcast group. Returns the arguments of `receive_weights`."""
     devices = {name: group.call("connecting", "device_id") for name, group in models.items()}
     devices["engine"] = engine.first("connecting", "device_ids")
     lines = [f"{'device':40}  actor"]
@@ -354,16 +352,17 @@ def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], a
         joining = trainer.begin("init_weight_update_group", *group) | engine.begin("init_weight_update_group", *group)
         engine.session.wait("connecting", joining)
         return (args.timeout,)
-    handles = {device: path for own in trainer.call("connecting", "channel", workers) for device, path in own.items()}
+    rank_handles = trainer.call("connecting", "open_channel", workers)
+    handles = {device_id: path for rank in rank_handles for device_id, path in rank.items()}
     if handles.keys() != set(devices["engine"]):
         raise RunError(f"the engine runs on {sorted(devices['engine'])}, and the trainer ranks on {sorted(handles)}")
     return handles, args.timeout
 
 
-def sync(trainer: ActorGroup, engine: ActorGroup, arguments: tuple) -> SyncReport:
+def sync(trainer: ActorGroup, engine: ActorGroup, receive_arguments: tuple) -> SyncReport:
     """Send the trainer's weights to the engine, which wakes up."""
     sending = trainer.begin("send_weights")
-    report, *_, served = engine.session.wait("syncing", sending | engine.begin("receive_weights", *arguments))
+    report, *_, served = engine.session.wait("syncing", sending | engine.begin("receive_weights", *receive_arguments))
     if not served:
         raise RunError(f"after sync {report.version}, the engine does not serve what was sent")
     return report

@@ -1,18 +1,19 @@
-"""RLHF with engines as services: `vllm serve` anywhere, any of which may die, or hang, and come back.
+"""RLHF with engines as services: `vllm serve` on any machines. A server may die or hang, and come back.
 
-    python rlhf_serve.py --engine-url http://a:8000 --engine-url http://b:8000 --model NAME    # docs/cluster.md: how to
+    python rlhf_serve.py --engine-url http://a:8000 --engine-url http://b:8000 --model NAME    # see docs/cluster.md
     python rlhf_serve.py                             # starts a server itself: 3 GPUs, trainer + TP=2 engine
     python rlhf_serve.py --engines 2 --tensor-parallel-size 1     # starts two; no GPU: a small built-in model, gloo
 
     GPU 0        trainer actor: fp32 master weights, GRPO (recipe/learning/grpo.py), a WeightSender for each server
     CPU          engines actor: speaks HTTP with all servers (recipe/rollouts/replicas.py)
-    elsewhere    vLLM's servers, whose workers have rlhf_utils.WorkerExtension; one on GPU 0 has ColocateWorkerExtension
+    elsewhere    vLLM's servers, extended by rlhf_utils.WorkerExtension; on GPU 0: by rlhf_utils.ColocateWorkerExtension
 
 1. Place: one Ray placement group, for the trainer and for the servers that this run starts.
-2. Connect the trainer with each server in a group of their own, and sync: now all serve the trainer's weights.
-3. Each step: take rollouts, learn, sync, as in rlhf_async.py. A death breaks one group and no other: what the server
-   had not finished goes to others, with the same seeds. A server that answers again at its URL, whoever has started it,
-   gets a new group, the weights and their proof, and then work. With none left, the run waits.
+2. Connect the trainer with each server in a group of their own, and sync once: now all serve the trainer's weights.
+3. Each step: take rollouts, learn, sync, as in rlhf_async.py. If a server is lost, only its group breaks, and the other
+   servers get its unfinished requests, with the same seeds. If it answers again at its URL, whoever has started it, it
+   joins a new group and gets the weights. Once it has proven that it serves them, it gets work. With no server left,
+   the run waits for one.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
@@ -54,7 +55,7 @@ class Arguments(
 
 
 class Engines(ReplicaPool):
-    """A Ray actor that speaks with all servers, many of whose methods run at one time."""
+    """A Ray actor that speaks with all servers. Many of its methods run at the same time."""
 
     async def start(self, model: str, args: Arguments, device: str, trainer: ray.actor.ActorHandle) -> int:
         self.trainer, self.timeout = trainer, args.timeout
@@ -65,12 +66,12 @@ class Engines(ReplicaPool):
         if replica.shares_device:
             replica.arguments = (await self.trainer.share_memory.remote(replica.name),)
             return
-        size = 1 + replica.workers
-        address = await self.trainer.init_weight_update_group.remote(replica.name, replica.host, size)
-        await replica.rpc("init_weight_update_group", *address, 1, size)
+        world_size = 1 + replica.workers
+        address = await self.trainer.init_weight_update_group.remote(replica.name, replica.host, world_size)
+        await replica.rpc("init_weight_update_group", *address, 1, world_size)
 
     async def sync(self, replicas: list[Replica]) -> None:
-        """Pause, receive, prove, label, resume, side by side. The trainer sends when its step allows it."""
+        """Sync these servers at the same time: each pauses, receives, proves, gets the version's label, and resumes."""
         replicas = await self.together(replicas, lambda replica: replica.call("/pause", params={"mode": "keep"}))
         receiving = {
             replica: asyncio.ensure_future(
@@ -78,6 +79,7 @@ class Engines(ReplicaPool):
             )
             for replica in replicas
         }
+        # The trainer sends as soon as it is not learning.
         version, reports = await self.trainer.send_weights.remote([replica.name for replica in replicas])
 
         async def prove(replica: Replica) -> None:
@@ -98,38 +100,38 @@ class Trainer(LearnerActor):
     """A Ray actor around the learner. It is rank 0 of a group with each server."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        own = self.join(address, 1, device)
+        torch_device = self.join(address, 1, device)
         proof = Proof(MAX_MISMATCH[device], weights_proven=True)
-        self.learner = GRPOLearner(models.loaded, args, own, args.seed, args.steps, models.initial, proof)
+        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
         self.senders, self.timeout, self.threads = {}, args.engine_timeout, ThreadPoolExecutor(64)
         return self.resume(models.checkpoint)
 
     def init_weight_update_group(self, name: str, host: str, world_size: int) -> tuple[str, int]:
-        """Begin to open a group with the server of this name. Returns the address at which its workers join."""
+        """Begin to open a group with the server of this name. Returns the address where its workers join."""
         address, port = address_towards(host), self.address()[1]
 
         def join() -> WeightSender:
             group = stateless_init_process_group(address, port, 0, world_size, self.learner.model.device)
             return WeightSender(group, timeout=self.timeout)
 
-        self.send_by(name, join)  # which waits for the workers, of which the trainer knows nothing
+        self.set_sender(name, join)  # in a thread, since `join` waits for the workers
         return address, port
 
     def share_memory(self, name: str) -> dict[str, str]:
         """Begin to share this device's memory with the server of this name. Returns the handle for its worker."""
         channel = SharedMemoryChannel(self.learner.model.device)
-        self.send_by(name, lambda: WeightSender(channel, timeout=self.timeout))
+        self.set_sender(name, lambda: WeightSender(channel, timeout=self.timeout))
         return channel.handles
 
-    def send_by(self, name: str, make: Callable[[], WeightSender]) -> None:
-        """From now on, this is how the server of this name gets its weights."""
+    def set_sender(self, name: str, make_sender: Callable[[], WeightSender]) -> None:
+        """From now on, the server of this name gets its weights by the sender that this function makes in a thread."""
         if name in self.senders:
             self.threads.submit(lambda sender: sender.result().close(), self.senders.pop(name))
-        self.senders[name] = self.threads.submit(make)
+        self.senders[name] = self.threads.submit(make_sender)
 
     def send_weights(self, names: list[str]) -> tuple[int, dict[str, SyncReport | str]]:
-        """Send to these servers, side by side. Returns the version of the weights, and of each server a report, or why
-        there is none."""
+        """Send to these servers at the same time. Returns the version of the weights and, for each server, a report or
+        the reason why there is none."""
         weights = list(self.learner.model.named_tensors().items())
 
         def send(name: str) -> SyncReport | str:
@@ -140,12 +142,12 @@ class Trainer(LearnerActor):
 
         return self.learner.step, dict(zip(names, self.threads.map(send, names), strict=True))
 
-    def learn(self, rollouts: list[Rollout], proof: list[Rollout]) -> dict[str, float]:
-        return self.learner.learn(rollouts, proof)
+    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout]) -> dict[str, float]:
+        return self.learner.learn(rollouts, proof_rollouts)
 
 
 def address_towards(host: str) -> str:
-    """This machine's address in the network in which it reaches the host. Nothing is sent."""
+    """The address of this machine in the network over which it reaches the host. Nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -153,7 +155,7 @@ def address_towards(host: str) -> str:
 
 
 def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
-    """Reserve the topology. Returns the device, and the seats of the trainer and of the actor with the servers."""
+    """Reserve the topology. Returns the device, and the seats of the trainer and of the actor that starts servers."""
     gpus, servers = int(ray.cluster_resources().get("GPU", 0)), 0 if args.engine_url else args.engines
     wanted = 1 + servers * args.tensor_parallel_size
     if 0 < gpus < wanted:
@@ -161,11 +163,12 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
             f"this topology wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for each engine, and"
             f" there are {gpus}: lower --tensor-parallel-size, or start servers elsewhere and give their --engine-url"
         )
-    kind = "GPU" if gpus else "CPU"
-    group = reserve([{kind: 1}] + ([{kind: wanted - 1 if gpus else 1}] if servers else []), "PACK")
-    trainer = seat(group, 0, **{f"num_{kind.lower()}s": 1})
-    engines = seat(group, 1 if servers else 0, num_gpus=wanted - 1 if gpus and servers else 0)
-    return "cuda" if gpus else "cpu", [trainer], [engines]
+    resource, server_gpus = "GPU" if gpus else "CPU", wanted - 1 if gpus else 0
+    server_bundle = [{resource: server_gpus or 1}] if servers else []
+    group = reserve([{resource: 1}, *server_bundle], "PACK")
+    trainer_seat = seat(group, 0, **{f"num_{resource.lower()}s": 1})
+    engines_seat = seat(group, 1 if servers else 0, num_gpus=server_gpus)
+    return "cuda" if gpus else "cpu", [trainer_seat], [engines_seat]
 
 
 def main(args: Arguments) -> None:
@@ -183,8 +186,8 @@ def main(args: Arguments) -> None:
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)
         loading |= engines.begin("start", models.loaded, args, device, trainers.actors["trainer"])
-        (steps_done, remarks), longest = session.wait("starting", loading)
-        run.say(remarks + task.check_lengths(longest, args.max_tokens))
+        (steps_done, remarks), max_model_len = session.wait("starting", loading)
+        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         report = engines.first("connecting", "begin")
@@ -200,9 +203,9 @@ def main(args: Arguments) -> None:
                 batch = ahead.take(step)
                 if args.dynamic_sampling:
                     batch = ahead.resample(batch, step)
-                proof = ahead.proof(step, batch)
+                proof_rollouts = ahead.proof(step, batch)
                 clock.end("rollout")
-                metrics = trainers.first("learning", "learn", batch.rollouts, proof)
+                metrics = trainers.first("learning", "learn", batch.rollouts, proof_rollouts)
                 clock.end("train")
                 report = engines.first("syncing", "take_weights")
                 clock.end("sync")

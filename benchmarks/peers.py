@@ -1,4 +1,4 @@
-"""The workers' side of benchmarks: what they measure, and the ways to sync that are not this project's own."""
+"""The workers' side of the benchmarks: what they measure, and the ways to sync that are vLLM's."""
 
 import math
 
@@ -10,7 +10,7 @@ from weight_sync.trace import plain_tensors
 
 
 class AllocationPeak:
-    """Measures what torch allocates on a GPU from now on. On CPU it measures nothing."""
+    """Measures how much torch allocates on a GPU from now on. On CPU it measures nothing."""
 
     def __init__(self, device: torch.device):
         self.device, self.before = device, 0
@@ -30,15 +30,15 @@ class AllocationPeak:
 
 class _Peer:
     def staging(self) -> int:
-        return self.staged.peak()
+        return self.allocation_peak.peak()
 
     def release(self) -> None:
         """Free a session's buffers, so that the next way's memory can be measured."""
         self._close_link()
-        self.staged = AllocationPeak(self.device)
+        self.allocation_peak = AllocationPeak(self.device)
 
     def poison(self) -> None:
-        """Overwrite all weights. On CPU that takes a load: vLLM computes with packed copies."""
+        """Overwrite all weights. On CPU, load others: vLLM computes with packed copies there."""
         if self.device.type == "cpu":
             self._load_other_weights()
             return
@@ -58,7 +58,7 @@ class PeerExtension(_Peer, WorkerExtension):
     def raw_broadcast(self, nbytes: int) -> None:
         """Receive `nbytes` into one buffer, repeatedly."""
         buffer = torch.empty(min(nbytes, 1 << 28), dtype=torch.uint8, device=self.device)
-        for _ in range(1 + nbytes // buffer.numel()):  # the first one only synchronizes both sides
+        for _ in range(1 + nbytes // buffer.numel()):  # the first broadcast only synchronizes both sides
             self.model_update_group.broadcast(buffer, src=0)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -75,7 +75,7 @@ class PeerExtension(_Peer, WorkerExtension):
 
 
 class QuantizedPeerExtension(FusedQuantization, PeerExtension):
-    """Of engines that torchao quantizes."""
+    """`PeerExtension` of engines that torchao quantizes."""
 
 
 class ColocatePeerExtension(_Peer, ColocateWorkerExtension):
@@ -105,4 +105,4 @@ class ColocatePeerExtension(_Peer, ColocateWorkerExtension):
 
 
 class QuantizedColocatePeerExtension(FusedQuantization, ColocatePeerExtension):
-    """Of engines that torchao quantizes."""
+    """`ColocatePeerExtension` of engines that torchao quantizes."""

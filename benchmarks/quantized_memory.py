@@ -1,10 +1,10 @@
-"""The memory that quantization saves: an engine in bf16, then one quantized by torchao, without a trainer.
+"""Measure the memory that quantization saves: an engine in bf16, then one that torchao quantizes, without a trainer.
 
     python benchmarks/quantized_memory.py --tensor-parallel-size 1 --gpu-memory-utilization 0.4   # 1 GPU, OPT-125M
     python benchmarks/quantized_memory.py --model Qwen/Qwen2.5-7B                                 # 2 GPUs, TP=2
     python benchmarks/quantized_memory.py                                                         # no GPU: built-in
 
-Prints the size of a worker's weights, the KV-cache blocks that fit beside them, and the tokens per second of rollouts.
+Prints the size of a worker's weights, how many KV-cache blocks fit beside them, and the tokens per second of rollouts.
 """
 
 import os
@@ -41,13 +41,13 @@ class Engine(EngineActor):
     """A Ray actor around a vllm.LLM, in bf16 or quantized."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int], quantized: bool) -> tuple[str, str]:
-        """Start the engine. Returns how it runs, and the name of the quantization."""
+        """Start the engine. Returns whether it is compiled and has CUDA graphs, and the name of the quantization."""
         extension = "QuantizedPeerExtension" if quantized else "PeerExtension"
         options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
         options = llm_options(args, device, bundles, **options)
-        # Only now, as the import of vLLM: llm_options has set the environment variables.
-        more, quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
-        self.load(model, more | options)
+        # Only now, since it imports vLLM: llm_options has set the environment variables.
+        torchao_options, quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
+        self.load(model, torchao_options | options)
         compilation = self.llm.llm_engine.vllm_config.compilation_config
         compiled = "compiled, " if compilation.mode else ""
         return f"{compiled}CUDA graphs {compilation.cudagraph_mode.name}", quantization
@@ -79,20 +79,21 @@ def place(tensor_parallel_size: int) -> tuple[str, Seat]:
 
 
 def main(args: Arguments) -> None:
-    table, own = [], str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([own, os.environ.get("PYTHONPATH", "")])  # workers import peers.py
+    table, folder = [], str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])  # workers import peers.py
     with RunFolder(args, Path(__file__).stem) as run:
         for quantized in (False, True):
             with RaySession(args, run.progress) as session:
-                device, own = place(args.tensor_parallel_size)
+                device, engine_seat = place(args.tensor_parallel_size)
                 name = args.model or (BUILTIN_MODEL if device == "cpu" else DEFAULT_MODEL)
                 model = load_or_make(name, run.path / "model", args)
-                count, *batch = BATCH[device]
-                prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
-                engine = ActorGroup(session, "engine", Engine, [own])
-                how, quantization = engine.first("starting", "start", model, args, device, own.bundles, quantized)
+                prompt_count, *batch = BATCH[device]
+                prompts = [PROMPTS[i % len(PROMPTS)] for i in range(prompt_count)]
+                engine = ActorGroup(session, "engine", Engine, [engine_seat])
+                start_arguments = (model, args, device, engine_seat.bundles, quantized)
+                mode, quantization = engine.first("starting", "start", *start_arguments)
                 table += engine.call("generating", "measure", prompts, *batch, ROUNDS[device])
-    print(f"model {model}, {how}, TP={args.tensor_parallel_size}")
+    print(f"model {model}, {mode}, TP={args.tensor_parallel_size}")
     print(f"quantized by torchao's {quantization}")
     print("rollouts of {} prompts x {} completions of {} tokens, or as many as the model takes".format(*BATCH[device]))
     print(f"{'':10}{'weights of a worker':>22}{'KV-cache blocks':>18}{'of tokens':>12}{'rollout':>18}")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the shapes of models that they make, with random weights, and the GPUs of this machine."""
+"""What the benchmarks share: the shapes of the models that they make with random weights, and this machine's GPUs."""
 
 import subprocess
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ SHAPES = {
 
 @dataclass
 class BenchmarkArguments(RunArguments):
-    """A run without learning steps: these are no flags."""
+    """A run without learning steps, so these are no flags."""
 
     steps: int = field(default=1, init=False)
     save_every: int = field(default=0, init=False)
@@ -38,7 +38,7 @@ class BenchmarkArguments(RunArguments):
 
 
 def device_kind() -> tuple[str, int]:
-    """The name of this machine's GPUs, and the bytes of the smallest; without one, "CPU" and 0."""
+    """The name of this machine's GPUs, and the bytes of the smallest one's memory; without a GPU, "CPU" and 0."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, check=True).stdout

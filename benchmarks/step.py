@@ -1,4 +1,4 @@
-"""Time a whole GRPO step, and where it goes: rollout, learning, weight sync, rest. Beside it TRL's.
+"""Time a whole GRPO step and its parts: rollout, learning, weight sync, rest. TRL's step is timed beside it.
 
     python benchmarks/step.py --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 512
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 \
@@ -9,14 +9,15 @@
     python benchmarks/step.py --topology nccl --trainers 2 --engines 2    # 4 GPUs
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
-Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours").
-Then, on a GPU, with `--exact on` ("exact"), of which it prints what the steps have proven, and with learner and engine
-compiled ("compiled"). Then TRL's GRPOTrainer ("TRL"), if trl is installed, with vLLM on the same GPU. With `--topology
-nccl`, runs rlhf.py and rlhf_async.py instead, each trainer rank and each TP=1 engine on a GPU of its own. Model,
-prompts, reward and batch are the same. The model has random weights, and its tokenizer's end token is none that it can
-sample, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of its vocabulary ends a
-completion. It samples all of them nearly equally often, so a completion may end anywhere, after M tokens on average, or
-else at `--tokens`.
+Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours"). On
+a GPU, runs it again with `--exact on` ("exact"), and prints what the steps have proven, and with learner and engine
+compiled ("compiled"). If trl is installed, runs TRL's GRPOTrainer ("TRL") with vLLM on the same GPU. With `--topology
+nccl`, runs rlhf.py and rlhf_async.py instead, each trainer rank and each TP=1 engine on a GPU of its own.
+
+All ways get the same model, prompts, reward and batch. The model has random weights. It cannot sample its tokenizer's
+end token, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of the vocabulary ends a
+completion. The model samples all of them nearly equally often, so completions end after M tokens on average, and at
+`--tokens` at the latest.
 
 Times are medians of the steps after the first. A step lasts until the next one begins, so the clock leaves nothing
 out: "rest" is what is in none of the other parts, and "sync" has sleeping and waking in it. Tokens/s are the median of
@@ -24,15 +25,15 @@ a step's tokens over that of its time. TRL is told to use no gradient checkpoint
 completions at a time, and which share of the GPU is vLLM's. All else are its defaults: it learns in the checkpoint's
 bf16, while our master weights are fp32. Its parts are timed from outside, and each ends when the GPU has done its work.
 
-With `--topology nccl`, the table also says for which share of a step the engine is idle, and the trainer. In rlhf.py,
-the engine is idle in all but the rollout, and the trainer in the rollout; rlhf_async.py logs its own shares. Its
-"rollout" is what the trainer waits for rollouts.
+With `--topology nccl`, the table also has the shares of a step in which the engine and the trainer are idle. In
+rlhf.py, the engine is idle in all parts but the rollout, and the trainer in the rollout. rlhf_async.py logs its shares
+itself; its "rollout" is the time that the trainer waits for rollouts.
 
-MFU is the share of the GPU's peak in bf16 (PEAK_FLOPS) that learning's own arithmetic took, without any recomputation:
-6 FLOPs for each weight of the blocks and each token, for each weight of the head and each token of a completion, and
-6 * layers * hidden size * length for the attention of each token; with adapters 4 for the weights, which get no
-gradient. With `--mean-tokens` there is none: lengths differ. Memory is the peak of all that is in use of the GPU, or
-of both together; on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
+MFU is the share of the GPU's peak in bf16 (PEAK_FLOPS) that the arithmetic of learning takes, without any
+recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each weight of the head and each token of a
+completion, and 6 * layers * hidden size * length for the attention of each token. With adapters, weights take 4, since
+they get no gradient. With `--mean-tokens` there is no MFU, since lengths differ. Memory is the peak of what is in use
+on all GPUs together; on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
 """
 
 import importlib.util
@@ -64,7 +65,7 @@ from recipe.run.arguments import parse  # noqa: E402
 from recipe.run.session import run_main  # noqa: E402
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
-PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # "sync" with sleeping
+PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors
 COMPILED = ["--compile", "--engine-args", '{"compilation_config": {}}']
 TOPOLOGIES = ("ipc", "nccl")
 
@@ -73,16 +74,21 @@ TOPOLOGIES = ("ipc", "nccl")
 class Arguments:
     """The workload."""
 
-    topology: Literal[TOPOLOGIES] = HfArg(default="ipc", help="on CPU: shared memory, or gloo")
+    topology: Literal[TOPOLOGIES] = HfArg(
+        default="ipc", help="trainer and engine on one GPU (ipc; CPU: shared memory), or on several (nccl; CPU: gloo)"
+    )
     trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="trainer ranks, each on a GPU, with --topology nccl")
     engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, each on a GPU, with --topology nccl")
-    ways: list[str] | None = HfArg(default=None, help="ways to time, by name (default: all of the topology)")
+    ways: list[str] | None = HfArg(
+        default=None,
+        help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py rlhf_async.py)",
+    )
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
     prompts: Annotated[int, Ge(1)] = HfArg(default=16, help="prompts in a step")
     completions: Annotated[int, Ge(2)] = HfArg(default=8, help="completions of each prompt")
     tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="tokens of each completion")
     mean_tokens: Annotated[int | None, Ge(2)] = HfArg(
-        default=None, help="completions end at random after so many on average, and after --tokens at most"
+        default=None, help="completions end at random, after so many tokens on average and --tokens at most"
     )
     prompt_tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="tokens of each prompt")
     steps: Annotated[int, Ge(2)] = HfArg(default=6, help="steps of each way; the first is not counted")
@@ -96,7 +102,7 @@ class Arguments:
 
 
 def build_model(folder: Path, args: Arguments, device: str) -> None:
-    """Write a model with random weights, a tokenizer of which every token is text, and prompts.jsonl."""
+    """Write a model with random weights, its tokenizer, and prompts.jsonl."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -113,7 +119,7 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    if args.mean_tokens:  # vLLM and TRL stop at these, which are in generation_config.json
+    if args.mean_tokens:  # vLLM and TRL stop at the EOS tokens in generation_config.json
         count = config.vocab_size // args.mean_tokens
         model.generation_config.eos_token_id = list(range(config.vocab_size - count, config.vocab_size))
     model.save_pretrained(folder)
@@ -124,7 +130,7 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
 
 
 def learning_flops(args: Arguments) -> float:
-    """FLOPs of learning from one step's completions (see above)."""
+    """FLOPs of learning from one step's completions, as the module's docstring counts them."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -142,21 +148,21 @@ def choose_gpus(args: Arguments) -> str:
     """The first GPUs that are visible, as many as the topology takes. Raises RunError if there are fewer."""
     import torch
 
-    wanted, there = args.trainers + args.engines if args.topology == "nccl" else 1, torch.cuda.device_count()
-    if there < wanted:
-        raise RunError(f"--topology {args.topology} takes {wanted} GPUs, and there are {there}")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(there)))
+    wanted, available = args.trainers + args.engines if args.topology == "nccl" else 1, torch.cuda.device_count()
+    if available < wanted:
+        raise RunError(f"--topology {args.topology} takes {wanted} GPUs, and there are {available}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(available)))
     return ",".join(visible.split(",")[:wanted])
 
 
 def run_way(folder: Path, command: list[str], gpus: str) -> float:
-    """Run a command whose output goes to output.txt in this folder. Returns the peak of memory in use, in GB.
+    """Run a command, with its output in output.txt in this folder. Returns the peak of memory in use, in GB.
 
-    `gpus` are those that it sees, or "" on CPU. Raises RunError with the last line of the output if it fails.
+    The command sees these `gpus`; on CPU, that is "". Raises RunError with the last line of the output if it fails.
     """
     folder.mkdir()
     paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {"PYTHONPATH": os.pathsep.join(paths)}  # of the reward
+    environment = {"PYTHONPATH": os.pathsep.join(paths)}  # where the reward is found
     environment |= {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
     with (folder / "output.txt").open("w") as file:
         output = {"stdout": file, "stderr": subprocess.STDOUT}
@@ -173,7 +179,7 @@ def run_way(folder: Path, command: list[str], gpus: str) -> float:
 
 
 def gpu_memory(gpu: str) -> float:
-    """GB of this GPU in use, whoever uses them."""
+    """GB in use on this GPU, by any process."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) * 2**20 / 1e9
 
@@ -190,9 +196,10 @@ def resident_memory(pid: int) -> float:
 
 
 def our_step(
-    folder: Path, args: Arguments, gpus: str, script: str, more: Sequence[str] = ()
+    folder: Path, args: Arguments, gpus: str, script: str, script_flags: Sequence[str] = ()
 ) -> tuple[list[dict], float]:
-    """Each counted step of a script: seconds by part, tokens, idle shares. And the peak of memory."""
+    """Run a script. Returns its steps but the first, with seconds by part, tokens and idle shares, and the peak of
+    memory."""
     model = folder.parent / "model"
     flags = {"model": model, "dataset": model / "prompts.jsonl", "prompts-per-step": args.prompts, "steps": args.steps}
     flags |= {"group-size": args.completions, "max-tokens": args.tokens, "reward": "step_trl:reward", "save-every": 0}
@@ -200,7 +207,7 @@ def our_step(
     flags |= {"engines": args.engines} | ({"trainers": args.trainers} if args.topology == "nccl" else {})
     flags |= {"lora-rank": args.lora_rank} if args.lora_rank else {}
     options = [f"--{name}={value}" for name, value in flags.items()]
-    command = [str(ROOT / script), *options, "--output", "run", *shlex.split(args.options), *more]
+    command = [str(ROOT / script), *options, "--output", "run", *shlex.split(args.options), *script_flags]
     peak = run_way(folder, command, gpus)
     steps = []
     for row in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
@@ -209,15 +216,15 @@ def our_step(
         step |= {"mismatch": row["logprobs/mismatch"], "different_tokens": row.get("logprobs/different_tokens", 0)}
         step |= {"tokens": step_tokens(folder.name, row["completions/mean_length"], args)}
         if args.topology == "nccl":
-            waiting = step["rollout"] / step["whole"]
-            step |= {"engine_idle": row.get("async/engine_idle", 1 - waiting)}
-            step |= {"trainer_idle": row.get("async/trainer_idle", waiting)}
+            rollout_share = step["rollout"] / step["whole"]
+            step |= {"engine_idle": row.get("async/engine_idle", 1 - rollout_share)}
+            step |= {"trainer_idle": row.get("async/trainer_idle", rollout_share)}
         steps.append(step)
     return steps[1:], peak
 
 
 def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], float]:
-    """As `our_step`, of TRL."""
+    """As `our_step`, for TRL."""
     batch = min(args.trl_batch, args.prompts * args.completions)
     if args.prompts * args.completions % batch:
         raise RunError(
@@ -233,22 +240,22 @@ def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], floa
 
 
 def step_tokens(way: str, length: float, args: Arguments) -> float:
-    """Tokens of a step whose completions have this mean length. Raises RunError if it is not the one asked for."""
+    """Tokens of a step whose completions have this mean length. Raises RunError if completions ended early."""
     if length != args.tokens and not args.mean_tokens:
         raise RunError(f"{way}: completions have {length:g} tokens on average, and not {args.tokens}")
     return length * args.prompts * args.completions
 
 
 def choose_ways(args: Arguments, gpus: str) -> dict[str, Callable[[Path], tuple[list[dict], float]]]:
-    """What to time, by name: functions of a folder. Raises RunError for a name that is none of them."""
+    """The ways to time, by name: functions that take a folder. Raises RunError if --ways has another name."""
     run = partial(our_step, args=args, gpus=gpus)
     if args.topology == "nccl":
         ways = {script: partial(run, script=script) for script in ("rlhf.py", "rlhf_async.py")}
     else:
-        ways = {"ours": partial(run, script="rlhf_colocate.py", more=["--exact", "off"])}
+        ways = {"ours": partial(run, script="rlhf_colocate.py", script_flags=["--exact", "off"])}
         if gpus:
-            ways["exact"] = partial(run, script="rlhf_colocate.py", more=["--exact", "on"])
-            ways["compiled"] = partial(run, script="rlhf_colocate.py", more=COMPILED)
+            ways["exact"] = partial(run, script="rlhf_colocate.py", script_flags=["--exact", "on"])
+            ways["compiled"] = partial(run, script="rlhf_colocate.py", script_flags=COMPILED)
         if importlib.util.find_spec("trl"):
             ways["TRL"] = partial(trl_step, args=args, gpus=gpus)
     if unknown := [name for name in args.ways or () if name not in ways]:
@@ -282,7 +289,7 @@ def main(args: Arguments) -> None:
     ways, flops = choose_ways(args, gpus), None if args.mean_tokens else learning_flops(args)
     folder = (args.output or Path("runs") / f"step-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     folder.mkdir(parents=True)
-    # In a process of its own, which leaves nothing on the GPU.
+    # In a process of its own, so that nothing stays on the GPU.
     building = multiprocessing.get_context("spawn").Process(
         target=build_model, args=(folder / "model", args, "cuda" if gpus else "cpu")
     )
@@ -307,7 +314,7 @@ def main(args: Arguments) -> None:
         except RunError as error:
             if way != "TRL" or len(ways) == 1:
                 raise
-            failed[way] = str(error)  # such as no memory, which is a result as well
+            failed[way] = str(error)  # running out of memory is a result as well
             print(f"{way:15}{error}")
             continue
         rows.append(summary(way, steps, peak, flops, PEAK_FLOPS.get(device)))
@@ -334,7 +341,7 @@ def line(row: dict) -> str:
 
 
 def draw(rows: list[dict], title: str, path: Path) -> None:
-    """A bar for each way, from the bottom up, made of its parts."""
+    """Draw a bar for each way, from the bottom up, made of its parts."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.6 * len(rows) + 1.8))

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the workload of benchmarks/step.py, which starts this. And the reward that both are given.
+"""TRL's GRPOTrainer on the workload of benchmarks/step.py, which starts this script, and the reward of all ways.
 
 On a GPU, vLLM runs in the same process; on CPU, transformers generates. Writes steps.json.
 """
@@ -14,18 +14,18 @@ from pathlib import Path
 
 
 def reward(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    """Numbers that depend on the texts alone, and differ among the completions of a prompt."""
+    """Rewards that depend on the texts alone, and differ among the completions of a prompt."""
     return [zlib.crc32(text.encode()) % 1000 / 1000 for text in completions]
 
 
 class Parts:
-    """Seconds of each step of a trainer, and of its parts."""
+    """The seconds of each step of a trainer, and of the step's parts."""
 
     def __init__(self, synchronize: Callable):
         self.synchronize, self.seconds, self.steps, self.began = synchronize, Counter(), [], None
 
     def time(self, owner, name: str) -> None:
-        """Time this method from now on."""
+        """Time this method of `owner` from now on."""
         method = getattr(owner, name)
 
         def run(*args, **options):
@@ -39,10 +39,10 @@ class Parts:
         setattr(owner, name, run)
 
     def next_step(self) -> None:
-        """A step begins, and the last one, if any, ends."""
+        """End the current step, if there is one, and begin the next."""
         now, parts = time.perf_counter(), self.seconds
         if self.began:
-            generating, sync = parts["_generate_single_turn"], parts["sync_weights"]  # which is a part of generating
+            generating, sync = parts["_generate_single_turn"], parts["sync_weights"]  # sync is a part of generating
             learn = parts["training_step"] - generating - parts["_calculate_rewards"] + parts["step"]
             step = {"whole": now - self.began, "rollout": generating - sync, "learn": learn, "sync": sync}
             self.steps.append(step)

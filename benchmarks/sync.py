@@ -1,4 +1,4 @@
-"""Time all ways to sync weights, for one model shape, in one run.
+"""Time all ways to sync weights for one model shape, in one run.
 
     python benchmarks/sync.py --shape qwen2.5-7b                             # 3 GPUs: 1 trainer -> TP=2, NCCL
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU, which trainer and engine share
@@ -14,16 +14,16 @@ reload.
 
 A time is the median of the rounds after the first two, from the end of learning until the engine may generate: it
 begins with naming the trainer's tensors, and ends when both sides' calls have returned. It is the scripts' `time/sync`
-but for their check of what arrived. With our way, the prefix cache was reset before, as it is while a trainer learns.
+without their check of what arrived. With our way, the prefix cache was reset before, as it is while a trainer learns.
 The output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With
 the other ways, the last call resets the prefix cache. On GPUs, the engine has captured CUDA graphs, as in the scripts,
 unless --enforce-eager is given.
 
 With several trainers or engines, or with adapters, the other ways do not apply: only the ceiling and ours are timed.
-The ceiling of several is one broadcast from rank 0 to all workers.
+With several engines, the ceiling is one broadcast from rank 0 to all workers.
 
 Staging is the peak of GPU memory that a way allocates beyond the weights, trainer + worker, in the last round. If the
-first round differs, it is printed as well: there, the first sync verifies replay. Writes a table, sync.json and
+first round differs, it is printed as well: in it, the first sync verifies replay. Writes a table, sync.json and
 sync.png.
 """
 
@@ -73,7 +73,7 @@ from weight_sync.buckets import dtype_name  # noqa: E402
 from weight_sync.groups import shared_buffer  # noqa: E402
 
 CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
-CASES = {"nccl": "{trainers} trainer -> {engines} x TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
+LAYOUTS = {"nccl": "{trainers} trainer -> {engines} x TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
 ROOM_BYTES = 12 << 30  # memory of a GPU beyond the weights: contexts, activations, KV cache, staging
 ROUND_SECONDS = 300  # a longer round counts as stuck
 
@@ -83,17 +83,22 @@ class Arguments(LayoutArguments, EngineArguments, BenchmarkArguments):
     """What to measure."""
 
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
-    topology: Literal[tuple(CASES)] = HfArg(default="nccl", help="on CPU: gloo, or shared memory")
+    topology: Literal[tuple(LAYOUTS)] = HfArg(
+        default="nccl",
+        help="trainer and engines on several GPUs (nccl; CPU: gloo), or on one (ipc; CPU: shared memory)",
+    )
     trainer_dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16", help="dtype of the weights that are sent")
-    quantized: bool = HfArg(default=False, help="an engine of FP8 weights (CPU: int8)")
+    quantized: bool = HfArg(default=False, help="have torchao quantize the engine's weights to FP8 (CPU: int8)")
     lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="rank of adapters on all linear layers")
     rounds: Annotated[int, Ge(1)] = HfArg(default=6, help="rounds of each way")
-    max_model_len: Annotated[int | None, Ge(1)] = HfArg(default=256, help="tokens; the engine generates none")
+    max_model_len: Annotated[int | None, Ge(1)] = HfArg(
+        default=256, help="tokens of a sequence (the engine generates none)"
+    )
     # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
         default=0.1, help="share of the GPU that must be free when the engine starts"
     )
-    model: None = field(default=None, init=False)  # it is made; no flag
+    model: None = field(default=None, init=False)  # the benchmark makes it; no flag
     ray_address: None = field(default=None, init=False)  # both ends of a sync are timed by the clock of one machine
 
 
@@ -116,8 +121,8 @@ class BenchEngine(EngineActor):
         if ipc and device == "cuda":  # this actor has a share of the trainer's GPU, and runs its one worker itself
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
             options["distributed_executor_backend"] = "uni"
-        quantized = quantize_by_torchao(None)[0] if args.quantized else {}
-        self.load(model, quantized | options)
+        torchao_options = quantize_by_torchao(None)[0] if args.quantized else {}
+        self.load(model, torchao_options | options)
         return self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
@@ -127,7 +132,7 @@ class BenchEngine(EngineActor):
         return self.llm.collective_rpc(method, args=args)
 
     def receive_weights(self, *handles) -> float:
-        """Returns time.monotonic() when the call had returned in the engine. All processes of a machine share it."""
+        """Returns when the call has returned, by time.monotonic(), which all processes of a machine share."""
         self.reset_prefix_cache()
         results, returned = self.rpc("receive_weights", *handles), time.monotonic()
         for result in results:
@@ -152,7 +157,7 @@ class BenchEngine(EngineActor):
 
 
 class Watched:
-    """A handle of an actor that also keeps the calls made through it."""
+    """An actor's handle that also keeps the calls made through it."""
 
     def __init__(self, actor):
         self.actor, self.calls = actor, []
@@ -166,8 +171,8 @@ class Watched:
 
 
 class BenchTrainer:
-    """The parameters of one model, or a rank's shards of them, and every way to send them to the engines. Each way's
-    method returns seconds."""
+    """The parameters of one model, or a rank's shards of them, and all ways to send them to the engines. A way is a
+    method that returns seconds."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -194,7 +199,7 @@ class BenchTrainer:
         self.named_tensors = NamedTensors(self.model)
 
     def run(self, method: str, *args):
-        """Run a method that calls engines. Raises an engine's error, for which most methods would wait for ever."""
+        """Run a method that calls engines. If an engine fails, raise its error: most methods would wait for ever."""
         for engine in self.engines:
             engine.calls.clear()
         running, deadline = self.thread.submit(getattr(self, method), *args), time.monotonic() + ROUND_SECONDS
@@ -217,7 +222,7 @@ class BenchTrainer:
 
     @property
     def engine(self) -> Watched:
-        """The one engine, for ways that know no more than one."""
+        """The engine, for ways that take only one."""
         (engine,) = self.engines
         return engine
 
@@ -226,16 +231,16 @@ class BenchTrainer:
             self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
 
     def last_report(self) -> SyncReport:
-        """What is known of our last sync."""
+        """The report of the last sync by our way."""
         return self.report
 
     def staging(self) -> int:
-        return self.staged.peak()
+        return self.allocation_peak.peak()
 
     def release(self) -> None:
-        """Free what the last way has allocated, so that the next one's memory can be measured."""
+        """Free what the last way has allocated, so that the next way's memory can be measured."""
         self.sender = self.native = None
-        self.staged = AllocationPeak(self.device)
+        self.allocation_peak = AllocationPeak(self.device)
 
     def ceiling(self, nbytes: int) -> float:
         """Broadcast, or copy on this device, one buffer until it has moved `nbytes`."""
@@ -334,13 +339,13 @@ class BenchTrainer:
         self.sender = WeightSender(channel if self.topology == "ipc" else self.group, replay=replay)
 
     def ours(self, expected_loader: str) -> float:
-        """Our `WeightSender`. As during a learning step, engines already wait, with an empty prefix cache."""
+        """Our `WeightSender`. The engines already wait, with an empty prefix cache, as at the end of learning."""
         refs = [engine.receive_weights.remote(*self.handles) for engine in self.engines]
         time.sleep(0.05)
         started = time.monotonic()
         self.report = self.sender.send_weights(self.named_tensors().items())
-        known = time.monotonic()
-        seconds = max([known, *ray.get(refs)]) - started  # the other side may know first
+        sent = time.monotonic()
+        seconds = max([sent, *ray.get(refs)]) - started  # either side may return first
         assert self.report.loader.startswith(expected_loader), self.report.loader
         return seconds
 
@@ -350,7 +355,7 @@ class BenchTrainer:
 
 
 def place_together() -> tuple[str, list[Seat], list[Seat]]:
-    """Trainer and engine on one GPU, with half of it each."""
+    """Place trainer and engine on one GPU, with half of it each. Returns what `rlhf.place` does, without a remark."""
     gpus = ray.cluster_resources().get("GPU", 0)
     seat = Seat({"num_cpus": 0, "num_gpus": 0.5 if gpus else 0}, [0])
     return "cuda" if gpus else "cpu", [seat], [seat]
@@ -429,7 +434,7 @@ class Bench:
         return self.ask_trainer("staging"), max(self.ask_workers("staging"))
 
     def measure(self, name: str, method: str, *args) -> None:
-        """Time a method of the trainer, check the weights that it left, and add a row to the table."""
+        """Time a way, a method of the trainer, check the weights that it left, and add a row to the table."""
         seconds, staging, transfers = [], [], []
         for _ in range(self.args.rounds):
             if name not in CEILINGS:
@@ -439,12 +444,12 @@ class Bench:
             if method == "ours":
                 transfers.append(self.ask_trainer("last_report").seconds)
         exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
-        first = min(2, len(seconds) - 1)
-        median = statistics.median(seconds[first:])
+        first_counted = min(2, len(seconds) - 1)
+        median = statistics.median(seconds[first_counted:])
         row = {"way": name, "seconds": median, "GBps": self.nbytes / median / 1e9, "exact": exact, "rounds": seconds}
         self.rows.append(row)
         row |= {"share_of_ceiling": self.rows[0]["seconds"] / median, "staging": staging}
-        row |= {"transfer": statistics.median(transfers[first:])} if transfers else {}
+        row |= {"transfer": statistics.median(transfers[first_counted:])} if transfers else {}
         self.run.say(line(row))
 
 
@@ -457,24 +462,24 @@ def main(args: Arguments) -> None:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
     with RunFolder(args, "sync") as run, RaySession(args, run.progress) as session:
         bench = Bench(run, session, args)
-        case = CASES[args.topology].format(**asdict(args), tp=args.tensor_parallel_size)
-        plain = args.trainers == args.engines == 1 and not args.lora_rank
+        layout = LAYOUTS[args.topology].format(**asdict(args), tp=args.tensor_parallel_size)
+        others_apply = args.trainers == args.engines == 1 and not args.lora_rank
         bench.open_sender(replay=False)
         bench.run_way("ours", "reload")
         bench.nbytes = bench.ask_trainer("last_report").nbytes
         run.say(
-            f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {case}, CUDA graphs {bench.graphs}"
+            f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {layout}, CUDA graphs {bench.graphs}"
         )
         bench.reference = bench.ask_workers("digest")
         bench.reconnect()
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
-        if args.quantized or not plain:
-            pass  # vLLM's examples load in parts; for a model that torchao quantizes, vLLM needs one call with all
+        if args.quantized or not others_apply:
+            pass  # vLLM's examples load weights in parts; what torchao quantizes, vLLM must load in one call
         elif bench.ipc:
             bench.measure("ZMQ + IPC buckets", "zmq_buckets", *bench.ask_workers("report_device_id"))
         else:
             bench.measure("one RPC a parameter", "one_rpc_a_parameter")
-        for packed in (False, True) if bench.gpu and plain else ():
+        for packed in (False, True) if bench.gpu and others_apply else ():
             bench.release()
             bench.run_way("connect_native", packed, *bench.address())
             bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")
@@ -487,7 +492,7 @@ def main(args: Arguments) -> None:
 
 
 def finish(run: RunFolder, args: Arguments, rows: list[dict], nbytes: int) -> None:
-    """Write the results. Raises RunError if a way left other weights than a reload does."""
+    """Write the results. Raises RunError if a way did not leave the weights that a reload does."""
     results = {"shape": args.shape, "device": device_kind()[0], "nbytes": nbytes, "ways": rows}
     settings = "topology quantized lora_rank trainer_dtype tensor_parallel_size trainers engines"
     results |= {name: getattr(args, name) for name in settings.split()}
@@ -511,7 +516,7 @@ def line(row: dict) -> str:
 
 
 def draw(results: dict, path: Path) -> None:
-    """A bar for each way, the ceiling as a line."""
+    """Draw a bar for each way, and the ceiling as a line."""
     from matplotlib.figure import Figure
 
     ceiling, *rows = results["ways"]

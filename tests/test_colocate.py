@@ -306,7 +306,7 @@ def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(
 def test_rank_and_worker_on_different_devices_are_refused(monkeypatch):
     handles = [{"GPU-b": "/b"}, {"GPU-a": "/a"}, {"GPU-c": "/c"}, {"GPU-d": "/d"}]
     ids, said = [["GPU-a", "GPU-b"], ["GPU-c", "GPU-d"]], []
-    trainers, engines = groups({"connect": handles}, {"device_ids": ids, "serves_checkpoint": [True] * 2}, 4, 2)
+    trainers, engines = groups({"open_channel": handles}, {"device_ids": ids, "serves_checkpoint": [True] * 2}, 4, 2)
     report = SimpleNamespace(tensors=3, nbytes=10**9, loader="replay")
     monkeypatch.setattr(rlhf_colocate, "sync", lambda *_: (report, 0.0))
     run, args = SimpleNamespace(say=said.append), rlhf_colocate.Arguments(tensor_parallel_size=2)

@@ -2,19 +2,20 @@
 
     python rlhf.py --task addition
 
-The model is made on the spot: the built-in one (tiny_model.py), taught by supervised steps, nearly all of them on sums
-without a carry in the ones, such as 12+34. Of the others, such as 17+25, it gets few right. The rest it learns from the
-reward alone. Neither part sees the sums that it is evaluated on, in either order.
+The model is made on the spot: the built-in one (tiny_model.py), taught by supervised steps. Nearly all of them are on
+sums without a carry in the ones, such as 12+34. Of the others, such as 17+25, it gets few right, and learns them from
+the reward alone. No step of either kind sees a sum that the model is evaluated on, in either order.
 """
 
 import random
 from itertools import combinations_with_replacement
 from pathlib import Path
 
-from .tiny_model import END, build_tiny_model, teach
+from .tiny_model import END, Part, build_tiny_model, teach
 
 LARGEST, HELD_OUT = 99, 250  # the largest number; pairs of numbers to evaluate on, of 5,050
-CARRIES, RIGHT = 0.05, 0.9  # of the supervised steps: the share of sums with a carry, and of right answers at their end
+CARRIES = 0.05  # the share of sums with a carry in the supervised steps
+RIGHT = 0.9  # the share of right answers at which the supervised steps end
 
 
 def problems(split: str) -> list[dict]:
@@ -22,8 +23,8 @@ def problems(split: str) -> list[dict]:
     pairs = list(combinations_with_replacement(range(LARGEST + 1), 2))
     random.Random(0).shuffle(pairs)
     pairs = pairs[:HELD_OUT] if split == "test" else pairs[HELD_OUT:]
-    both_orders = [order for a, b in pairs for order in dict.fromkeys([(a, b), (b, a)])]
-    return [{"prompt": f"{a}+{b}=", "answer": str(a + b), "carry": (a % 10 + b % 10) // 10} for a, b in both_orders]
+    ordered = [order for a, b in pairs for order in dict.fromkeys([(a, b), (b, a)])]
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b), "carry": (a % 10 + b % 10) // 10} for a, b in ordered]
 
 
 def exact(completions: list[str], answer: list[str], **_) -> list[float]:
@@ -32,14 +33,14 @@ def exact(completions: list[str], answer: list[str], **_) -> list[float]:
 
 
 def build_model(folder: Path, seed: int) -> None:
-    """Write the built-in model to `folder`, taught until the fraction `RIGHT` of its answers is right."""
+    """Write the built-in model to `folder`, taught until the share `RIGHT` of its answers is right."""
     build_tiny_model(folder, seed)
     rows, rng = problems("train"), random.Random(seed)
     by_carry = {carry: [row for row in rows if row["carry"] == carry] for carry in (0, 1)}
 
-    def example() -> list[tuple[str, bool, bool]]:
+    def example() -> list[Part]:
         row = rng.choice(by_carry[rng.random() < CARRIES])
-        return [(row["prompt"], False, False), (row["answer"] + END, True, True)]
+        return [Part(row["prompt"]), Part(row["answer"] + END, taught=True, counts=True)]
 
     steps = teach(folder, example, RIGHT)
     print(f"{steps} supervised steps have taught a small model to add, mostly without a carry")

@@ -1,4 +1,4 @@
-"""A model's chat template: the tokens of a prompt, and those that tools' answers add to a conversation."""
+"""A model's chat template: the tokens of a prompt, and the tokens that tools' answers add to a conversation."""
 
 import json
 import re
@@ -6,14 +6,14 @@ from contextlib import suppress
 
 from ..errors import TaskError
 
-# The turn that stands for what the policy has sampled, where answers are rendered. The first one that fits is taken:
-# Qwen3's template keeps a turn as it was only with its reasoning, DeepSeek-V3's takes a call's arguments as text.
+# To render answers, a placeholder turn stands for what the policy has sampled. The first one that fits is taken:
+# Qwen3's template leaves a turn as it was only if it has reasoning, DeepSeek-V3's takes a call's arguments as text.
 PLACEHOLDERS = ({"arguments": {}}, {"arguments": {}, "reasoning_content": "so"}, {"arguments": "{}"})
-MARK = re.compile("\ue000(\\d+)\ue001")  # of Unicode's private use: stands for a special token in a tool's text
+MARK = re.compile("\ue000(\\d+)\ue001")  # in Unicode's private use area: stands for a special token in a tool's text
 
 
 class ChatTemplate:
-    """The chat template of this tokenizer, with `options` of its own."""
+    """The chat template of this tokenizer, with the template's own `options` (--chat-template-kwargs)."""
 
     def __init__(self, tokenizer, options: dict):
         self.tokenizer, self.options = tokenizer, options
@@ -21,8 +21,8 @@ class ChatTemplate:
         self.special_text = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
 
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None, origin: str) -> list[int]:
-        """The tokens of chat messages, up to where the answer begins, or where it goes on if the last one is the
-        assistant's. `tools` are the schemas that the template is to describe."""
+        """The tokens of chat messages. After them, a completion begins or, if the last message is the assistant's, goes
+        on with it. `tools` are the schemas that the template describes to the model."""
         goes_on = messages[-1]["role"] == "assistant"
         options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
         try:
@@ -32,32 +32,29 @@ class ChatTemplate:
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
     def answer_ids(self, answers: list[dict], end: int) -> list[int]:
-        """The tokens that follow a turn of the policy, which ended with the token `end`: tools' answers, which are
-        messages, and the beginning of the next turn.
+        """The tokens that follow a turn of the policy, whose last token is `end`: those of tools' answers, which are
+        messages, and of the next turn's beginning.
 
-        Special tokens in the answers' text are text. Raises TaskError if the template cannot add answers to a
-        conversation and leave what was there before as it was.
+        Special tokens in the answers' text are text. Raises TaskError if the template cannot add answers without
+        changing the turns before.
         """
         answers = [answer | {"content": self._marked(answer["content"])} for answer in answers]
         problem = "it changes the turns before"
         for placeholder in PLACEHOLDERS:
-            others = {"role": "assistant", "content": ""} | placeholder
-            function = {"name": answers[0]["name"], "arguments": others.pop("arguments")}
-            before = [
-                {"role": "user", "content": "?"},
-                others | {"tool_calls": [{"type": "function", "function": function}]},
-            ]
+            turn = {"role": "assistant", "content": ""} | placeholder
+            function = {"name": answers[0]["name"], "arguments": turn.pop("arguments")}
+            turn["tool_calls"] = [{"type": "function", "function": function}]
+            before = [{"role": "user", "content": "?"}, turn]
             try:
                 prefix = self._encode(self._render(before))
                 whole = self._encode(self._render([*before, *answers], add_generation_prompt=True))
             except Exception as error:  # templates raise what they like
                 problem = f"{type(error).__name__}: {error}"
                 continue
-            # What the template writes behind the end of a turn, such as a line break, was not sampled.
-            ends = [
-                i + 1 for token in (self.tokenizer.eos_token_id, end) for i, own in enumerate(prefix) if own == token
-            ]
-            prefix = prefix[: ends[-1]] if ends else prefix
+            # What the template writes after a turn's end, such as a line break, was not sampled.
+            ends = (self.tokenizer.eos_token_id, end)  # the last `end` counts or, without one, the last EOS
+            lengths = [i + 1 for last in ends for i, token in enumerate(prefix) if token == last]
+            prefix = prefix[: lengths[-1]] if lengths else prefix
             if whole[: len(prefix)] == prefix:
                 return whole[len(prefix) :]
         raise TaskError(
@@ -66,12 +63,12 @@ class ChatTemplate:
         )
 
     def check_tools(self) -> None:
-        """Raise TaskError if the template does not write calls of tools and what they answer, or not behind a turn."""
+        """Raise TaskError if the template leaves out tools' calls or answers, or cannot add answers to a turn."""
         arguments = {"key_1": "value_2"}
         answer = {"role": "tool", "name": "look_3", "content": "found_4"}
         self.answer_ids([answer], self.tokenizer.eos_token_id)
-        for written in (arguments, json.dumps(arguments)):  # DeepSeek-V3's takes the second
-            call = {"type": "function", "function": {"name": "look_3", "arguments": written}}
+        for value in (arguments, json.dumps(arguments)):  # DeepSeek-V3's takes text
+            call = {"type": "function", "function": {"name": "look_3", "arguments": value}}
             turn = {"role": "assistant", "content": "", "tool_calls": [call]}
             with suppress(Exception):  # templates raise what they like
                 text = self._render([{"role": "user", "content": "?"}, turn, answer])
@@ -86,11 +83,12 @@ class ChatTemplate:
         """A tool's content, with marks in place of special tokens."""
         if isinstance(content, list):  # of parts, as {"type": "text", "text": "..."}
             return [part | {"text": self._marked(part["text"])} if "text" in part else part for part in content]
-        return self.special_text.sub(lambda found: f"\ue000{self.special.index(found[0])}\ue001", content)
+        return self.special_text.sub(lambda match: f"\ue000{self.special.index(match[0])}\ue001", content)
 
     def _encode(self, text: str) -> list[int]:
         ids = []
-        for i, part in enumerate(MARK.split(text)):  # every second one is a special token's number
-            own = self.special[int(part)] if i % 2 else part
-            ids += self.tokenizer.encode(own, add_special_tokens=False, split_special_tokens=bool(i % 2))
+        for i, part in enumerate(MARK.split(text)):  # in turn: text, and the number of a special token that is text
+            is_special = bool(i % 2)
+            part_text = self.special[int(part)] if is_special else part
+            ids += self.tokenizer.encode(part_text, add_special_tokens=False, split_special_tokens=is_special)
         return ids

@@ -16,7 +16,7 @@ FORMATS = {".jsonl": "text", ".json": "json", ".parquet": "parquet", ".csv": "cs
 
 @dataclass
 class Row:
-    """A prompt, text or chat messages, and its other columns. `origin` says where it comes from, for errors."""
+    """A row: its prompt, text or chat messages, and its other columns. Errors name its `origin`."""
 
     prompt: str | list[dict]
     columns: dict
@@ -25,7 +25,7 @@ class Row:
 
     @property
     def text(self) -> str:
-        """The prompt as it is shown: of messages the last one."""
+        """The prompt as it is shown on the screen: the text, or the last message's."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
 
 
@@ -35,13 +35,13 @@ def load_rows(
     split: str,
     mapping: str | None,
     reserved: Iterable[str],
-    no_prompt: list[dict] | None = None,
+    default_prompt: list[dict] | None = None,
 ) -> list[Row]:
     """The rows of one split of a dataset, mapped by the function `mapping` ("module:function"), if there is one.
 
     Columns that some rows lack are None there, as TRL's rewards expect. A row that the function maps to None is left
-    out. `no_prompt` stands for a prompt that is missing. Raises TaskError, which names the row, for a prompt that is
-    none, or a column with a `reserved` name.
+    out. A row without a prompt gets the `default_prompt`. Raises TaskError, which names the row, if its prompt is
+    neither text nor messages, or if a column has a `reserved` name.
     """
     function, rows = named_function("--map", mapping) if mapping else None, []
     for number, record in enumerate(_records(name, config, split)):
@@ -56,7 +56,7 @@ def load_rows(
                 raise failed(f"{origin}: --map {mapping}", error) from error
             if mapped is None:
                 continue
-        rows.append(_row(mapped, origin, reserved, no_prompt))
+        rows.append(_row(mapped, origin, reserved, default_prompt))
     if not rows:
         raise TaskError(f"{name} has no prompts")
     columns = dict.fromkeys(column for row in rows for column in row.columns)  # in the order of appearance
@@ -66,18 +66,18 @@ def load_rows(
 
 
 def _parsed(line: str, origin: str):
-    """What a line of JSON says. The reader of `datasets` would make a time of a text such as "2026-01-31"."""
+    """The value of a line of JSON. `datasets` would turn a text such as "2026-01-31" into a time."""
     try:
         return json.loads(line)
     except ValueError as error:
         raise TaskError(f"{origin}: not JSON ({error})") from error
 
 
-def _row(record: dict, origin: str, reserved: Iterable[str], no_prompt: list[dict] | None) -> Row:
+def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: list[dict] | None) -> Row:
     record = _without_nones(record)
-    prompt = record.get("prompt", no_prompt) if isinstance(record, dict) else None
-    messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
-    if not prompt or not (messages or isinstance(prompt, str)):
+    prompt = record.get("prompt", default_prompt) if isinstance(record, dict) else None
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+    if not prompt or not (is_chat or isinstance(prompt, str)):
         raise TaskError(f'{origin}: not an object with a "prompt" that is a text or a list of chat messages')
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
@@ -89,15 +89,15 @@ def _row(record: dict, origin: str, reserved: Iterable[str], no_prompt: list[dic
 
 
 def _without_nones(value):
-    """`datasets` gives every object in a column the keys of all, with None where there was none. Chat templates, and
-    schemas of tools, take that for a value."""
+    """The value without the Nones in its objects. `datasets` gives all objects of a column the same keys, with None
+    where a key was missing; chat templates and schemas of tools would take None for a value."""
     if isinstance(value, dict):
         return {key: _without_nones(part) for key, part in value.items() if part is not None}
     return [_without_nones(part) for part in value] if isinstance(value, list) else value
 
 
 def _records(name: str, config: str | None, split: str) -> list[dict | str]:
-    """The rows of what `datasets.load_dataset` takes, of a local file (of .jsonl, its lines), or of a function."""
+    """The rows of a function, of a local file (of .jsonl: its lines), or of what else `datasets.load_dataset` takes."""
     if re.fullmatch(r"[\w.]+:\w+", name):
         try:
             return list(named_function("--dataset", name)(split))
@@ -117,6 +117,6 @@ def _records(name: str, config: str | None, split: str) -> list[dict | str]:
         try:
             rows = datasets.load_dataset(**source, split=split, **local)
             return list(rows["text"] if file_format == "text" else rows)
-        except Exception as error:  # `datasets` and its hub client raise different errors by version
+        except Exception as error:  # which errors `datasets` and its hub client raise depends on their versions
             cause = str(error.__cause__ or error).strip().partition("\n")[0]
             raise TaskError(f"cannot load the dataset {name}: {type(error).__name__}: {cause}") from error

@@ -1,4 +1,4 @@
-"""An instance of a user's environment, in a thread of its own, and the event loops of this process."""
+"""A user's environment, in a thread of its own, and the event loops of this process."""
 
 import asyncio
 import inspect
@@ -13,15 +13,15 @@ NOT_TOOLS = ("reset", "get_reward")  # of an environment's methods
 
 @cache
 def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
-    """One for all coroutines of users, since clients of web services belong to a loop; and one for each other name."""
+    """The event loop of this name. All of the users' coroutines share one: a web service's client belongs to a loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
 
 
 class Environment:
-    """The tools of one conversation at a time: functions, and the methods of an instance that `factory` makes, if there
-    is one. It has a thread of its own, because a database's connection belongs to one."""
+    """The tools of one conversation at a time: functions and, if there is a `factory`, the methods of the instance that
+    it makes. The instance has a thread of its own, since a database's connection belongs to one."""
 
     def __init__(self, factory: Callable | None, functions: list[Callable], pool: list["Environment"]):
         self.pool, self.lost = pool, False  # lost: a call has not returned in time
@@ -33,10 +33,10 @@ class Environment:
         self.tools = {tool.__name__: tool for tool in [*functions, *(getattr(self.instance, name) for name in names)]}
 
     def begin(self, function: Callable, /, **arguments) -> Future:
-        """Call a function in this environment's thread, or a coroutine function in the event loop of all."""
+        """Call a function in this environment's thread, or a coroutine function in the users' event loop."""
         if inspect.iscoroutinefunction(function):
 
-            async def call():  # wrong arguments are the call's error, too
+            async def call():  # so that wrong arguments are an error of the call
                 return await function(**arguments)
 
             return asyncio.run_coroutine_threadsafe(call(), event_loop())
@@ -45,7 +45,7 @@ class Environment:
         return future
 
     def release(self) -> None:
-        """Let another conversation have it, unless it is lost."""
+        """Let another conversation have this environment. If it is lost, end its thread instead."""
         if self.lost:
             self.jobs.put(None)
         else:
@@ -61,6 +61,7 @@ def _run(call: Callable, future: Future) -> None:
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # also an exit: it is for the one who waits
-        odd = isinstance(error, StopIteration) or not isinstance(error, Exception)  # an event loop does not take it
-        future.set_exception(RuntimeError(f"{type(error).__name__}: {error}") if odd else error)
+    except BaseException as error:  # also an exit, which is for the one who waits
+        # An event loop passes on no exits and no StopIteration.
+        passes = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        future.set_exception(error if passes else RuntimeError(f"{type(error).__name__}: {error}"))

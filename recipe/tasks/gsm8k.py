@@ -27,11 +27,11 @@ def correct(completions: list, answer: list[str], **_) -> list[float]:
 
 
 def final_number(text: str) -> Decimal | None:
-    r"""The number after the last "####", or else in the last \boxed{}, or else the last one of all, if there is any."""
+    r"""The number after the last "####", else the one in the last \boxed{}, else the last number, if there is any."""
     text = text.replace("\N{MINUS SIGN}", "-")
     for pattern in (rf"####[^\d\n]*?{NUMBER}", rf"\\boxed{{[^\d}}]*?{NUMBER}", NUMBER):
-        if found := re.findall(pattern, text):
-            return Decimal(re.sub("[$,]", "", found[-1]))
+        if numbers := re.findall(pattern, text):
+            return Decimal(re.sub("[$,]", "", numbers[-1]))
     return None
 
 

@@ -2,20 +2,21 @@
 
     python rlhf.py --task lookup
 
-A prompt names one of a hundred drawers, and no drawer has the same number twice: only the tool `look` knows it. The
+A prompt names one of a hundred drawers. Each row draws the number in it anew, so only the tool `look` knows it. The
 model is made on the spot: the built-in one (tiny_model.py), taught by supervised steps to guess a number. It can also
-call the tool and repeat what that says, but seldom begins with it. When to call it, it learns from the reward alone.
-Neither part sees the drawers that it is evaluated on.
+call the tool and repeat the answer, but it seldom begins with a call. When to call, it learns from the reward alone. No
+step of either kind sees a drawer that the model is evaluated on.
 """
 
 import random
 from pathlib import Path
 
-from .tiny_model import END, build_tiny_model, teach
+from .tiny_model import END, Part, build_tiny_model, teach
 
 DRAWERS = [letter + digit for letter in "abcdefghij" for digit in "0123456789"]
 HELD_OUT, NUMBERS = 20, 10  # drawers to evaluate on; rows of each of the others, with a number each
-CALLS, RIGHT = 0.1, 0.99  # the share of calls that are taught as the beginning; the supervised steps stop at this share
+CALLS = 0.1  # of the supervised examples with a call, the share that teaches to begin with it
+RIGHT = 0.99  # the share of right calls and repetitions at which the supervised steps end
 TEMPLATE = """
 {%- for message in messages %}
     {%- if message.role == "assistant" %}
@@ -53,7 +54,7 @@ class Drawers:
 
 
 def drawers(split: str) -> list[dict]:
-    """Drawers to evaluate on (`split` "test"), or all others, each several times with another number."""
+    """Rows of drawers: those to evaluate on (`split` "test"), or the others, each several times with other numbers."""
     rng = random.Random(0)
     names = rng.sample(DRAWERS, len(DRAWERS))
     names = names[:HELD_OUT] if split == "test" else names[HELD_OUT:] * NUMBERS
@@ -65,11 +66,11 @@ def drawers(split: str) -> list[dict]:
 
 def exact(completions: list[list[dict]], number: list[str], **_) -> list[float]:
     """1 if the last message is the number and nothing else, 0 otherwise."""
-    return [float(own[-1]["content"] == expected) for own, expected in zip(completions, number, strict=True)]
+    return [float(messages[-1]["content"] == expected) for messages, expected in zip(completions, number, strict=True)]
 
 
 def build_model(folder: Path, seed: int) -> None:
-    """Write the built-in model to `folder`, taught until a share `RIGHT` of its calls and repetitions is right."""
+    """Write the built-in model to `folder`, taught until the share `RIGHT` of its calls and repetitions is right."""
     from transformers import AutoTokenizer
 
     build_tiny_model(folder, seed)
@@ -81,18 +82,17 @@ def build_model(folder: Path, seed: int) -> None:
     print(f"{steps} supervised steps have taught a small model to guess, and how it could look")
 
 
-def _example(rng: random.Random, name: str) -> list[tuple[str, bool, bool]]:
-    """A conversation about a drawer, a guess or a call, as `teach` takes it. How a completion begins does not count."""
+def _example(rng: random.Random, name: str) -> list[Part]:
+    """A conversation about a drawer, with a guess or a call, for `teach`."""
     number = f"{rng.randrange(100):02}"
     if rng.random() < 1 / 2:
-        return [(f"{name}?:", False, False), (number + END, True, False)]
-    begins = rng.random() <= CALLS
+        return [Part(f"{name}?:"), Part(number + END, taught=True)]
     return [
-        (f"{name}?:", False, False),
-        ("[", begins, False),
-        (f'look(drawer="{name}")]{END}', True, True),
-        (f"={number}:", False, False),
-        (number + END, True, True),
+        Part(f"{name}?:"),
+        Part("[", taught=rng.random() <= CALLS),
+        Part(f'look(drawer="{name}")]{END}', taught=True, counts=True),
+        Part(f"={number}:"),
+        Part(number + END, taught=True, counts=True),
     ]
 
 

@@ -2,10 +2,10 @@
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]: ...
 
-If a prompt is a list of chat messages, its completions are as well: [{"role": "assistant", "content": text}], and with
-tools all messages of a conversation. Beside the dataset's columns a reward gets `environments`, where there are any,
-`trainer_state` (`global_step`, `max_steps`), `log_extra(column, values)` and `log_metric(name, value)`. It may be
-`async`, or an object with `__call__`. Each call has the completions of one prompt.
+Each call has the completions of one prompt. If the prompt is a list of chat messages, a completion is as well:
+[{"role": "assistant", "content": text}], and with tools all messages of the conversation. Besides the columns of the
+dataset, a reward gets `trainer_state` (`global_step`, `max_steps`), `log_extra(column, values)`,
+`log_metric(name, value)` and, if there are any, `environments`. It may be `async`, or an object with `__call__`.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "lo
 
 @dataclass
 class Group:
-    """A prompt and its completions, which are compared with each other. `logged` are numbers whose means are metrics.
-    `environments` are those of the completions, until these are scored."""
+    """A prompt and its completions, whose rewards are compared. `logged` are numbers whose means become metrics.
+    `environments` are the completions' environments, until the rewards are known."""
 
     row: Row
     rollouts: list[Rollout]
@@ -49,14 +49,14 @@ class Group:
 
 @dataclass
 class Batch:
-    """The prompts of one step with their completions. `metrics` are of the rewards."""
+    """The prompts of one step with their completions, and the metrics of their rewards."""
 
     groups: list[Group]
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All completions, those of one prompt in a row."""
+        """All completions. Those of one prompt stand together."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     def known_rollouts(self) -> list[Rollout]:
@@ -68,16 +68,16 @@ class Batch:
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """The text of a completion as a reward gets it; of a conversation the last message's."""
+    """The text of a completion, as a reward gets it; the last message's, if it is a conversation."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 class Rewards:
-    """The functions that `names` ("module:function") stand for, and the sum of what they return, by `weights`.
+    """The reward functions of these names ("module:function"), and the sum of what they return, by `weights`.
 
-    `others` are names of rewards that are no functions: a reward model's, whose weights come last. `given` are names of
-    arguments that they get beside the usual ones. Raises TaskError if one of them cannot be imported, or called with
-    the columns of one of these rows.
+    `models` are names of rewards that are not functions; their weights come last. `more_arguments` are names of
+    arguments that functions get besides the usual ones. Raises TaskError if a function cannot be imported, or cannot be
+    called with the columns of one of these rows.
     """
 
     def __init__(
@@ -86,24 +86,24 @@ class Rewards:
         weights: list[float] | None,
         rows: Iterable[Row],
         steps: int = 1,
-        others: Iterable[str] = (),
-        given: Iterable[str] = (),
+        models: Iterable[str] = (),
+        more_arguments: Iterable[str] = (),
     ):
-        if weights and len(weights) != len(names) + len(others):
-            raise TaskError(f"--reward-weights: {len(weights)} weights for {len(names) + len(others)} rewards")
-        short = [name.rpartition(":")[2] for name in names]
+        if weights and len(weights) != len(names) + len(models):
+            raise TaskError(f"--reward-weights: {len(weights)} weights for {len(names) + len(models)} rewards")
+        short_names = [name.rpartition(":")[2] for name in names]
         self.functions = {
-            name if short.count(own) > 1 else own: named_function("--reward", name)
-            for name, own in zip(names, short, strict=True)
+            name if short_names.count(short_name) > 1 else short_name: named_function("--reward", name)
+            for name, short_name in zip(names, short_names, strict=True)
         }
         if len(self.functions) < len(names):
             raise TaskError(f"--reward {' '.join(names)}: one of them is there twice")
         self.names, self.steps = dict(zip(self.functions, names, strict=True)), steps
-        every = [*self.functions, *others]
-        self.weights = dict(zip(every, weights or [1.0] * len(every), strict=True))
+        weighted = [*self.functions, *models]
+        self.weights = dict(zip(weighted, weights or [1.0] * len(weighted), strict=True))
         for row in rows:
             for name, function in zip(names, self.functions.values(), strict=True):
-                _check_signature(name, function, [*FROM_THE_RUN, *given, *row.columns])
+                _check_signature(name, function, [*FROM_THE_RUN, *more_arguments, *row.columns])
 
     def add(self, name: str, function: Callable) -> None:
         """One more reward, of weight 1."""
@@ -117,10 +117,10 @@ class Rewards:
     def score(self, batch: Batch, steps_done: int = 0, call: Callable | None = None) -> Batch:
         """This batch, with rewards and their metrics.
 
-        A function's None leaves it out of that completion's sum. The reward of a completion that all functions leave
-        out is None. `call` takes the arguments of each group and returns what each reward returns, by name, for each
-        group (default: `begin` and `finish`). Raises TaskError if a function fails, or returns anything but a finite
-        number or None for each completion.
+        If a function returns None for a completion, its sum is that of the others. If all do, its reward is None.
+        `call` takes the arguments of each group and returns, for each group, what each reward returns, by name
+        (default: `begin` and `finish`). Raises TaskError if a function fails, or returns anything but a finite number
+        or None for each completion.
         """
         scores = [Scores(self, group, steps_done) for group in batch.groups]
         if call:
@@ -133,13 +133,13 @@ class Rewards:
         return Batch(groups, batch.metrics | reward_metrics(groups))
 
     def sum(self, rewards: dict[str, float | None]) -> float | None:
-        """The weighted sum of those that are known; None of none."""
+        """The weighted sum of the rewards that are known; None if none is."""
         parts = [self.weights[name] * value for name, value in rewards.items() if value is not None]
         return sum(parts) if parts else None
 
 
 class Scores:
-    """The rewards of one group, which are on their way between `begin` and `finish`."""
+    """The rewards of one group. They are being computed between `begin` and `finish`."""
 
     def __init__(self, rewards: Rewards, group: Group, steps_done: int):
         self.rewards, self.group = rewards, group
@@ -159,19 +159,19 @@ class Scores:
 
     def begin(self) -> None:
         """Start the rewards that are coroutines."""
-        self.begun = begin(self.rewards.functions, self.arguments)
+        self.futures = begin(self.rewards.functions, self.arguments)
 
     def finish(self) -> dict[str, Iterable]:
         """What each reward returns."""
-        return finish(self.rewards.functions, self.arguments, self.begun)
+        return finish(self.rewards.functions, self.arguments, self.futures)
 
     def scored(self, returned: dict[str, Iterable]) -> Group:
         """The group with these rewards, by name."""
-        values = {name: _checked(f"the reward {name}", own, self.group) for name, own in returned.items()}
-        rows = [{name: own[i] for name, own in values.items()} for i in range(len(self.group.rollouts))]
+        by_name = {name: _checked(name, values, self.group) for name, values in returned.items()}
+        by_rollout = [{name: values[i] for name, values in by_name.items()} for i in range(len(self.group.rollouts))]
         rollouts = [
-            replace(rollout, rewards=row, reward=self.rewards.sum(row), extra=extra)
-            for rollout, row, extra in zip(self.group.rollouts, rows, self.extra, strict=True)
+            replace(rollout, rewards=rewards, reward=self.rewards.sum(rewards), extra=extra)
+            for rollout, rewards, extra in zip(self.group.rollouts, by_rollout, self.extra, strict=True)
         ]
         for environment in self.group.environments:
             environment.release()
@@ -180,8 +180,8 @@ class Scores:
     def _log_extra(self, column: str, values: list) -> None:
         if column in OWN_COLUMNS:
             raise ValueError(f"log_extra: completions have a column {column!r} already")
-        for own, value in zip(self.extra, values, strict=True):
-            own[column] = value
+        for extra, value in zip(self.extra, values, strict=True):
+            extra[column] = value
 
 
 def _completion(row: Row, rollout: Rollout) -> str | list[dict]:
@@ -191,7 +191,7 @@ def _completion(row: Row, rollout: Rollout) -> str | list[dict]:
 
 
 def begin(functions: dict[str, Callable], arguments: dict) -> dict[str, Future]:
-    """Start those functions that are coroutines, in one event loop."""
+    """Start those functions that are coroutine functions, in one event loop."""
     return {
         name: asyncio.run_coroutine_threadsafe(function(**arguments), event_loop())
         for name, function in functions.items()
@@ -199,20 +199,20 @@ def begin(functions: dict[str, Callable], arguments: dict) -> dict[str, Future]:
     }
 
 
-def finish(functions: dict[str, Callable], arguments: dict, begun: dict[str, Future]) -> dict[str, Iterable]:
-    """What each function returns, of which some have `begun`. The first of the others runs in this thread: where that
-    is the main one, timeouts by signals work. The rest run beside it, in threads of their own."""
-    futures, here = dict(begun), None
+def finish(functions: dict[str, Callable], arguments: dict, started: dict[str, Future]) -> dict[str, Iterable]:
+    """What each function returns. Some have been `started` by `begin`. The first of the others runs in this thread: if
+    that is the main thread, timeouts by signals work. The rest run at the same time, in threads of their own."""
+    futures, first_job = dict(started), None
     for name, function in functions.items():
-        if name not in begun:
+        if name not in started:
             futures[name] = Future()
             job = partial(function, **arguments), futures[name]
-            if here is None:
-                here = job
+            if first_job is None:
+                first_job = job
             else:
                 threading.Thread(target=_run, args=job, daemon=True).start()
-    if here:
-        _run(*here)
+    if first_job:
+        _run(*first_job)
     wait(futures.values(), return_when=FIRST_EXCEPTION)
     for name, future in futures.items():
         if future.done() and (error := future.exception()):  # the user's code can raise anything
@@ -222,14 +222,14 @@ def finish(functions: dict[str, Callable], arguments: dict, begun: dict[str, Fut
 
 def reward_metrics(groups: list[Group]) -> dict[str, float]:
     """The mean of each reward in these groups, without its Nones, and of what went to `log_metric`."""
-    numbers = defaultdict(list)
+    values_of = defaultdict(list)
     for group in groups:
         for name, values in group.logged.items():
-            numbers[name] += values
+            values_of[name] += values
         for rollout in group.rollouts:
             for name, value in rollout.rewards.items():
-                numbers[f"rewards/{name}/mean"] += [] if value is None else [value]
-    return {name: sum(values) / len(values) for name, values in numbers.items() if values}
+                values_of[f"rewards/{name}/mean"] += [] if value is None else [value]
+    return {name: sum(values) / len(values) for name, values in values_of.items() if values}
 
 
 def _check_signature(name: str, function: Callable, arguments: list[str]) -> None:
@@ -249,23 +249,23 @@ def _is_async(function: Callable) -> bool:
 def _run(call: Callable, future: Future) -> None:
     try:
         future.set_result(call())
-    except BaseException as error:  # also an exit, which would leave those that wait without an answer
+    except BaseException as error:  # also an exit: otherwise, nobody would hear of it
         future.set_exception(error)
 
 
-def _checked(what: str, returned: Iterable, group: Group) -> list[float | None]:
+def _checked(name: str, returned: Iterable, group: Group) -> list[float | None]:
     try:
         values = list(returned)
     except TypeError as error:
-        raise TaskError(f"{what} returned {returned!r}, which is not a list") from error
+        raise TaskError(f"the reward {name} returned {returned!r}, which is not a list") from error
     if len(values) != len(group.rollouts):
-        raise TaskError(f"{what} returned {len(values)} values for {len(group.rollouts)} completions")
+        raise TaskError(f"the reward {name} returned {len(values)} values for {len(group.rollouts)} completions")
     for i, value in enumerate(values):
-        what_for = f"for {group.rollouts[i].text!r} ({group.row.origin})"
+        where = f"for {group.rollouts[i].text!r} ({group.row.origin})"
         try:
             values[i] = None if value is None else float(value)
         except (TypeError, ValueError) as error:
-            raise TaskError(f"{what} returned {value!r}, which is not a number, {what_for}") from error
+            raise TaskError(f"the reward {name} returned {value!r}, which is not a number, {where}") from error
         if value is not None and not math.isfinite(values[i]):
-            raise TaskError(f"{what} returned {values[i]} {what_for}")
+            raise TaskError(f"the reward {name} returned {values[i]} {where}")
     return values

@@ -1,7 +1,7 @@
-"""The task: what is learned from, what is held out, and the rewards. The default task is uppercase.py.
+"""The task: prompts to learn from, prompts to evaluate on, and rewards. The default task is uppercase.py.
 
-A named task is a module with `DEFAULTS` for the flags: uppercase.py, addition.py and gsm8k.py are three, and
-`--task mine` takes mine.py of the working folder. docs/tasks.md shows how to write one.
+`--task NAME` takes the module NAME of this folder or of the working folder. Its `DEFAULTS` are the defaults of other
+flags. docs/tasks.md shows how to write one.
 """
 
 import functools
@@ -21,7 +21,7 @@ from .dataset import Row, load_rows
 from .rewards import FROM_THE_RUN, Rewards
 from .tools import Tools
 
-EMPTY = [{"role": "user", "content": ""}]  # the prompt of an environment that says all
+EMPTY = [{"role": "user", "content": ""}]  # the prompt where the environment's `reset` says what there is to do
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -36,11 +36,11 @@ class TaskArguments:
     dataset: str | None = HfArg(
         default=None,
         aliases=["--prompts"],
-        help="a file (.jsonl, .json, .parquet, .csv), a folder or a name for datasets.load_dataset, or module:function,"
+        help="a file (.jsonl, .json, .parquet, .csv), a folder, a dataset on the Hugging Face hub, or module:function,"
         " which gets the split and returns rows",
     )
-    dataset_config: str | None = HfArg(default=None, help="configuration of a dataset from the hub")
-    dataset_split: str = HfArg(default="train", help='split to learn from, which may be a slice: "train[:1000]"')
+    dataset_config: str | None = HfArg(default=None, help="configuration of a dataset on the hub")
+    dataset_split: str = HfArg(default="train", help='split to learn from; a slice as well: "train[:1000]"')
     map: str | None = HfArg(
         default=None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'
     )
@@ -49,7 +49,7 @@ class TaskArguments:
     )
     eval_split: str | None = HfArg(default=None, help="split to evaluate on (default: test; of a file: train)")
     eval_share: Annotated[float, Ge(0), Lt(1)] = HfArg(
-        default=0.0, help="fraction of the prompts to evaluate on instead of learning from them"
+        default=0.0, help="share of the prompts that is held out to evaluate on"
     )
     system_prompt: str | None = HfArg(default=None, help="system message of chats that begin without one")
     chat_template_kwargs: Annotated[str, AfterValidator(json_object)] = HfArg(
@@ -68,7 +68,7 @@ class TaskArguments:
         default=0, help="evaluate before the first step, after every so many steps and after the last; 0: never"
     )
     eval_samples: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="sampled completions of each prompt in an evaluation, for pass@k; 0: one greedy completion"
+        default=0, help="completions to sample for each prompt of an evaluation, for pass@k; 0: one greedy completion"
     )
     pass_reward: float = HfArg(default=1.0, help="a completion passes an evaluation if its reward is at least this")
     prompts_per_step: Annotated[int, Ge(1)] = HfArg(
@@ -77,8 +77,7 @@ class TaskArguments:
 
 
 class Task:
-    """Prompts to learn from and to evaluate on, the rewards of their completions, and the tools that these call, if
-    there are any."""
+    """Prompts to learn from and to evaluate on, the rewards of their completions, and the tools, if there are any."""
 
     def __init__(
         self, rows: list[Row], eval_rows: list[Row], rewards: Rewards, args: TaskArguments, tools: Tools | None = None
@@ -88,7 +87,7 @@ class Task:
         self.chat_template_kwargs = json.loads(args.chat_template_kwargs)
 
     def draw(self, step: int) -> list[Row]:
-        """The rows of one step (the first is 1). Each epoch has its own order, which depends only on the seed."""
+        """The rows of one step (the first is 1). Each epoch has its own order, which depends on the seed alone."""
         count, drawn = self.prompts_per_step, []
         for position in range((step - 1) * count, step * count):
             epoch, index = divmod(position, len(self.rows))
@@ -98,16 +97,16 @@ class Task:
     def draw_others(self, step: int, count: int, drawn: list[Row]) -> list[Row]:
         """`count` rows, or as many as there are, that are not among those drawn for this step. They depend on the seed,
         the step and the number of rows drawn."""
-        known = {id(row) for row in drawn}
-        order = random.Random(f"{self.seed} {step} {len(drawn)}")
-        candidates = order.sample(self.rows, min(len(self.rows), count + len(known)))
-        return [row for row in candidates if id(row) not in known][:count]
+        drawn_ids = {id(row) for row in drawn}
+        rng = random.Random(f"{self.seed} {step} {len(drawn)}")
+        candidates = rng.sample(self.rows, min(len(self.rows), count + len(drawn_ids)))
+        return [row for row in candidates if id(row) not in drawn_ids][:count]
 
-    def tokenize(self, model: str, longest: int | None = None) -> None:
-        """Give each row its token ids. With `longest`, check the lengths as well.
+    def tokenize(self, model: str, max_model_len: int | None = None) -> None:
+        """Give each row its token ids. With `max_model_len`, check the lengths as well.
 
-        Raises TaskError for the first row without a token, or with one that the model does not know, and for messages
-        that the model's chat template refuses; with tools, for a template or a parser that does not fit.
+        Raises TaskError for the first row without a token, with a token that the model has no embedding for, or with
+        messages that the chat template refuses; with tools, also if the template or the parser does not fit.
         """
         from transformers import AutoConfig, AutoTokenizer
 
@@ -133,29 +132,30 @@ class Task:
                 )
         if self.tools:
             self.tools.prepare(template)
-        if longest:
-            self.check_lengths(longest)
+        if max_model_len:
+            self.check_lengths(max_model_len)
 
-    def check_lengths(self, longest: int, max_tokens: int = 0) -> str:
-        """A line to say if an engine's context, of `longest` tokens, ends before `max_tokens` of a completion.
+    def check_lengths(self, max_model_len: int, max_tokens: int = 0) -> str:
+        """Returns a line to print if there may be no room for a completion of `max_tokens`: the engine takes at most
+        `max_model_len` tokens, of a prompt and its completion together.
 
-        Raises TaskError for the first prompt after which there is no room for a completion.
+        Raises TaskError for the first prompt after which there is no room at all.
         """
-        prompt = 0
+        longest = 0  # of the prompts, in tokens
         if self.tools:
-            self.tools.longest = longest
+            self.tools.longest = max_model_len
         for row in [*self.rows, *self.eval_rows]:
-            prompt = max(prompt, len(row.prompt_ids))
-            if prompt >= longest:
+            longest = max(longest, len(row.prompt_ids))
+            if longest >= max_model_len:
                 raise TaskError(
-                    f"{row.origin}: the prompt {row.text[:30]!r}... has {prompt} tokens, and the engine takes {longest}"
-                    " with the completion's: --max-model-len"
+                    f"{row.origin}: the prompt {row.text[:30]!r}... has {longest} tokens, and the engine takes"
+                    f" {max_model_len} with the completion's: --max-model-len"
                 )
-        if prompt + max_tokens <= longest:
+        if longest + max_tokens <= max_model_len:
             return ""
         return (
-            f"\nthe engine takes {longest} tokens: after the longest prompt, of {prompt}, a completion ends at"
-            f" {longest - prompt}, and not at --max-tokens {max_tokens}"
+            f"\nthe engine takes {max_model_len} tokens: after the longest prompt, of {longest}, a completion ends at"
+            f" {max_model_len - longest}, and not at --max-tokens {max_tokens}"
         )
 
 
@@ -166,12 +166,13 @@ def _order(count: int, seed: int, epoch: int) -> list[int]:
 
 def load_task(args: TaskArguments) -> Task:
     """The task that these arguments describe. Raises TaskError, which names the row, flag or function that is wrong."""
-    models = ["reward_model"] if getattr(args, "reward_model", None) else []  # rlhf_ppo.py alone has one
+    # Not every script has these flags.
+    reward_models = ["reward_model"] if getattr(args, "reward_model", None) else []
     environment = getattr(args, "environment", None)
     tools = Tools(args) if environment or getattr(args, "tools", None) else None
-    if not args.dataset and (not environment or tools.chooses):
+    if not args.dataset and (not environment or tools.rows_choose):
         raise TaskError(f"--task {args.task} has no default for --dataset")
-    if not args.reward and not models and not (tools and tools.rewards):
+    if not args.reward and not reward_models and not (tools and tools.rewards):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
     rows = _load(args, args.dataset, args.dataset_split)
     eval_rows = _load_eval_rows(args, rows)
@@ -181,19 +182,19 @@ def load_task(args: TaskArguments) -> Task:
     train_rows = [row for row in rows if _key(row) not in held_out]
     if not train_rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
-    some = [train_rows[0], *eval_rows[:1]]
-    given = ["environments"] if environment else []
-    rewards = Rewards(args.reward or [], args.reward_weights, some, args.steps, models, given)
+    first_rows = [train_rows[0], *eval_rows[:1]]
+    more_arguments = ["environments"] if environment else []
+    rewards = Rewards(args.reward or [], args.reward_weights, first_rows, args.steps, reward_models, more_arguments)
     for name, function in tools.rewards.items() if tools else ():
         rewards.add(name, function)
     print(f"{len(train_rows)} prompts of {args.dataset or environment}; reward: {rewards}")
-    if (both := len(rows) - len(train_rows)) and not args.eval_share:
-        print(f"{both} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
+    if (left_out := len(rows) - len(train_rows)) and not args.eval_share:
+        print(f"{left_out} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
     return Task(train_rows, eval_rows, rewards, args, tools)
 
 
 def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
-    """Rows of another dataset or split, or all those of these rows that have one of the prompts held out."""
+    """The rows to evaluate on: of another dataset or split, or a part of these rows. Equal prompts stay together."""
     if args.eval_dataset or args.eval_split:
         if args.eval_share:
             raise TaskError("--eval-share holds out a part of --dataset: not with --eval-dataset or --eval-split")
@@ -207,11 +208,11 @@ def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
 
 
 def _load(args: TaskArguments, name: str | None, split: str) -> list[Row]:
-    """The rows of this dataset. An environment needs no prompts, and no dataset: it says what there is to do."""
+    """The rows of this dataset. An environment needs neither prompts nor a dataset: it says what there is to do."""
     environment = getattr(args, "environment", None)
     if name:
-        config, empty = args.dataset_config if name == args.dataset else None, EMPTY if environment else None
-        rows = load_rows(name, config, split, args.map, FROM_THE_RUN, empty)
+        config, default_prompt = args.dataset_config if name == args.dataset else None, EMPTY if environment else None
+        rows = load_rows(name, config, split, args.map, FROM_THE_RUN, default_prompt)
     else:
         rows = [Row(EMPTY, {}, f"--environment {environment}") for _ in range(args.prompts_per_step)]
     for row in rows if args.system_prompt else ():
@@ -223,5 +224,5 @@ def _load(args: TaskArguments, name: str | None, split: str) -> list[Row]:
 
 
 def _key(row: Row) -> str:
-    """Equal for equal prompts."""
+    """A text that is equal for equal prompts."""
     return json.dumps(row.prompt, sort_keys=True)

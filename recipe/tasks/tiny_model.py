@@ -8,6 +8,7 @@ writes a Hugging Face model folder that transformers, vLLM and the scripts load 
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,13 +18,22 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 HIDDEN_SIZE, HEADS, LAYERS, MAX_LENGTH = 128, 4, 2, 256
 END = "</s>"  # the token that ends a text
 BATCH, LEARNING_RATE = 128, 1e-3  # of supervised steps
-NO_LABEL = -100  # what transformers calls a position without one
+NO_LABEL = -100  # of a position whose token is not taught, as transformers has it
+
+
+class Part(NamedTuple):
+    """A part of a text that `teach` takes: whether its tokens are taught, and whether they count as an answer."""
+
+    text: str
+    taught: bool = False
+    counts: bool = False
 
 
 def build_tiny_base(folder: str | Path, seed: int = 0) -> Path:
     """The model for adapters, with larger random weights.
 
-    With the usual ones, its head, which no adapter changes, makes all tokens about as likely from any hidden state.
+    With the usual ones, the head makes all tokens about equally likely from any hidden state, and no adapter changes
+    the head.
     """
     return build_tiny_model(folder, seed, init_std=0.1)
 
@@ -61,32 +71,32 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def teach(folder: Path, example: Callable[[], list[tuple[str, bool, bool]]], right: float) -> int:
+def teach(folder: Path, example: Callable[[], list[Part]], target: float) -> int:
     """Teach the model in this folder by supervised steps. Returns how many there were.
 
-    `example()` is a text in parts: each with whether it is taught, and whether it counts. The steps end once in a
-    fraction `right` of the examples with a part that counts, all of those parts' tokens are the model's greedy choice,
-    on average over ten steps or so and before it learned from them.
+    `example()` makes a text in parts. The model gets it right if it would greedily choose all tokens that count, before
+    it learns from them. The steps end when it gets a share `target` of the examples right, on average over the last ten
+    steps or so. Examples without tokens that count are left out of that.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    steps, found, threads = 0, 0.0, torch.get_num_threads()
+    steps, right, threads = 0, 0.0, torch.get_num_threads()
     torch.set_num_threads(1)  # there is no work for more
-    while found < right:
+    while right < target:
         rows = []  # of tokens: id, label, whether it counts
         for parts in (example() for _ in range(BATCH)):
-            tokens = [(i, taught, counts) for text, taught, counts in parts for i in tokenizer.encode(text)]
-            rows.append(torch.tensor([(i, i if taught else NO_LABEL, counts) for i, taught, counts in tokens]))
+            tokens = [(i, part) for part in parts for i in tokenizer.encode(part.text)]
+            rows.append(torch.tensor([(i, i if part.taught else NO_LABEL, part.counts) for i, part in tokens]))
         ids, labels, counts = (
             torch.nn.utils.rnn.pad_sequence([row[:, k] for row in rows], batch_first=True, padding_value=padding)
             for k, padding in enumerate((0, NO_LABEL, 0))
         )
         output = model(input_ids=ids, labels=labels)
         wrong = counts[:, 1:].bool() & (output.logits[:, :-1].argmax(-1) != ids[:, 1:])
-        share = 1 - wrong.any(1)[counts.any(1)].float().mean()
-        found, steps = 0.9 * found + 0.1 * float(share), steps + 1
+        right_now = 1 - wrong.any(1)[counts.any(1)].float().mean()
+        right, steps = 0.9 * right + 0.1 * float(right_now), steps + 1
         optimizer.zero_grad()
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

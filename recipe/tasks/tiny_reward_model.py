@@ -1,7 +1,7 @@
 """The default task of rlhf_ppo.py: the prompts of uppercase.py, and a small reward model that is made on the spot.
 
 The model is an OPT of one layer that reads bytes. In seconds, it is taught to count the upper-case letters A to Z of a
-completion: a score that it estimates from what it reads, as any reward model does.
+completion. Like any reward model, it estimates the score from the text.
 """
 
 import random
@@ -13,8 +13,8 @@ from transformers import OPTConfig, OPTForSequenceClassification
 from .tiny_model import MAX_LENGTH, byte_tokenizer
 from .uppercase import PROMPTS
 
-POINTS = 3 / 16  # for each upper-case letter: 3 for a completion that has nothing else
-LONGEST = 16  # bytes of the completions that it is taught with
+POINTS = 3 / 16  # for each upper-case letter: 3 for a completion of 16 of them
+LONGEST = 16  # bytes of the longest completion that it is taught with
 HIDDEN_SIZE, STEPS, BATCH, LEARNING_RATE = 64, 200, 32, 5e-3
 
 
@@ -64,7 +64,7 @@ def points(completion: str) -> float:
 
 
 def examples(rng: random.Random, count: int) -> tuple[list[str], list[str]]:
-    """Prompts, and completions of upper-case letters and random bytes, in any proportion."""
+    """Prompts, and completions of upper-case letters and random bytes, mixed in any proportion."""
 
     def completion() -> str:
         share = rng.random()

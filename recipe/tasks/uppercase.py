@@ -1,4 +1,4 @@
-"""The default task, `--task uppercase`: a few prompts, and a reward for upper-case letters. Any model learns it."""
+"""`--task uppercase`, the default: a few prompts, and a reward for upper-case letters. Any model learns it."""
 
 from .rewards import completion_text
 
@@ -19,7 +19,7 @@ def prompts(split: str) -> list[dict]:
 
 
 def uppercase(completions: list, **_) -> list[float]:
-    """The fraction of a completion's characters that are upper-case letters A to Z."""
+    """The share of a completion's characters that are upper-case letters A to Z."""
     return [sum("A" <= c <= "Z" for c in text) / max(len(text), 1) for text in map(completion_text, completions)]
 
 
