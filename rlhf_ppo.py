@@ -211,7 +211,8 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
         split = f", 1 for trainer and critic and {tp} for the engine" if not colocated else ""
         raise RunError(
             f"--placement {args.placement} with --tensor-parallel-size {tp} wants {wanted} GPUs{split}, and there are"
-            f" {gpus}: lower --tensor-parallel-size, or use --placement colocated, for which one GPU is enough"
+            f" {gpus}: lower --tensor-parallel-size"
+            + ("" if colocated else ", or use --placement colocated, for which one GPU is enough")
         )
     if gpus and colocated:
         refuse_expandable_segments()

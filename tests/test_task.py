@@ -196,7 +196,7 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
             ["--dataset", "rows.json", "--eval-dataset", "x.csv", "--reward", "maps:none"],
             "cannot be called .* 'x'",
         ),
-        (["--task", "incomplete"], "--task incomplete has no default for --dataset"),
+        (["--task", "incomplete"], "--dataset is missing: --task incomplete has no default"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_error(load, flags, message):

@@ -171,7 +171,8 @@ def load_task(args: TaskArguments) -> Task:
     environment = getattr(args, "environment", None)
     tools = Tools(args) if environment or getattr(args, "tools", None) else None
     if not args.dataset and (not environment or tools.rows_choose):
-        raise TaskError(f"--task {args.task} has no default for --dataset")
+        chooses = f"--environment {environment} names several, of which each row of a dataset chooses one"
+        raise TaskError(f"--dataset is missing: {chooses if environment else f'--task {args.task} has no default'}")
     if not args.reward and not reward_models and not (tools and tools.rewards):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
     rows = _load(args, args.dataset, args.dataset_split)
