@@ -142,11 +142,11 @@ class EngineActor:
         return same
 
     def memory(self) -> dict[str, float]:
-        """GB that vLLM's processes, children of this one, hold on CPU. On a GPU `measure` finds it instead."""
+        """Memory in GB: on CPU, that of vLLM's processes, which are children of this one. `measure` finds a GPU's."""
         from vllm.platforms import current_platform
 
         processes = psutil.Process().children(recursive=True) if current_platform.is_cpu() else []  # takes 10 ms
-        return {"own": sum(process.memory_info().rss for process in processes) / 1e9}
+        return {"actor": sum(process.memory_info().rss for process in processes) / 1e9}
 
 
 def llm_options(
