@@ -41,7 +41,7 @@ class LayoutArguments:
     trainers: Annotated[int, Ge(1)] = HfArg(
         default=1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them"
     )
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, among which the prompts of a step are divided")
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines; the prompts of a step are divided among them")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ActorGroup:
         return [(seat.bundles,) for seat in self.seats.values()]
 
     def begin(self, method: str, *args, each: list[tuple] | None = None) -> dict[str, ray.ObjectRef]:
-        """Call this method of every actor, with `args` and then the actor's own arguments, which are in `each`.
+        """Call this method of every actor, with `args` and then, if `each` is given, the actor's own.
 
         Returns the calls by actor, as `RaySession.wait` takes them.
         """
