@@ -19,9 +19,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
@@ -53,10 +52,10 @@ class AsyncArguments:
 
     max_staleness: Annotated[int, Ge(0)] = HfArg(
         default=2,
-        help="most updates between the weights that sample a token and those that learn from it; 0: on-policy",
+        help="limit of the updates between the weights that sample a token and those that learn from it; 0: on-policy",
     )
     in_flight: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="most prompts whose completions are generated at a time (default: those of two steps)"
+        default=None, help="limit of the prompts whose completions are generated at a time (default: two steps')"
     )
     reward_timeout: Annotated[float, Gt(0)] = HfArg(
         default=600.0,
@@ -69,7 +68,7 @@ class AsyncEngineActor:
     use bundles of its placement group."""
 
     def __init__(self, number: int):
-        self.number, self.request_ids, self.leaving = number, itertools.count(), False
+        self.request_ids, self.leaving = itertools.count(), False
         self.running, self.paused = 0, False  # requests in flight
         self.idle = 0.0  # seconds since the last sync in which nothing was generated
         self.last_idle_share = 0.0
@@ -94,25 +93,22 @@ class AsyncEngineActor:
 
         Prompts of `low_priority` wait behind all others in vLLM's queue.
         """
-        requests = await asyncio.gather(
-            *(
-                self._generate(prompt_ids, sampling_params(options), priority=int(low_priority))
-                for prompt_ids, options in zip(prompts, sampling, strict=True)
-            )
-        )
+        calls = [self._generate(ids, options, low_priority) for ids, options in zip(prompts, sampling, strict=True)]
+        requests = await asyncio.gather(*calls)
         if evaluation:
             await self.llm.reset_prefix_cache()  # vLLM does not while it generates for others; the next sync does
         return labelled_rollouts_of(requests, self.llm.get_tokenizer())
 
-    async def _generate(self, prompt_ids: list[int], params, priority: int):
+    async def _generate(self, prompt_ids: list[int], options: dict, low_priority: bool):
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
+        prompt, params = TokensPrompt(prompt_token_ids=prompt_ids), sampling_params(options)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         self._count(+1)
         try:
-            prompt, name = TokensPrompt(prompt_token_ids=prompt_ids), str(next(self.request_ids))
-            (request,) = [output async for output in self.llm.generate(prompt, params, name, priority=priority)]
+            outputs = self.llm.generate(prompt, params, str(next(self.request_ids)), priority=int(low_priority))
+            (request,) = [output async for output in outputs]
             return request
         finally:
             self._count(-1)
@@ -169,9 +165,9 @@ class RolloutsAhead:
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
         self.queued: deque[tuple[_PendingBatch, int]] = deque()  # groups that no engine has yet
         self.scoring: tuple[float, str] | None = None  # since when the reward thread computes rewards, and of what
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # of the reward thread
+        self.jobs: queue.SimpleQueue[tuple[str, Callable, Future]] = queue.SimpleQueue()  # whose rewards, how, for whom
         self.lock, self.closed = threading.RLock(), False
-        threading.Thread(target=self._work, daemon=True).start()
+        threading.Thread(target=self._compute_rewards, daemon=True).start()  # a daemon: rewards may never return
 
     def __enter__(self) -> "RolloutsAhead":
         return self
@@ -181,16 +177,15 @@ class RolloutsAhead:
             self.closed = True  # or calls from other threads would start Ray anew
 
     def take(self, step: int) -> Batch:
-        """The prompts of this step, with completions and their rewards. The engines serve version `step` - 1 by now, so
-        they may begin with the prompts of steps up to `step` + `max_staleness`.
+        """The prompts of this step, with completions and their rewards. The engines serve version `step` - 1 by now.
 
-        Raises what the reward raised; TaskError if it takes too long; RunError if a token's label is older than
-        allowed, or newer than the weights.
+        So they may begin with the prompts of step `step` + `max_staleness`. Raises what the reward raised; TaskError if
+        it takes too long; RunError if a token's label is older than allowed, or newer than the weights.
         """
         while self.last_begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
             self.last_begun += 1
             self.batches.append(self._begin(self.last_begun, self.task.draw(self.last_begun), low_priority=True))
-        batch = self._wait_for(self.batches.popleft())
+        batch = self._wait_for(self.batches.popleft().result)
         ages = step - 1 - np.concatenate([rollout.versions[rollout.mask] for rollout in batch.rollouts])
         oldest, newest = int(ages.max()), int(ages.min())
         if newest < 0 or oldest > self.args.max_staleness:
@@ -205,27 +200,18 @@ class RolloutsAhead:
         """As `recipe.rollouts.engine.resample`, by groups that go before all others."""
 
         def complete_and_score(rows: list[Row]) -> Batch:
-            return self._wait_for(self._begin(step, rows, low_priority=False))
+            return self._wait_for(self._begin(step, rows, low_priority=False).result)
 
         return replace_equal_groups(self.task, batch, self.args, step, complete_and_score)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """As `recipe.rollouts.evaluation.evaluate`, with the rewards in the reward thread."""
+        """As `recipe.rollouts.evaluation.evaluate`, with the rewards in their thread."""
 
         def score(batch: Batch, steps_done: int) -> Batch:
-            result = Future()
-
-            def job() -> None:
-                try:
-                    with self._timed(f"the evaluation after step {step}"):
-                        scored = self.task.rewards.score(batch, steps_done)
-                    result.set_result(scored)
-                except BaseException as error:  # for the main thread
-                    result.set_exception(error)
-
-            self.jobs.put(job)
-            self.session.wait_for_thread(result, self._phase)
-            return result.result()
+            scored = Future()
+            compute = partial(self.task.rewards.score, batch, steps_done)
+            self.jobs.put((f"the evaluation after step {step}", compute, scored))
+            return self._wait_for(scored)
 
         return evaluate(self.engines, self.task, self.args, step, score)
 
@@ -258,9 +244,9 @@ class RolloutsAhead:
         self._dispatch(groups)
         return batch
 
-    def _wait_for(self, batch: "_PendingBatch") -> Batch:
-        self.session.wait_for_thread(batch.result, self._phase)
-        return batch.result.result()
+    def _wait_for(self, future: Future):
+        self.session.wait_for_thread(future, self._phase)
+        return future.result()
 
     def _phase(self) -> str:
         """The phase to show. Raises TaskError if rewards have been computed for too long; they may never be done."""
@@ -323,28 +309,21 @@ class RolloutsAhead:
         except Exception as error:  # for the main thread
             batch.fail(explain("generating", engine, error))
         else:
-            self.jobs.put(partial(self._score, batch, i, scores))
+            scored = Future()
+            scored.add_done_callback(partial(batch.settle, i))
+            self.jobs.put((f"step {batch.step}", lambda: scores.scored(scores.finish()), scored))
 
-    def _score(self, batch: "_PendingBatch", i: int, scores: Scores) -> None:
-        try:
-            with self._timed(f"step {batch.step}"):
-                group = scores.scored(scores.finish())
-            batch.complete(i, group)
-        except BaseException as error:  # for the main thread
-            batch.fail(error)
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        """A context in which the reward thread computes the rewards of `what`, for which `_phase` has a limit."""
-        self.scoring = time.monotonic(), what
-        try:
-            yield
-        finally:
-            self.scoring = None
-
-    def _work(self) -> None:
+    def _compute_rewards(self) -> None:
+        """The reward thread."""
         while True:
-            self.jobs.get()()
+            what, compute, scored = self.jobs.get()
+            self.scoring = time.monotonic(), what
+            try:
+                outcome, settle = compute(), scored.set_result
+            except BaseException as error:  # for the main thread
+                outcome, settle = error, scored.set_exception
+            self.scoring = None
+            settle(outcome)
 
 
 @dataclass
@@ -357,14 +336,16 @@ class _PendingBatch:
     result: Future = field(default_factory=Future)
     groups: dict[int, Group] = field(default_factory=dict)  # those that are complete, by row
 
-    def complete(self, i: int, group: Group) -> None:
-        """The group of row `i` is complete."""
-        self.groups[i] = group
+    def settle(self, i: int, scored: Future) -> None:
+        """The group of row `i` has its rewards, or an error."""
+        if error := scored.exception():
+            self.fail(error)
+            return
+        self.groups[i] = scored.result()
         if len(self.groups) == len(self.rows) and not self.result.done():
             groups = [self.groups[i] for i in range(len(self.rows))]
             self.result.set_result(Batch(groups, reward_metrics(groups)))
 
     def fail(self, error: BaseException) -> None:
-        """The batch cannot be complete. The first error counts."""
-        if not self.result.done():
+        if not self.result.done():  # the first error counts
             self.result.set_exception(error)

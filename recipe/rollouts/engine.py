@@ -56,7 +56,7 @@ class EngineActor:
     """A Ray actor around vllm.LLM. It reserves no GPU: vLLM's workers use bundles of its placement group."""
 
     def __init__(self, number: int):
-        self.number, self.asleep, self.leaving = number, "none", False
+        self.asleep, self.leaving = "none", False
 
     def load(self, model: str, options: dict) -> int:
         """Start the engine. Returns the tokens that a prompt and its completion may have."""

@@ -98,10 +98,8 @@ class ActorGroup:
         return [(seat.bundles,) for seat in self.seats.values()]
 
     def begin(self, method: str, *args, each: list[tuple] | None = None) -> dict[str, ray.ObjectRef]:
-        """Call this method of every actor, with `args` and then, if `each` is given, the actor's own.
-
-        Returns the calls by actor, as `RaySession.wait` takes them.
-        """
+        """Call this method of every actor, with `args` and then, if `each` is given, the actor's own. Returns the calls
+        by actor, as `RaySession.wait` takes them."""
         if len(self) > 1:
             args = [ray.put(arg) for arg in args]  # so a large one travels only once to each node
         each = each or [()] * len(self)
@@ -184,11 +182,9 @@ class ModelActor:
         return device_id_of(self.model.device)
 
     def memory(self) -> dict[str, float | str]:
-        """Memory in GB. On CPU, "actor" is what this process takes.
-
-        On a GPU, "actor" is the most that torch had reserved for this rank since the last call, "reserved" what it has
-        now; "device" is the GPU's id, "in_use" what all processes take of it, and "gpu" its size.
-        """
+        """Memory in GB. On CPU, "actor" is what this process takes. On a GPU, it is the most that torch has reserved
+        since the last call, and "reserved" what it has now; "in_use" is what all processes take of this GPU, "gpu" its
+        size, and "device" its id."""
         if self.model.device.type == "cpu":
             return {"actor": psutil.Process().memory_info().rss / 1e9}
         free, total = torch.cuda.mem_get_info()
@@ -202,8 +198,8 @@ class LearnerActor(ModelActor):
     """A Ray actor around one rank of a learner."""
 
     def resume(self, checkpoint: Path | None) -> tuple[int, str]:
-        """Go on from this checkpoint's training state, if there is one. Returns the number of steps that are done, and
-        lines to print about the learner."""
+        """Go on from this checkpoint's training state, if there is one. Returns the number of steps done, and lines to
+        print about the learner."""
         self.model = self.learner.model
         if checkpoint:
             self.learner.load_state(checkpoint)
@@ -262,8 +258,7 @@ def measure(session: RaySession, phase: str) -> dict[str, float]:
 
 
 def memory_table(metrics: dict[str, float]) -> str:
-    """A table of what `measure` returned, which is among these metrics: a line for each phase, a column for each group
-    of actors."""
+    """What `measure` returned, which is among these metrics, as a table: a line for each phase."""
     sizes = {tuple(name.split("/")[1:]): size for name, size in metrics.items() if re.match("memory/.*/", name)}
     phases = list(dict.fromkeys(phase for phase, _ in sizes))
     groups = list(dict.fromkeys(group for _, group in sizes))

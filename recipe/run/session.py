@@ -86,11 +86,8 @@ class RaySession:
             self.pings.pop(name, None)
 
     def wait(self, phase: str, refs: dict[str, ray.ObjectRef]) -> list:
-        """Wait for these calls, given by actor. Returns their results in order.
-
-        Raises RunError if any actor of the session dies, whether it is called or not, or if it takes longer than
-        --timeout. Raises what an actor raises if that is meant for the user, and else a RunError that says which actor.
-        """
+        """The results of these calls by actor, in order. Raises what an actor raised, or says which one died, even if
+        nobody waits for that one."""
         started = time.monotonic()
         pending, results = {ref: name for name, ref in refs.items()}, {}
         while pending:
@@ -105,10 +102,8 @@ class RaySession:
         return [results[ref] for ref in refs.values()]
 
     def wait_for_thread(self, future: futures.Future, phase_of: Callable[[], str]) -> None:
-        """As `wait`, for a thread of this process, which settles `future`; what that raises is not raised here.
-
-        `phase_of` is called every second for the phase that the thread is in. It may raise.
-        """
+        """As `wait`, for a thread of this process, whose error stays in the future. `phase_of` is called every second
+        for what the thread does now; it may raise."""
         phase = None
         while not future.done():
             if (current := phase_of()) != phase:
@@ -117,7 +112,7 @@ class RaySession:
             self._check(phase, started, {})
 
     def _check(self, phase: str, started: float, pending: dict[ray.ObjectRef, str]) -> None:
-        """Report the progress of a phase. Raises if an actor of the session has died, or if it takes too long."""
+        """What a wait does every second."""
         seconds = time.monotonic() - started
         if dead := self._failed_pings():
             raise self._blame(phase, pending | dead)
@@ -126,8 +121,7 @@ class RaySession:
         self.progress(phase, round(seconds))
 
     def _failed_pings(self) -> dict[ray.ObjectRef, str]:
-        """The pings of actors that have died, with their names. Pings every other actor that has answered its last one.
-        A busy actor answers later."""
+        """The pings of actors that have died. Others get the next ping when they have answered the last."""
         dead = {}
         for name, actor in self.actors.items():
             ping = self.pings.get(name)
@@ -139,8 +133,8 @@ class RaySession:
         return dead
 
     def _blame(self, phase: str, calls: dict[ray.ObjectRef, str]) -> Exception:
-        """The error to raise if one of these calls fails. Several may: the death of an actor comes first, since it
-        causes the others, then an error that is meant for the user, such as a failed sync."""
+        """The error to raise for these calls. An actor's death comes first, then what is meant for the user, such as a
+        failed sync: all others follow from those."""
         ray.wait(list(calls), num_returns=len(calls), timeout=3)  # other actors may be about to fail
         answers = [(actor, _answer(ref)) for ref, actor in calls.items()]
         errors = [(actor, answer) for actor, answer in answers if isinstance(answer, Exception)]
