@@ -141,9 +141,7 @@ class EngineActor:
         digests = self.llm.collective_rpc("weight_digests")  # of each worker: of its parameters, and of all tensors
         same = all(now == before for (now, _), (before, _) in zip(digests, self.from_disk, strict=True))
         if same and self.slept and digests != self.from_disk:
-            raise RunError(
-                "layers of this model keep tensors that vLLM loses in its sleep: --sleep weights cannot work"
-            )
+            raise RunError("this model's layers keep tensors that vLLM loses in its sleep: --sleep weights cannot work")
         return same
 
     def memory(self) -> dict[str, float]:
@@ -159,15 +157,15 @@ def llm_options(
 ) -> dict:
     """Returns the options of a vllm.LLM, and sets the environment variables that its workers inherit.
 
-    The engine's workers use these `bundles` of its placement group. On CPU, so many `workers` share the cores, those of
-    all engines (default: of this one). `options` are the script's; --engine-args override all.
+    The engine's workers use these `bundles` of its placement group. On CPU, `workers` of all engines share the cores
+    (default: those of this engine). `options` are the script's own.
     """
     workers = workers or len(bundles)
     options = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "max_model_len": args.max_model_len,
         "seed": args.seed,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, by the temperature
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     } | options
     if device == "cuda":
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
@@ -182,7 +180,7 @@ def llm_options(
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores_of_workers)
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
         hardware = {"dtype": "float32", "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 256 << 20}
-        # For a prompt in two parts, vLLM rewinds its random generator, which one on a CPU cannot.
+        # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         hardware |= {"enforce_eager": True, "enable_chunked_prefill": False}
     return hardware | options | json.loads(args.engine_args)
 

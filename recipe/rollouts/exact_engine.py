@@ -66,11 +66,12 @@ def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):
         reason = f"the trainer does not know the engine's arithmetic of {missing}"
-    if reason and args.exact == "on":
+    if not reason:
+        return args
+    if args.exact == "on":
         raise RunError(f"--exact on: {reason}")
-    if reason:
-        run.say(f"not exact: {reason}")
-    return replace_flags(args, exact="off") if reason else args
+    run.say(f"not exact: {reason}")
+    return replace_flags(args, exact="off")
 
 
 def exact_options(model: str) -> dict:
@@ -84,10 +85,7 @@ def exact_options(model: str) -> dict:
 
 def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> bool:
     """Have the engines sample a few long completions, and the trainers score them. Returns whether all
-    log-probabilities are equal. Says so, or what differs; with `--exact on`, a difference raises MismatchError.
-
-    `longest` is the number of tokens that a prompt and its completion may have.
-    """
+    log-probabilities are equal, and says so, or what differs. With `--exact on`, a difference raises MismatchError."""
     rows = task.draw(1)[:4]
     tokens = min(CHECKED_TOKENS, longest - max(len(row.prompt_ids) for row in rows))
     probe = replace(args, max_tokens=tokens, group_size=2)

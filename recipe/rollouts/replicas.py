@@ -70,8 +70,8 @@ class Replica:
 
     def __init__(self, name: str, url: str, api_key: str | None, timeout: float):
         self.name, self.url, self.timeout = name, url, timeout
-        self.serving, self.in_flight, self.workers = False, 0, 0  # requests in flight; number of workers
-        self.shares_device = False  # whether its worker is on the trainer's GPU
+        self.serving, self.in_flight = False, 0  # in_flight: requests
+        self.workers, self.shares_device = 0, False  # shares_device: its worker is on the trainer's GPU
         self.arguments: tuple = ()  # of `receive_weights`, beside the timeout
         self.host = httpx.URL(url).host
         self.report: SyncReport | None = None  # of its last sync
@@ -111,7 +111,7 @@ class Replica:
         return True
 
     async def check(self) -> int:
-        """Ask for its workers, and for what a run needs. Returns the tokens that a prompt and its completion may have.
+        """Ask for what a run needs. Returns the tokens that a prompt and its completion may have.
 
         Raises RunError if it lacks something; the message says how to start it.
         """
@@ -138,9 +138,7 @@ class Replica:
         self.workers = world_size.json()["world_size"]
         self.shares_device = channels.json()["results"][0] == "shared memory"
         if self.shares_device and self.workers > 1:
-            raise RunError(
-                f"--engine-url {self.url}: of its {self.workers} workers, only one can be on the trainer's GPU"
-            )
+            raise RunError(f"--engine-url {self.url}: of its {self.workers} workers, one can be on the trainer's GPU")
         return models.json()["data"][0]["max_model_len"]
 
     async def generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
@@ -187,8 +185,7 @@ class Replica:
 
 
 class ReplicaPool:
-    """A Ray actor that acts as an engine, by several replicas. A subclass connects them with the trainer, and syncs
-    them."""
+    """A Ray actor that is one engine to a run. A subclass connects its replicas with the trainer, and syncs them."""
 
     def __init__(self, number: int):
         self.replicas: list[Replica] = []
@@ -207,7 +204,7 @@ class ReplicaPool:
         raise NotImplementedError
 
     async def load(self, model: str, args, device: str) -> int:
-        """Reach the servers at --engine-url, or start some. Returns the tokens that a prompt and its completion may
+        """Reach the servers at --engine-url, or start them. Returns the tokens that a prompt and its completion may
         have."""
         from transformers import AutoTokenizer
 
@@ -264,8 +261,7 @@ class ReplicaPool:
                 self.lose(replica, str(error))
 
     async def metrics(self) -> dict[str, float]:
-        """The number of replicas that serve and, if some have returned since the last call, the longest time that took,
-        in seconds."""
+        """How many replicas serve and, if some have returned since the last call, the longest return in seconds."""
         metrics = {"engines/alive": len(self._serving())}
         if self.return_seconds:
             metrics["engines/return"] = max(self.return_seconds)
