@@ -126,9 +126,9 @@ def check_files(checkpoint: Path) -> None:
 def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Models, RunArguments]:
     """The models of a new run, or of the one to resume, and the arguments with the model's learning rate.
 
-    Without --model, a run on CPU gets the built-in model, whose learning rate is another, unless one was given. A model
-    that a function makes is in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume
-    has no checkpoint or no steps left.
+    Without --model, a run on CPU gets the built-in model, with its own learning rate unless one is given. A model that
+    a function makes is in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume has no
+    checkpoint or no steps left.
     """
     check_flags(args)
     name = args.model or DEFAULT_MODEL
