@@ -47,8 +47,9 @@ class RaySession:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False}
         try:
-            if self.address and "//" not in self.address and (self.address.count(":") == 1 or "[" in self.address):
-                host, _, port = self.address.rpartition(":")
+            address = self.address or ""
+            if "//" not in address and (address.count(":") == 1 or "[" in address):
+                host, _, port = address.rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()  # else Ray tries for minutes
             ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
         except SystemExit as error:  # Ray's own handler of SIGTERM
