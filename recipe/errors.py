@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """An error whose message is enough for the user: no traceback is shown."""
+    """An error whose message tells the user enough: no traceback is shown."""
 
 
 class RunError(UserError, RuntimeError):
@@ -10,7 +10,7 @@ class RunError(UserError, RuntimeError):
 
 
 class TaskError(UserError, ValueError):
-    """Prompts or a reward that cannot be used."""
+    """Prompts, a reward, a tool or an environment that cannot be used."""
 
 
 class MismatchError(UserError, RuntimeError):
@@ -18,4 +18,4 @@ class MismatchError(UserError, RuntimeError):
 
 
 class DivergenceError(UserError, RuntimeError):
-    """The gradient is not finite: the step would make every weight a NaN."""
+    """The gradient is not finite: an update by it would make every weight a NaN."""

@@ -11,23 +11,24 @@ from .errors import TaskError
 
 
 def named_function(flag: str, name: str) -> Callable:
-    """The function, or callable object, called `module:function`. Modules are also searched in the working folder."""
+    """The function, or other callable, that `module:function` names. Raises TaskError if there is none."""
     value = named_value(flag, name)
     if not callable(value):
-        raise TaskError("{} {}: {} has no function {}".format(flag, name, *name.split(":", 1)))
+        module, _, function = name.partition(":")
+        raise TaskError(f"{flag} {name}: {module} has no function {function}")
     return value
 
 
 def named_value(flag: str, name: str):
-    """What is called `module:name`; None if the module has no such name."""
-    module, _, own = name.partition(":")
-    if not module or not own:
+    """What `module:name` names; None if the module has no such name. Raises TaskError if there is no such module."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
         raise TaskError(f"{flag} {name}: not of the form module:function")
-    return getattr(import_module(f"{flag} {name}", module), own, None)
+    return getattr(import_module(f"{flag} {name}", module), attribute, None)
 
 
 def import_module(what: str, module: str):
-    """A module, also from the working folder. Raises TaskError: importing runs the user's code."""
+    """Import a module, also from the working folder. Raises TaskError for whatever the module's own code raises."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -37,14 +38,14 @@ def import_module(what: str, module: str):
 
 
 def failed(what: str, error: Exception) -> TaskError:
-    """The error to raise for what a user's function has raised."""
+    """The TaskError for an error that a user's function has raised. Says in which line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
     return TaskError(f"{what} raised {type(error).__name__}: {error} ({line})")
 
 
 def json_object(text: str) -> str:
-    """`text`, if it is a JSON object; a ValueError if not."""
+    """Returns `text` if it is a JSON object, and raises ValueError if not."""
     if not isinstance(json.loads(text), dict):
         raise ValueError("a JSON object is wanted")
     return text

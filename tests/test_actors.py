@@ -245,8 +245,8 @@ def test_an_actor_and_its_workers_take_the_bundles_of_its_seat(session):
 # What a step takes
 
 
-def on_gpu(device, own, kept, used, gpu=140.0):
-    return {"device": device, "own": own, "kept": kept, "used": used, "gpu": gpu}
+def on_gpu(device, actor, reserved, in_use, gpu=140.0):
+    return {"device": device, "actor": actor, "reserved": reserved, "in_use": in_use, "gpu": gpu}
 
 
 def session_of(memories: dict[str, dict]):
@@ -259,7 +259,8 @@ def session_of(memories: dict[str, dict]):
 
 
 def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
-    memories = {"trainer 0": on_gpu("a", 30.0, 20.0, 50.0), "critic": on_gpu("a", 9.0, 5.0, 50.0), "engine": {"own": 0}}
+    memories = {"trainer 0": on_gpu("a", 30.0, 20.0, 50.0), "critic": on_gpu("a", 9.0, 5.0, 50.0)}
+    memories["engine"] = {"actor": 0.0}
     measured = {"memory/train/trainer": 30.0, "memory/train/critic": 9.0, "memory/train/engine": 25.0}
     assert measure(session_of(memories), "train") == measured | {"memory/gpu": 140.0}
     memories["engine"] = {}  # it has GPUs of its own
@@ -269,10 +270,11 @@ def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
 
 def test_memory_is_the_largest_of_a_group_and_the_smallest_gpus():
     memories = {"trainer 0": on_gpu("a", 30.0, 2.0, 62.0), "trainer 1": on_gpu("b", 9.0, 1.0, 6.0, 150.0)}
-    found = measure(session_of(memories | {"engine": {"own": 0.0}}), "rollout")
+    found = measure(session_of(memories | {"engine": {"actor": 0.0}}), "rollout")
     assert found == {"memory/rollout/trainer": 30.0, "memory/rollout/engine": 60.0, "memory/gpu": 140.0}
-    on_cpu = {"trainer 0": {"own": 1.5}, "trainer 1": {"own": 2.5}, "engine 0": {"own": 3.5}, "engine 1": {"own": 3.0}}
-    assert measure(session_of(on_cpu), "load") == {"memory/load/trainer": 2.5, "memory/load/engine": 3.5}
+    sizes = {"trainer 0": 1.5, "trainer 1": 2.5, "engine 0": 3.5, "engine 1": 3.0}
+    on_cpu = session_of({name: {"actor": size} for name, size in sizes.items()})
+    assert measure(on_cpu, "load") == {"memory/load/trainer": 2.5, "memory/load/engine": 3.5}
 
 
 def test_a_clock_has_the_seconds_of_each_phase_and_the_memory_in_it_where_devices_are_shared():
@@ -284,7 +286,7 @@ def test_a_clock_has_the_seconds_of_each_phase_and_the_memory_in_it_where_device
     assert 0.2 <= clock.metrics["time/rollout"] < 0.5
     assert clock.metrics["time/train"] < 0.1
 
-    session = session_of({"trainer": {"own": 1.0}, "engine": {"own": 2.0}})
+    session = session_of({"trainer": {"actor": 1.0}, "engine": {"actor": 2.0}})
     wait = session.wait
     session.wait = lambda *args: time.sleep(0.2) or wait(*args)
     clock = StepClock(session)

@@ -155,7 +155,7 @@ def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait(
     assert [(call.prompts, call.waits) for call in ahead.engines.calls[3:]] == [([[99]], False)] * 2
     ahead.engines.free.set()
     assert len(taking.result(timeout=30).rollouts) == len(resampling.result(timeout=30).rollouts) == 4
-    wait_until(lambda: not any(ahead.flying.values()))
+    wait_until(lambda: not any(ahead.in_flight.values()))
     assert ahead.steps() == [1, 1, 2, 99, 99, 2, 3, 3]
 
 
@@ -295,7 +295,7 @@ def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
 
     ahead = Ahead(reward, max_staleness=1, dynamic_sampling=1)
     batch = ahead.take(1)
-    wait_until(lambda: not any(ahead.flying.values()))
+    wait_until(lambda: not any(ahead.in_flight.values()))
     assert [group.row.prompt for group in batch.groups] == ["1", "1"]
     batch = ahead.resample(batch, 1)
     assert [group.row.prompt for group in batch.groups] == ["other", "other"]
@@ -311,7 +311,7 @@ def test_what_is_left_when_a_run_ends_does_not_start_ray_anew():
         beside(ahead.take, 1)
         wait_until(lambda: ahead.engines.calls)
     ahead.engines.free.set()
-    wait_until(lambda: not any(ahead.flying.values()))
+    wait_until(lambda: not any(ahead.in_flight.values()))
     time.sleep(0.1)
     assert ahead.steps() == [1]  # of six groups
     assert not ray.is_initialized()

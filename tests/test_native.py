@@ -357,7 +357,7 @@ def test_wait_for_vllm_ends(transport, monkeypatch):
 
     for call in (functools.partial(time.sleep, 1.5), functools.partial(int, "the connection closed")):
         transport.send_weights, sender = call, transport.sender()
-        sender.failed.set_exception(WeightSyncError("the engine died"))
+        sender.engine_error.set_exception(WeightSyncError("the engine died"))
         with pytest.raises(WeightSyncError, match="the engine died"):
             sender.send_weights()
 

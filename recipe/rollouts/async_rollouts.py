@@ -3,8 +3,8 @@
 Weights have a version: the number of learning steps behind them. Step s learns with weights of version s - 1. A token
 that was sampled from version v is (s - 1) - v updates old then, its staleness.
 
-Every step learns from its own prompts, in the order of the data, and not from those that happen to be finished: these
-would be the ones with short completions. So the prompts of step s may start as soon as the engines serve version
+Every step learns from its own prompts, in the order of the data. It does not take whichever completions are finished:
+these would be the short ones. So the prompts of step s may start as soon as the engines serve version
 s - 1 - `max_staleness`, and no token is ever too old. Nothing is thrown away: a step waits for its longest completion,
 which has had the time of `max_staleness` more steps.
 
@@ -21,7 +21,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -39,10 +40,10 @@ from ..tasks.environment import event_loop
 from ..tasks.rewards import Batch, Group, Scores, reward_metrics
 from ..tasks.task import Task
 from .conversation import Conversation, group_of
-from .engine import replace_equal_groups, rollouts_of, sampling_options, sampling_params, turn_options
+from .engine import labelled_rollouts_of, replace_equal_groups, sampling_options, sampling_params, turn_options
 from .evaluation import evaluate
 
-PROOF_TOKENS = 256  # of a step at least prove the sync before it: a mean over fewer would vary too much for a bound
+PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too much to have a bound
 
 
 @dataclass
@@ -51,24 +52,26 @@ class AsyncArguments:
 
     max_staleness: Annotated[int, Ge(0)] = HfArg(
         default=2,
-        help="updates, at most, between the weights that sample a token and those that learn from it; 0: on-policy",
+        help="limit of the updates between the weights that sample a token and those that learn from it; 0: on-policy",
     )
     in_flight: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="prompts whose completions are generated at the same time (default: those of two steps)"
+        default=None, help="limit of the prompts whose completions are generated at a time (default: two steps')"
     )
     reward_timeout: Annotated[float, Gt(0)] = HfArg(
-        default=600.0, help="seconds that the rewards of one prompt's completions may take"
+        default=600.0,
+        help="seconds that the rewards of one prompt's completions may take; then the run ends with an error",
     )
 
 
 class AsyncEngineActor:
-    """A Ray actor around vllm.AsyncLLM, many of whose methods run at one time. It reserves no GPU: vLLM's workers take
-    bundles of its placement group."""
+    """A Ray actor around vllm.AsyncLLM, many of whose methods run at the same time. It reserves no GPU: vLLM's workers
+    use bundles of its placement group."""
 
     def __init__(self, number: int):
-        self.number, self.names, self.leaving = number, itertools.count(), False
-        self.running, self.paused, self.idle = 0, False, 0.0  # requests in flight; seconds without, since the last sync
-        self.share = 0.0  # of the time between the last two syncs in which nothing was generated
+        self.request_ids, self.leaving = itertools.count(), False
+        self.running, self.paused = 0, False  # requests in flight
+        self.idle = 0.0  # seconds since the last sync in which nothing was generated
+        self.last_idle_share = 0.0
 
     async def load(self, model: str, options: dict) -> int:
         """Start the engine. Returns the tokens that a prompt and its completion may have."""
@@ -76,51 +79,45 @@ class AsyncEngineActor:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        # Proofs and evaluations go before what has not begun.
         options = {"scheduling_policy": "priority", "disable_log_stats": True} | options
-        # As vllm.LLM does: its default batches are larger.
+        # The context is that of vllm.LLM: that of AsyncLLM has larger batches.
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **options), usage_context=UsageContext.LLM_CLASS)
         die_with_children(unless=lambda: self.leaving)
         self.since = self.resumed = time.perf_counter()
         return self.llm.model_config.max_model_len
 
     async def sample(
-        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, waits: bool = False
+        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, low_priority: bool = False
     ) -> list[Rollout]:
         """As `EngineActor.sample`, with the version of each token's weights.
 
-        What `waits` comes after all that does not, in vLLM's queue.
+        Prompts of `low_priority` wait behind all others in vLLM's queue.
         """
-        params = map(sampling_params, sampling)
-        requests = await asyncio.gather(
-            *(self._generate(*each, priority=int(waits)) for each in zip(prompts, params, strict=True))
-        )
+        calls = [self._generate(ids, options, low_priority) for ids, options in zip(prompts, sampling, strict=True)]
+        requests = await asyncio.gather(*calls)
         if evaluation:
-            await self.llm.reset_prefix_cache()  # which vLLM leaves as it is while it generates: the next sync does it
-        spans = [output.weight_versions for request in requests for output in request.outputs]
-        return [
-            replace(rollout, versions=np.array([int(s.version) for s in own for _ in range(s.start, s.end)], np.int32))
-            for rollout, own in zip(rollouts_of(requests, self.llm.get_tokenizer()), spans, strict=True)
-        ]
+            await self.llm.reset_prefix_cache()  # vLLM does not while it generates for others; the next sync does
+        return labelled_rollouts_of(requests, self.llm.get_tokenizer())
 
-    async def _generate(self, prompt_ids: list[int], params, priority: int):
+    async def _generate(self, prompt_ids: list[int], options: dict, low_priority: bool):
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
+        prompt, params = TokensPrompt(prompt_token_ids=prompt_ids), sampling_params(options)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         self._count(+1)
         try:
-            prompt, name = TokensPrompt(prompt_token_ids=prompt_ids), str(next(self.names))
-            (request,) = [output async for output in self.llm.generate(prompt, params, name, priority=priority)]
+            outputs = self.llm.generate(prompt, params, str(next(self.request_ids)), priority=int(low_priority))
+            (request,) = [output async for output in outputs]
             return request
         finally:
             self._count(-1)
 
     async def take_weights(self, version: int, *args) -> bool:
         """Have every worker take part in a sync, while generation pauses. Returns whether all of them serve exactly
-        what was sent; only then generation goes on, with tokens of this version."""
-        # What pause_generation does for text, without its sleep of 20 ms afterwards. What is half generated goes on
-        # with the next weights: its cache is cleared.
+        what was sent. Only then does generation go on, with tokens of this version."""
+        # As pause_generation for text, without its sleep of 20 ms afterwards. Unfinished completions go on with the
+        # next weights, and compute their keys and values anew.
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
         self._count(0, paused=True)
         for result in await self.llm.collective_rpc("receive_weights", args=args):
@@ -131,43 +128,46 @@ class AsyncEngineActor:
             await self.llm.update_weight_version(str(version))  # while paused, or vLLM labels some tokens wrongly
             await self.llm.resume_generation()
             self._count(0, paused=False)
-            self.share, self.idle, self.resumed = self.idle / (self.since - self.resumed), 0.0, self.since
+            self.last_idle_share = self.idle / (self.since - self.resumed)
+            self.idle, self.resumed = 0.0, self.since
         return served
 
     async def idle_share(self) -> float:
-        return self.share
+        """The share of the time between the last two syncs in which nothing was generated."""
+        return self.last_idle_share
 
     async def shutdown(self) -> None:
         self.leaving = True
         self.llm.shutdown()
 
     def _count(self, requests: int, paused: bool | None = None) -> None:
-        """Add to the number of requests in flight. Time without any counts as idle, and so does a pause."""
+        """Add to the number of requests in flight. The time until now was idle if it was without any, or paused."""
         now = time.perf_counter()
         if self.paused or not self.running:
             self.idle += now - self.since
         self.since = now
         self.running += requests
-        self.paused = self.paused if paused is None else paused
+        if paused is not None:
+            self.paused = paused
 
 
 class RolloutsAhead:
     """The rollouts of the steps after `steps_done`, in order. The engines generate for some steps ahead.
 
-    Coroutines among the rewards run for several groups at once. Other rewards run in one thread, group after group, so
-    that a slow one stops neither the engines nor the trainer, and none is called twice at one time.
+    Rewards that are coroutines run for several groups at once. All others run in one thread, group after group: a slow
+    one stops neither the engines nor the trainer, and none is called twice at the same time.
     """
 
     def __init__(self, engines: ActorGroup, task: Task, args, steps_done: int):
         self.engines, self.session, self.task, self.args = engines, engines.session, task, args
-        self.begun, self.ahead = steps_done, deque()
-        self.limit = args.in_flight or 2 * args.prompts_per_step
-        self.flying = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
-        self.waiting: deque[tuple[_Groups, int]] = deque()  # for their turn
-        self.scoring: tuple[float, str] | None = None  # since when the thread waits for rewards, and of what
-        self.jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # of the thread
+        self.last_begun, self.batches = steps_done, deque()  # the batches of the steps begun and not taken
+        self.max_in_flight = args.in_flight or 2 * args.prompts_per_step
+        self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
+        self.queued: deque[tuple[_PendingBatch, int]] = deque()  # groups that no engine has yet
+        self.scoring: tuple[float, str] | None = None  # since when the reward thread computes rewards, and of what
+        self.jobs: queue.SimpleQueue[tuple[str, Callable, Future]] = queue.SimpleQueue()  # whose rewards, how, for whom
         self.lock, self.closed = threading.RLock(), False
-        threading.Thread(target=self._work, daemon=True).start()
+        threading.Thread(target=self._compute_rewards, daemon=True).start()  # a daemon: rewards may never return
 
     def __enter__(self) -> "RolloutsAhead":
         return self
@@ -182,10 +182,10 @@ class RolloutsAhead:
         So they may begin with the prompts of step `step` + `max_staleness`. Raises what the reward raised; TaskError if
         it takes too long; RunError if a token's label is older than allowed, or newer than the weights.
         """
-        while self.begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
-            self.begun += 1
-            self.ahead.append(_Groups(self, self.begun, self.task.draw(self.begun), waits=True))
-        batch = self._result(self.ahead.popleft())
+        while self.last_begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
+            self.last_begun += 1
+            self.batches.append(self._begin(self.last_begun, self.task.draw(self.last_begun), low_priority=True))
+        batch = self._wait_for(self.batches.popleft().result)
         ages = step - 1 - np.concatenate([rollout.versions[rollout.mask] for rollout in batch.rollouts])
         oldest, newest = int(ages.max()), int(ages.min())
         if newest < 0 or oldest > self.args.max_staleness:
@@ -198,148 +198,154 @@ class RolloutsAhead:
 
     def resample(self, batch: Batch, step: int) -> Batch:
         """As `recipe.rollouts.engine.resample`, by groups that go before all others."""
-        return replace_equal_groups(
-            self.task, batch, self.args, step, lambda rows: self._result(_Groups(self, step, rows, waits=False))
-        )
+
+        def complete_and_score(rows: list[Row]) -> Batch:
+            return self._wait_for(self._begin(step, rows, low_priority=False).result)
+
+        return replace_equal_groups(self.task, batch, self.args, step, complete_and_score)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """As `recipe.rollouts.evaluation.evaluate`, with the rewards in the thread."""
+        """As `recipe.rollouts.evaluation.evaluate`, with the rewards in their thread."""
 
         def score(batch: Batch, steps_done: int) -> Batch:
             scored = Future()
-            what = f"the evaluation after step {step}"
-            self.jobs.put(lambda: _settle(scored, lambda: self._timed(what, lambda: score_here(batch, steps_done))))
-            self.session.wait_for_thread(scored, self._phase)
-            return scored.result()
+            compute = partial(self.task.rewards.score, batch, steps_done)
+            self.jobs.put((f"the evaluation after step {step}", compute, scored))
+            return self._wait_for(scored)
 
-        score_here = self.task.rewards.score
         return evaluate(self.engines, self.task, self.args, step, score)
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
-        """The shares of a step in which engines generated nothing, by the engine, and in which trainers had nothing to
-        learn from, by the `seconds` of its phases."""
+        """Metrics: the shares of a step in which engines generated nothing, as they measure it, and in which the
+        trainers had nothing to learn from, by the `seconds` of the step's phases."""
         shares = self.engines.call("syncing", "idle_share")
-        own = {f"async/engine_idle/{i}": share for i, share in enumerate(shares)} if shares[1:] else {}
-        idle = {"async/engine_idle": sum(shares) / len(shares), **own}
-        return idle | {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
+        metrics = {"async/engine_idle": sum(shares) / len(shares)}
+        if len(shares) > 1:
+            metrics |= {f"async/engine_idle/{i}": share for i, share in enumerate(shares)}
+        return metrics | {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
 
     def proof(self, step: int, batch: Batch) -> list[Rollout]:
-        """Short rollouts to prove the sync before this step, if too few of the step's tokens are as new as that."""
+        """Short rollouts that prove the sync before this step, if too few tokens of its batch come from its weights."""
         new = sum(int((rollout.mask & (rollout.versions == step - 1)).sum()) for rollout in batch.rollouts)
         if new >= PROOF_TOKENS:
             return []
         prompts = [group.row.prompt_ids for group in batch.groups]
         short = replace(self.args, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
         sampling = [sampling_options(short, step, number) for number in range(len(prompts))]
-        return [rollout for part in self.engines.call("proving", "sample", prompts, sampling) for rollout in part]
+        return list(itertools.chain(*self.engines.call("proving", "sample", prompts, sampling)))
 
-    def _result(self, groups: "_Groups") -> Batch:
-        self.session.wait_for_thread(groups.result, self._phase)
-        return groups.result.result()
+    def _begin(self, step: int, rows: list[Row], low_priority: bool) -> "_PendingBatch":
+        """Begin a batch of these rows: at once or, with `low_priority`, when fewer groups are in flight."""
+        batch = _PendingBatch(step, rows, low_priority)
+        groups = [(batch, i) for i in range(len(rows))]
+        if low_priority:
+            self.queued.extend(groups)
+            groups = []
+        self._dispatch(groups)
+        return batch
+
+    def _wait_for(self, future: Future):
+        self.session.wait_for_thread(future, self._phase)
+        return future.result()
 
     def _phase(self) -> str:
-        """What goes on now. Raises TaskError if rewards have been computed for too long; they may never be done."""
+        """The phase to show. Raises TaskError if rewards have been computed for too long; they may never be done."""
         since, what = self.scoring or (time.monotonic(), "")
         if time.monotonic() - since > self.args.reward_timeout:
             raise TaskError(f"the rewards of {what} took longer than {self.args.reward_timeout:g} s: --reward-timeout")
-        return "rewarding" if what and not any(self.flying.values()) else "generating"
+        return "rewarding" if what and not any(self.in_flight.values()) else "generating"
 
-    def _dispatch(self, *groups: tuple["_Groups", int]) -> None:
-        """Have engines generate these groups, and as many of those that wait as there is room for."""
+    def _dispatch(self, groups: list[tuple["_PendingBatch", int]]) -> None:
+        """Have engines generate these groups, and as many of those queued as there is room for."""
         with self.lock:
-            ready = list(groups)
-            while self.waiting and sum(self.flying.values()) + len(ready) < self.limit:
-                ready.append(self.waiting.popleft())
-            for step, i in ready if not self.closed else ():
-                name = min(self.flying, key=self.flying.get)
-                self.flying[name] += 1
-                call = self._begin(step, i, self.engines.actors[name])
-                call.add_done_callback(lambda done, own=(step, i), name=name: self._arrived(done, name, *own))
+            while self.queued and sum(self.in_flight.values()) + len(groups) < self.max_in_flight:
+                groups = [*groups, self.queued.popleft()]
+            for batch, i in groups if not self.closed else ():
+                engine = min(self.in_flight, key=self.in_flight.get)
+                self.in_flight[engine] += 1
+                call = self._call(batch, i, self.engines.actors[engine])
+                call.add_done_callback(partial(self._arrived, batch, i, engine))
 
-    def _begin(self, step: "_Groups", i: int, engine) -> Future:
-        """The completions of row `i`, or its group of conversations, on their way in this engine."""
+    def _call(self, batch: "_PendingBatch", i: int, actor) -> Future:
+        """Have this engine's actor sample the completions of row `i`, or their group, if they are conversations."""
         if self.task.tools:
-            return asyncio.run_coroutine_threadsafe(self._conversations(step, i, engine), event_loop("conversations"))
-        sampling = sampling_options(self.args, step.number, i)
-        return engine.sample.remote([step.rows[i].prompt_ids], [sampling], False, step.waits).future()
+            return asyncio.run_coroutine_threadsafe(self._conversations(batch, i, actor), event_loop("conversations"))
+        sampling = sampling_options(self.args, batch.step, i)
+        return actor.sample.remote([batch.rows[i].prompt_ids], [sampling], False, batch.low_priority).future()
 
-    async def _conversations(self, step: "_Groups", i: int, engine) -> Group:
+    async def _conversations(self, batch: "_PendingBatch", i: int, actor) -> Group:
         size = self.args.group_size
-        every = [
-            Conversation(self.task.tools, step.rows[i], number, self.args.max_tokens, evaluation=False)
+        conversations = [
+            Conversation(self.task.tools, batch.rows[i], number, self.args.max_tokens, evaluation=False)
             for number in range(i * size, (i + 1) * size)
         ]
-        await asyncio.gather(*(self._converse(own, engine, step) for own in every))
-        return group_of(every)
+        await asyncio.gather(*(self._converse(conversation, actor, batch) for conversation in conversations))
+        return group_of(conversations)
 
-    async def _converse(self, conversation: Conversation, engine, step: "_Groups") -> None:
-        """A conversation from its beginning to its end. What has begun comes before what has not."""
+    async def _converse(self, conversation: Conversation, actor, batch: "_PendingBatch") -> None:
+        """Take a conversation from its beginning to its end."""
         await conversation.start()
         while conversation.goes_on:
             with self.lock:
                 if self.closed:
                     raise RunError("the run has ended")
                 turn = conversation.turn
-                sampling, waits = turn_options(self.args, step.number, turn), step.waits and not turn.index
-                call = engine.sample.remote([turn.prompt_ids], [sampling], False, waits)
+                sampling = turn_options(self.args, batch.step, turn)
+                low_priority = batch.low_priority and not turn.index  # what has begun goes before what has not
+                call = actor.sample.remote([turn.prompt_ids], [sampling], False, low_priority)
             (sampled,) = await asyncio.wrap_future(call.future())
             await conversation.take(sampled)
 
-    def _arrived(self, done: Future, engine: str, step: "_Groups", i: int) -> None:
-        """A group is complete: another one may begin, and its rewards are computed."""
+    def _arrived(self, batch: "_PendingBatch", i: int, engine: str, call: Future) -> None:
+        """The completions of a group are there: let another group begin, and have the rewards of this one computed."""
         with self.lock:
-            self.flying[engine] -= 1
-            self._dispatch()
+            self.in_flight[engine] -= 1
+            self._dispatch([])
         try:
-            found = done.result()
-            group = found if isinstance(found, Group) else Group(step.rows[i], found)
-            scores = Scores(self.task.rewards, group, step.number - 1)
+            answer = call.result()
+            group = answer if isinstance(answer, Group) else Group(batch.rows[i], answer)
+            scores = Scores(self.task.rewards, group, batch.step - 1)
             scores.begin()
-        except Exception as error:  # for the one who waits for it
-            step.fail(explain("generating", engine, error))
+        except Exception as error:  # for the main thread
+            batch.fail(explain("generating", engine, error))
         else:
-            compute = lambda: scores.scored(scores.finish())  # noqa: E731 - called in the thread
-            self.jobs.put(lambda: step.settle(i, lambda: self._timed(f"step {step.number}", compute)))
+            scored = Future()
+            scored.add_done_callback(partial(batch.settle, i))
+            self.jobs.put((f"step {batch.step}", lambda: scores.scored(scores.finish()), scored))
 
-    def _timed(self, what: str, compute: Callable):
-        """What `compute` returns, with its time under watch."""
-        self.scoring = time.monotonic(), what
-        try:
-            return compute()
-        finally:
-            self.scoring = None
-
-    def _work(self) -> None:
+    def _compute_rewards(self) -> None:
+        """The reward thread."""
         while True:
-            self.jobs.get()()
+            what, compute, scored = self.jobs.get()
+            self.scoring = time.monotonic(), what
+            try:
+                outcome, settle = compute(), scored.set_result
+            except BaseException as error:  # for the main thread
+                outcome, settle = error, scored.set_exception
+            self.scoring = None
+            settle(outcome)
 
 
-class _Groups:
-    """Groups on their way: rows whose completions are generated and scored, each by itself. `result` is the batch."""
+@dataclass
+class _PendingBatch:
+    """Rows of a step whose completions are generated and scored, group by group. `result` is the batch."""
 
-    def __init__(self, ahead: RolloutsAhead, number: int, rows: list[Row], waits: bool):
-        self.number, self.rows, self.waits, self.result = number, rows, waits, Future()
-        self.groups: list[Group | None] = [None] * len(rows)
-        own = [(self, i) for i in range(len(rows))]
-        if waits:
-            ahead.waiting.extend(own)
-        ahead._dispatch(*(() if waits else own))
+    step: int
+    rows: list[Row]
+    low_priority: bool
+    result: Future = field(default_factory=Future)
+    groups: dict[int, Group] = field(default_factory=dict)  # those that are complete, by row
 
-    def settle(self, i: int, compute: Callable[[], Group]) -> None:
-        try:
-            self.groups[i] = compute()
-        except BaseException as error:  # for the one who waits for it
+    def settle(self, i: int, scored: Future) -> None:
+        """The group of row `i` has its rewards, or an error."""
+        if error := scored.exception():
             self.fail(error)
-        if all(self.groups) and not self.result.done():
-            self.result.set_result(Batch(self.groups, reward_metrics(self.groups)))
+            return
+        self.groups[i] = scored.result()
+        if len(self.groups) == len(self.rows) and not self.result.done():
+            groups = [self.groups[i] for i in range(len(self.rows))]
+            self.result.set_result(Batch(groups, reward_metrics(groups)))
 
     def fail(self, error: BaseException) -> None:
-        if not self.result.done():
+        if not self.result.done():  # the first error counts
             self.result.set_exception(error)
-
-
-def _settle(future: Future, compute: Callable) -> None:
-    try:
-        future.set_result(compute())
-    except BaseException as error:  # for the one who waits for it
-        future.set_exception(error)

@@ -1,10 +1,11 @@
-"""Engines: what the engine actors of all scripts have in common, vLLM's options for this hardware, and rollouts."""
+"""Engines: what the engine actors of all scripts share, vLLM's options by hardware and flags, and rollouts."""
 
 import itertools
 import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -26,8 +27,8 @@ from ..tasks.task import Task
 from ..tasks.tools import Tools
 from .conversation import Conversation, Turn, group_of, together
 
-# vLLM's own default compiles the model as well, for a longer start and no faster rollouts.
-NEXT_TURN = 500_009  # between the seeds of a completion's turns: no run has as many steps
+NEXT_TURN = 500_009  # steps from one turn's seeds to the next one's: no run has as many
+# vLLM's default compiles the model as well, for a longer start and no faster rollouts.
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
@@ -36,10 +37,10 @@ class EngineArguments:
     """How large an engine is, and how vLLM runs it."""
 
     tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
-        default=2, help="GPUs that an engine is spread over (CPU: groups of cores)"
+        default=2, help="GPUs that each engine is spread over (CPU: groups of cores)"
     )
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.8, help="fraction of each GPU's memory that an engine takes"
+        default=0.8, help="fraction of each of its GPUs' memory that an engine takes"
     )
     max_model_len: Annotated[int | None, Ge(1)] = HfArg(
         default=None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
@@ -48,14 +49,14 @@ class EngineArguments:
     engine_args: Annotated[str, AfterValidator(json_object)] = HfArg(
         default="{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
-    ignore_eos: bool = field(default=False, init=False)  # completions go on to `max_tokens`; no flag
+    ignore_eos: bool = field(default=False, init=False)  # no flag: completions go on to `max_tokens`
 
 
 class EngineActor:
-    """A Ray actor around vllm.LLM. It reserves no GPU: vLLM's workers take bundles of its placement group."""
+    """A Ray actor around vllm.LLM. It reserves no GPU: vLLM's workers use bundles of its placement group."""
 
     def __init__(self, number: int):
-        self.number, self.asleep, self.leaving = number, "none", False
+        self.asleep, self.leaving = "none", False
 
     def load(self, model: str, options: dict) -> int:
         """Start the engine. Returns the tokens that a prompt and its completion may have."""
@@ -66,10 +67,11 @@ class EngineActor:
         return self.llm.model_config.max_model_len
 
     def sample(self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False) -> list[Rollout]:
-        """Completions of each prompt's tokens, in order, without rewards; `sampling` has each one's options.
+        """The completions of prompts, given as token ids, in order and without rewards. `sampling` has the options of
+        each prompt.
 
-        The prefix cache is reset after an `evaluation`: a run that was resumed in between would not have it, and must
-        compute the same.
+        After an `evaluation`, the prefix cache is reset: a run that is resumed there has none, and must compute the
+        same.
         """
         if not prompts:
             return []
@@ -83,12 +85,13 @@ class EngineActor:
         return rollouts_of(requests, self.llm.get_tokenizer())
 
     def reset_prefix_cache(self) -> None:
-        """Drop the keys and values of the old weights, or raise RunError."""
+        """Drop the keys and values of the old weights. Raises RunError if vLLM does not."""
         if not self.llm.reset_prefix_cache():
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
 
     def take_weights(self, *args) -> bool:
-        """Have every worker take part in a sync. Returns whether all of them serve exactly what was sent."""
+        """Have every worker take part in a sync, with these arguments of `receive_weights`. Returns whether all of them
+        serve exactly what was sent. Raises WeightSyncError if the sync fails."""
         for result in self.llm.collective_rpc("receive_weights", args=args):
             if "error" in result:
                 raise WeightSyncError(result["error"])
@@ -98,27 +101,27 @@ class EngineActor:
         self.leaving = True
         self.llm.llm_engine.engine_core.shutdown()
 
-    # Of engines that share their devices with trainers
+    # For engines that share their devices with trainers
 
     def remember_weights(self) -> None:
-        """Note what was loaded from disk, for `serves_checkpoint`."""
+        """Note what was loaded from disk, for `serves_checkpoint` after the first sync."""
         self.from_disk, self.slept = self.llm.collective_rpc("weight_digests"), False
 
     def sleep(self, level: str) -> None:
-        """Drop the prefix cache, and release the memory of the KV cache ("kv"), of the weights as well ("weights"), or
-        none ("none"), until `wake`. Nothing is generated until then, so the prefix cache stays empty."""
+        """Drop the prefix cache, and release memory until `wake`: that of the KV cache ("kv"), that of the weights as
+        well ("weights"), or none ("none"). Nothing is generated until then, so the prefix cache stays empty."""
         self.reset_prefix_cache()
         if level == "weights":
-            self.llm.sleep(level=2)  # keeps no copy of the weights: a sync follows
+            self.llm.sleep(level=2)  # which keeps no copy of the weights: a sync brings them
             self.slept = True
         elif level != "none":
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
-            self.llm.collective_rpc("empty_cache")  # level 2 does that itself
+            self.llm.collective_rpc("empty_cache")  # which level 2 does itself
         self.asleep = level
 
     def wake(self, what: str) -> None:
-        """Take back the memory of the "weights", before a sync, or of the "kv_cache", after it."""
+        """Take back the memory of the "weights", before a sync, or that of the "kv_cache", after it."""
         if self.asleep == "weights" and what == "weights":
             self.llm.wake_up(tags=["weights"])
         if self.asleep != "none" and what == "kv_cache":
@@ -130,23 +133,23 @@ class EngineActor:
         return self.llm.collective_rpc("report_device_id")
 
     def serves_checkpoint(self) -> bool:
-        """Whether the first sync sent, bit for bit, the weights that this engine had loaded from disk.
+        """Whether the first sync brought, bit for bit, the weights that this engine had loaded from disk.
 
-        Weights of another dtype may differ where a loader computes. After a sleep of level 2, vLLM restores parameters
-        and buffers alone: then this raises RunError where the layers keep other tensors that have changed.
+        It may not if the trainer's weights have another dtype, and a loader of vLLM computes with them. Raises RunError
+        if tensors of the layers were lost in a sleep: of level 2, vLLM restores only parameters and buffers.
         """
-        now = self.llm.collective_rpc("weight_digests")
-        same = all(served == before for (served, _), (before, _) in zip(now, self.from_disk, strict=True))
-        if same and self.slept and now != self.from_disk:
-            raise RunError("layers of this model keep tensors that vLLM loses in its sleep: not with --sleep weights")
+        digests = self.llm.collective_rpc("weight_digests")  # of each worker: of its parameters, and of all tensors
+        same = all(now == before for (now, _), (before, _) in zip(digests, self.from_disk, strict=True))
+        if same and self.slept and digests != self.from_disk:
+            raise RunError("this model's layers keep tensors that vLLM loses in its sleep: --sleep weights cannot work")
         return same
 
     def memory(self) -> dict[str, float]:
-        """GB that vLLM's processes, children of this one, hold on CPU. On a GPU `measure` finds it instead."""
+        """Memory in GB: on CPU, that of vLLM's processes, which are children of this one. `measure` finds a GPU's."""
         from vllm.platforms import current_platform
 
         processes = psutil.Process().children(recursive=True) if current_platform.is_cpu() else []  # takes 10 ms
-        return {"own": sum(process.memory_info().rss for process in processes) / 1e9}
+        return {"actor": sum(process.memory_info().rss for process in processes) / 1e9}
 
 
 def llm_options(
@@ -154,15 +157,15 @@ def llm_options(
 ) -> dict:
     """Returns the options of a vllm.LLM, and sets the environment variables that its workers inherit.
 
-    The engine's workers take these `bundles` of its placement group. On CPU, all engines' `workers` share the cores
-    (default: this one's). `options` are the script's own.
+    The engine's workers use these `bundles` of its placement group. On CPU, `workers` of all engines share the cores
+    (default: those of this engine). `options` are the script's own.
     """
     workers = workers or len(bundles)
     options = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "max_model_len": args.max_model_len,
         "seed": args.seed,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature included
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     } | options
     if device == "cuda":
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
@@ -171,47 +174,47 @@ def llm_options(
         hardware |= {"gpu_memory_utilization": args.gpu_memory_utilization}
         hardware |= {"enforce_eager": args.enforce_eager, "compilation_config": DECODE_GRAPHS}
     else:
-        # vLLM has no Ray executor on CPU; its workers are processes of this actor, each bound to its cores.
+        # vLLM has no Ray executor on CPU. Its workers are child processes of this actor, each bound to its cores.
         cores = sorted(os.sched_getaffinity(0))
-        shares = [cores[bundle % workers :: workers] or cores for bundle in bundles]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+        cores_of_workers = [cores[bundle % workers :: workers] or cores for bundle in bundles]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores_of_workers)
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
         hardware = {"dtype": "float32", "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 256 << 20}
-        # A prompt in two parts would rewind its seed's generator, which those of a CPU cannot.
+        # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         hardware |= {"enforce_eager": True, "enable_chunked_prefill": False}
     return hardware | options | json.loads(args.engine_args)
 
 
 def sampling_options(args, step: int, number: int, evaluation: bool = False) -> dict:
-    """vLLM's options for `group_size` completions of this step's prompt of this number.
+    """vLLM's options for `group_size` completions of the prompt of this number in this step.
 
-    The seed is the prompt's own: what is sampled does not depend on which engine does it. Completions for an
+    Each prompt has a seed of its own, so what is sampled does not depend on the engine that does it. Completions for an
     `evaluation` have no log-probabilities, which take time.
     """
-    # Without top-p and top-k, the log-probabilities are of the whole vocabulary, as the trainer's are.
+    # No top-p and no top-k: the log-probabilities are over the whole vocabulary, as the trainer's are.
     return {
         "n": args.group_size,
         "temperature": args.temperature,
         "max_tokens": args.max_tokens,
         "ignore_eos": args.ignore_eos,
         "logprobs": None if evaluation else 0,
-        "detokenize": False,  # vLLM would decode token by token; `_texts` decodes once
+        "detokenize": False,  # vLLM decodes token by token, and `_texts` once
         "seed": ((args.seed * 1_000_003 + step) * args.prompts_per_step + number) * args.group_size % 2**31,
     }
 
 
 def turn_options(args, step: int, turn: Turn, evaluation: bool = False) -> dict:
-    """vLLM's options for this turn of a completion."""
-    of_all = args.prompts_per_step * args.group_size
-    one = replace(args, group_size=1, prompts_per_step=of_all, max_tokens=turn.max_tokens)
-    return sampling_options(one, step + NEXT_TURN * turn.index, turn.number, evaluation)
+    """vLLM's options for this turn of a conversation: a single completion, whose seed no other turn has."""
+    completions = args.prompts_per_step * args.group_size
+    single = replace(args, group_size=1, prompts_per_step=completions, max_tokens=turn.max_tokens)
+    return sampling_options(single, step + NEXT_TURN * turn.index, turn.number, evaluation)
 
 
 def sampling_params(options: dict):
     """The vllm.SamplingParams with these options."""
     from vllm import SamplingParams
 
-    return SamplingParams(flat_logprobs=True, **options)  # two lists per completion instead of an object per token
+    return SamplingParams(flat_logprobs=True, **options)  # lists instead of an object per token
 
 
 def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
@@ -230,88 +233,104 @@ def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
     ]
 
 
+def labelled_rollouts_of(requests: list, tokenizer) -> list[Rollout]:
+    """As `rollouts_of`, with the version of each token's weights, as the engine has labelled it."""
+    outputs = [output for request in requests for output in request.outputs]
+    rollouts = []
+    for rollout, output in zip(rollouts_of(requests, tokenizer), outputs, strict=True):
+        versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
+        rollouts.append(replace(rollout, versions=np.array(versions, np.int32)))
+    return rollouts
+
+
 def _texts(tokenizer, outputs: list[tuple]) -> list[str]:
     """The texts of (prompt ids, vllm.CompletionOutput), equal to those that vLLM decodes token by token.
 
-    A completion is decoded together with its prompt, because some tokenizers drop a space where a text begins. The
-    token that ended the completion is left out, and so is a last character whose bytes are not all there.
+    A completion is decoded together with its prompt, because some tokenizers drop a space where a text begins. Left out
+    are the token that ended the completion, and a last character of which bytes are missing.
     """
-    ids = [output.token_ids[: -1 if output.finish_reason == "stop" else None] for _, output in outputs]
-    sequences = [prompt_ids + list(own) for (prompt_ids, _), own in zip(outputs, ids, strict=True)]
-    prompts, wholes = (
-        tokenizer.batch_decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for part in ([prompt_ids for prompt_ids, _ in outputs], sequences)
-    )
-    return [whole[len(prompt) :].rstrip("\ufffd") for prompt, whole in zip(prompts, wholes, strict=True)]
+    prompts, sequences = [], []
+    for prompt_ids, output in outputs:
+        prompts.append(prompt_ids)
+        sequences.append(prompt_ids + list(output.token_ids[: -1 if output.finish_reason == "stop" else None]))
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts = zip(decode(prompts), decode(sequences), strict=True)
+    return [sequence[len(prompt) :].rstrip("\ufffd") for prompt, sequence in texts]
+
+
+def in_parts(items: list, count: int) -> list[list]:
+    """These items, in order, in `count` parts whose sizes differ by 1 at most."""
+    bounds = [i * len(items) // count for i in range(count + 1)]
+    return [items[begin:end] for begin, end in itertools.pairwise(bounds)]
 
 
 def complete(
     engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool = False, tools: Tools | None = None
 ) -> Batch:
-    """`group_size` completions of each of these rows, which are divided among the engines, without rewards. With
-    `tools`, they are conversations."""
+    """`group_size` completions of each of these rows, without rewards. The rows are divided among the engines. With
+    `tools`, completions are conversations."""
     if tools:
         return converse(engines, rows, args, step, evaluation, tools)
-    bounds = [i * len(rows) // len(engines) for i in range(len(engines) + 1)]
-    prompts = [row.prompt_ids for row in rows]
-    sampling = [sampling_options(args, step, number, evaluation) for number in range(len(rows))]
-    shares = [(prompts[begin:end], sampling[begin:end], evaluation) for begin, end in itertools.pairwise(bounds)]
-    phase = "evaluating" if evaluation else "generating"
-    parts = engines.session.wait(phase, engines.begin("sample", each=shares))
-    return in_groups(rows, [rollout for part in parts for rollout in part])
+    size, phase = args.group_size, "evaluating" if evaluation else "generating"
+    requests = [(row.prompt_ids, sampling_options(args, step, i, evaluation)) for i, row in enumerate(rows)]
+    rollouts = _sample(engines, in_parts(requests, len(engines)), evaluation, phase)
+    return Batch([Group(row, rollouts[i * size : (i + 1) * size]) for i, row in enumerate(rows)])
 
 
 def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool, tools: Tools) -> Batch:
-    """As `complete`: conversations take their turns in lock-step. Each stays with one engine, which has its cache."""
+    """As `complete`, by conversations that take their turns in lock-step. Each stays with one engine, which has its
+    keys and values in its cache."""
     size, phase = args.group_size, "evaluating" if evaluation else "generating"
-    every = [
+    conversations = [
         Conversation(tools, row, i * size + k, args.max_tokens, evaluation)
         for i, row in enumerate(rows)
         for k in range(size)
     ]
-    bounds = [i * len(every) // len(engines) for i in range(len(engines) + 1)]
-    work = together(own.start() for own in every)
+    parts = in_parts(conversations, len(engines))
+    tool_calls = together(conversation.start() for conversation in conversations)
     while True:
-        engines.session.wait_for_thread(work, lambda: f"{phase}, in tools")
-        work.result()
-        shares = [[own for own in every[begin:end] if own.goes_on] for begin, end in itertools.pairwise(bounds)]
-        if not any(shares):
-            return Batch([group_of(every[i : i + size]) for i in range(0, len(every), size)])
-        turns = [[own.turn for own in share] for share in shares]
-        prompts = ([turn.prompt_ids for turn in own] for own in turns)
-        sampling = ([turn_options(args, step, turn, evaluation) for turn in own] for own in turns)
-        each = [(*both, evaluation) for both in zip(prompts, sampling, strict=True)]
-        sampled = engines.session.wait(phase, engines.begin("sample", each=each))
-        pairs = zip(itertools.chain(*shares), itertools.chain(*sampled), strict=True)
-        work = together([own.take(rollout) for own, rollout in pairs])
+        engines.session.wait_for_thread(tool_calls, lambda: f"{phase}, in tools")
+        tool_calls.result()
+        parts = [[conversation for conversation in part if conversation.goes_on] for part in parts]
+        if not any(parts):
+            groups = [conversations[i : i + size] for i in range(0, len(conversations), size)]
+            return Batch([group_of(group) for group in groups])
+        turns = [[conversation.turn for conversation in part] for part in parts]
+        requests = [[(turn.prompt_ids, turn_options(args, step, turn, evaluation)) for turn in part] for part in turns]
+        rollouts = _sample(engines, requests, evaluation, phase)
+        pairs = zip(itertools.chain(*parts), rollouts, strict=True)
+        tool_calls = together([conversation.take(rollout) for conversation, rollout in pairs])
 
 
-def in_groups(rows: list[Row], rollouts: list[Rollout]) -> Batch:
-    """The rows with their rollouts, of which each has as many."""
-    size = len(rollouts) // len(rows)
-    return Batch([Group(row, rollouts[i * size : (i + 1) * size]) for i, row in enumerate(rows)])
+def _sample(engines: ActorGroup, requests: list[list[tuple]], evaluation: bool, phase: str) -> list[Rollout]:
+    """The rollouts of each engine's requests, (prompt ids, options), in order."""
+    arguments = [([ids for ids, _ in part], [options for _, options in part], evaluation) for part in requests]
+    return list(itertools.chain(*engines.session.wait(phase, engines.begin("sample", each=arguments))))
 
 
 def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> Batch:
-    """The batch, with groups whose rewards are all equal replaced by those of other prompts (--dynamic-sampling; Yu et
-    al. 2025, arXiv:2503.14476), in so many rounds at most. What is equal after that stays."""
+    """The batch, in which groups whose rewards are all equal are replaced by groups of other prompts, in at most
+    --dynamic-sampling rounds (Yu et al. 2025, arXiv:2503.14476). What is still equal after that stays."""
 
-    def scored(rows: list[Row]) -> Batch:
+    def complete_and_score(rows: list[Row]) -> Batch:
         return task.rewards.score(complete(engines, rows, args, step, tools=task.tools), step - 1)
 
-    return replace_equal_groups(task, batch, args, step, scored)
+    return replace_equal_groups(task, batch, args, step, complete_and_score)
 
 
-def replace_equal_groups(task: Task, batch: Batch, args, step: int, scored: Callable[[list[Row]], Batch]) -> Batch:
-    """As `resample`, where `scored` gives the completions of rows, with their rewards."""
+def replace_equal_groups(
+    task: Task, batch: Batch, args, step: int, complete_and_score: Callable[[list[Row]], Batch]
+) -> Batch:
+    """As `resample`, where `complete_and_score` returns the completions of rows, with their rewards."""
     groups, drawn, replaced = list(batch.groups), [group.row for group in batch.groups], 0
     for _ in range(args.dynamic_sampling):
         equal = [i for i, group in enumerate(groups) if group.is_equal]
-        others = task.draw_others(step, len(equal), drawn)
-        if not others:  # none is equal, or all prompts have been tried
+        rows = task.draw_others(step, len(equal), drawn)
+        if not rows:  # no group is equal, or all prompts have been tried
             break
-        drawn = drawn + others
-        for i, group in zip(equal, (group for group in scored(others).groups if not group.is_equal), strict=False):
+        drawn = drawn + rows
+        unequal = [group for group in complete_and_score(rows).groups if not group.is_equal]
+        for i, group in zip(equal, unequal, strict=False):
             groups[i] = group
             replaced += 1
     return Batch(groups, {"dynamic_sampling/replaced": replaced} | reward_metrics(groups))

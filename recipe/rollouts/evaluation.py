@@ -1,4 +1,4 @@
-"""Evaluation: what the policy makes of prompts that no step learns from."""
+"""Evaluation: the rewards of completions for prompts that no step learns from."""
 
 import dataclasses
 import math
@@ -14,16 +14,16 @@ from .engine import complete
 def evaluate(
     engines: ActorGroup, task: Task, args, step: int, score: Callable[[Batch, int], Batch] | None = None
 ) -> dict[str, float]:
-    """Metrics of completions of the held-out prompts, or none if no evaluation is due after this step.
+    """Metrics of completions of the held-out prompts; {} if no evaluation is due after this step.
 
-    One is due every `eval_every` steps, after the last one, and before the first, which is step 0. Each prompt gets one
+    One is due before the first step, after every `eval_every` steps, and after the last one. Each prompt gets one
     greedy completion or, with `eval_samples`, so many at the temperature of training. A completion passes if its reward
-    is at least `pass_reward`; one whose reward is not known counts for nothing. Returns `eval/reward`, the mean,
-    `eval/pass@1`, `eval/pass@k` for k = 2, 4, ... and `eval_samples`, and `time/eval` in seconds. `score(batch, step)`
-    computes the rewards (default: the task's).
+    is at least `pass_reward`; one whose reward is not known counts for nothing. Returns `eval/reward`, the mean;
+    `eval/pass@k` for k = 1, 2, 4, ... and `eval_samples`; the means of the single rewards; and `time/eval` in seconds.
+    `score(batch, step)` computes the rewards (default: the task's).
 
-    Nothing of it reaches the training run: each request has a seed of its own, the same ones in every evaluation, and
-    the engines forget the prompts.
+    An evaluation changes nothing in training: each request has its seed, the same in every evaluation, and the engines
+    drop the prompts from their caches.
     """
     if not args.eval_every or (step % args.eval_every and step != args.steps):
         return {}
@@ -38,21 +38,21 @@ def evaluate(
 def evaluation_metrics(batch: Batch, args) -> dict[str, float]:
     """The metrics of an evaluation's completions, which have rewards."""
     samples = args.eval_samples or 1
-    known = [[own.reward for own in group.rollouts if own.reward is not None] for group in batch.groups]
+    known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in batch.groups]
     rewards = [reward for group in known for reward in group]
     metrics = {f"eval/{name}": value for name, value in batch.metrics.items()}
     if rewards:
         metrics["eval/reward"] = sum(rewards) / len(rewards)
-    # Sums of floats are rounded.
-    passed = [(len(group), sum(reward > args.pass_reward - 1e-6 for reward in group)) for group in known]
+    least = args.pass_reward - 1e-6  # a reward may be a sum, which is rounded
+    counts = [(len(group), sum(reward > least for reward in group)) for group in known]
     for k in sorted({2**i for i in range(samples.bit_length())} | {samples}):
-        chances = [pass_at_k(count, right, k) for count, right in passed if count >= k]
+        chances = [pass_at_k(count, passed, k) for count, passed in counts if count >= k]
         if chances:
             metrics[f"eval/pass@{k}"] = sum(chances) / len(chances)
     return metrics
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """The probability that at least one of k completions passes, estimated without bias from n samples of which c pass:
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374)."""
+    """The unbiased estimate of the probability that at least one of k completions passes, from n `samples` of which c
+    have `passed`: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374)."""
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)

@@ -1,9 +1,9 @@
-"""Engines whose log-probabilities a trainer computes bit for bit: whether there can be one, its options, and the check.
+"""Exact engines, whose log-probabilities a trainer computes bit for bit: whether there can be one, options, a check.
 
-The workers' extension is here because vLLM imports this module in every worker, before it loads the model: only with
-VLLM_BATCH_INVARIANT=1, linear layers become `torch.nn.functional.linear`. By cuBLAS without split-K, which that mode
-sees to, they have the same bits as vLLM's Triton kernel, and a decode step takes 2.8 ms instead of 5.1 (1.5B, 128
-sequences, one H200).
+Since the workers' extension is here, vLLM imports this module in every worker before it loads the model. If
+VLLM_BATCH_INVARIANT=1 is set, the import makes linear layers `torch.nn.functional.linear`. That mode has cuBLAS work
+without split-K, so they give the same bits as vLLM's Triton kernel, and a decode step takes 2.8 ms instead of 5.1
+(1.5B, 128 sequences, one H200).
 """
 
 import os
@@ -23,8 +23,8 @@ from ..run.folder import RunFolder
 from ..tasks.task import Task
 from .engine import complete
 
-LEAST_CAPABILITY = 90  # of a GPU: on SM80, that mode exchanges more than is known here
-CHECKED_TOKENS = 600  # of a completion: longer than a page, a chunk and most tilings
+LEAST_CAPABILITY = 90  # of a GPU: on SM80, that mode replaces more operations than are known here
+CHECKED_TOKENS = 600  # in each completion of the check: longer than a page, a chunk and most tilings
 
 
 @dataclass
@@ -33,8 +33,8 @@ class ExactArguments:
 
     exact: Literal["auto", "on", "off"] = HfArg(
         default="auto",
-        help="trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto), or the"
-        " run ends (on)",
+        help="whether trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto),"
+        " or else the run ends (on), or not (off)",
     )
 
 
@@ -50,8 +50,8 @@ class ExactWorkerExtension(ColocateWorkerExtension):
 
 
 def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
-    """The arguments, with `--exact off` if no engine of this model can be exact. Says why; with `--exact on`, that is a
-    RunError. `capability` is that of the GPU, as 90 for 9.0; None: there is none."""
+    """The arguments, with `--exact off` if no engine of this model can be exact. Says why, or raises RunError with
+    `--exact on`. `capability` is that of the GPU, as 90 for 9.0; None without one."""
     from transformers import AutoConfig
 
     if args.exact == "off" or (args.exact == "auto" and capability is None):
@@ -66,15 +66,16 @@ def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):
         reason = f"the trainer does not know the engine's arithmetic of {missing}"
-    if reason and args.exact == "on":
+    if not reason:
+        return args
+    if args.exact == "on":
         raise RunError(f"--exact on: {reason}")
-    if reason:
-        run.say(f"not exact: {reason}")
-    return replace_flags(args, exact="off") if reason else args
+    run.say(f"not exact: {reason}")
+    return replace_flags(args, exact="off")
 
 
 def exact_options(model: str) -> dict:
-    """vLLM's options of an exact engine of this model. Sets the environment that it inherits."""
+    """vLLM's options for an exact engine of this model. Sets the environment variable that its workers inherit."""
     from transformers import AutoConfig
 
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -84,7 +85,7 @@ def exact_options(model: str) -> dict:
 
 def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> bool:
     """Have the engines sample a few long completions, and the trainers score them. Returns whether all
-    log-probabilities are equal, and says so, or what is different. With `--exact on`, that is a MismatchError."""
+    log-probabilities are equal, and says so, or what differs. With `--exact on`, a difference raises MismatchError."""
     rows = task.draw(1)[:4]
     tokens = min(CHECKED_TOKENS, longest - max(len(row.prompt_ids) for row in rows))
     probe = replace(args, max_tokens=tokens, group_size=2)
@@ -97,7 +98,7 @@ def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Ta
         if args.exact == "on":
             raise
         reason = str(difference).removeprefix("--exact on: ")
-        run.say(f"not exact: {reason}; the engines start again, without that")
+        run.say(f"not exact: {reason}; the engines start again, as with --exact off")
         trainers.call("proving", "make_exact", "off")
         return False
     trainers.call("proving", "make_exact", args.exact)

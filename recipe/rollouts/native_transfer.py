@@ -1,8 +1,8 @@
 """A weight sync with vLLM's own weight-transfer API, for rlhf_nccl.py.
 
 On GPUs the transports are vLLM's: "nccl" and "ipc". `NativeSender` is the trainer's end. It adds deadlines, since vLLM
-waits without any. vLLM has no transport for CPU, so the last section plugs in "gloo". It also shows how to write your
-own transport, with one half for the trainer and one for each worker of the engine.
+has none. vLLM has no transport for CPU, so the last section plugs in "gloo". It also shows how to write your own
+transport, with one half for the trainer and one for each worker of the engine.
 """
 
 import functools
@@ -22,13 +22,13 @@ from weight_sync.link import CONNECT_SECONDS
 from weight_sync.lora import LoRAWeight, materialized
 
 PACK_BYTES = 1 << 30  # the size of a pack of tensors, unless one tensor is larger
-STUCK_SECONDS = 15  # a transfer fails if nothing moves for this long, plus the time of the bytes in flight
-ENGINE_DIED = ("ActorDiedError", "EngineDeadError", "failed: cancelled")  # errors of Ray and vLLM for a dead process
+STUCK_SECONDS = 15  # a transfer fails if nothing moves for so long, beyond the time that the bytes in flight take
+ENGINE_DIED = ("ActorDiedError", "EngineDeadError", "failed: cancelled")  # in errors of Ray and vLLM on a dead process
 
 
 @contextmanager
 def known_api() -> Iterator[None]:
-    """Raise WeightSyncError if vLLM's weight-transfer API is not one of those that this module knows."""
+    """Raise WeightSyncError if this version of vLLM has a weight-transfer API that this module does not know."""
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
@@ -46,16 +46,17 @@ class NativeSender:
     weights, named as in the checkpoint; they travel as `dtype`. Rank 0 of their group is here, at `address`; the other
     `world_size - 1` ranks are the workers.
 
-    vLLM checks `update_weights` only after it has sent everything, and a broadcast to a failed worker never ends. So
-    the engine's first error ends a wait here, and so does a transfer that is stuck. Both raise WeightSyncError, and
-    leave the engine's weights undefined.
+    vLLM looks at the answer to `update_weights` only after it has sent everything, and a broadcast to a failed worker
+    never ends. So a wait here ends with the engine's first error, and when the transfer is stuck. Both raise
+    WeightSyncError, and leave the engine's weights undefined.
     """
 
     def __init__(self, call: Callable, named_tensors: Callable, dtype: torch.dtype, backend: str, address, world_size):
         with known_api():
             from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        self.call, self.version, self.failed, self.thread = call, 0, Future(), ThreadPoolExecutor(1)
+        self.call, self.version, self.thread = call, 0, ThreadPoolExecutor(1)
+        self.engine_error = Future()  # done, with an exception, once the engine has failed
         self.source = weight_source(named_tensors, dtype)
         self.sizes = [tensor.numel() * dtype.itemsize for tensor in named_tensors().values()]
         pack_bytes = max(*self.sizes, min(PACK_BYTES, sum(self.sizes)))
@@ -71,7 +72,7 @@ class NativeSender:
             refuse_disabled(self.transfer.model_update_group)
 
     def send_weights(self) -> SyncReport:
-        """Send all weights: vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update`."""
+        """Send all weights. vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update`."""
         started = time.perf_counter()
         self.version += 1
         if torch.cuda.is_available():
@@ -82,18 +83,19 @@ class NativeSender:
         )
 
     def _watched(self, step: Callable, seconds: float):
-        """The result of `step()`, which may hang. Raises WeightSyncError if the engine fails or nothing moves."""
-        self.source.taken = time.monotonic()
+        """The result of `step()`, which may hang. Raises WeightSyncError if the engine fails, or nothing moves for so
+        many seconds."""
+        self.source.last_taken = time.monotonic()
         running = self.thread.submit(step)
-        while not wait([running, self.failed], timeout=1, return_when=FIRST_COMPLETED).done:
-            if time.monotonic() - self.source.taken > seconds:
+        while not wait([running, self.engine_error], timeout=1, return_when=FIRST_COMPLETED).done:
+            if time.monotonic() - self.source.last_taken > seconds:
                 raise WeightSyncError(
-                    f"the weight transfer is stuck: nothing has moved for {seconds:.3g} s; what the engine's processes"
-                    " said is in run.log"
+                    f"the weight transfer is stuck: nothing has moved for {seconds:.3g} s; run.log has what the"
+                    " engine's processes logged"
                 )
         if running.done() and running.exception():
-            wait([self.failed], timeout=5)  # the engine's error is the cause, and may arrive later
-        return (self.failed if self.failed.done() else running).result()
+            wait([self.engine_error], timeout=5)  # it would be the cause, and may arrive later
+        return (self.engine_error if self.engine_error.done() else running).result()
 
     # vLLM's protocol `VLLMWeightSyncClient`
 
@@ -113,11 +115,11 @@ class NativeSender:
         try:
             self.call(method, *args)
         except Exception as error:
-            died = any(said in f"{type(error).__name__}: {error}" for said in ENGINE_DIED)
+            died = any(words in f"{type(error).__name__}: {error}" for words in ENGINE_DIED)
             cause = getattr(error, "cause", None) or error  # Ray wraps what an actor raised
             reason = "died: one of vLLM's processes ended" if died else f"failed, with a traceback in run.log: {cause}"
-            if not self.failed.done():  # keep the first error, which causes the later ones
-                self.failed.set_exception(WeightSyncError(f"the engine {reason}"))
+            if not self.engine_error.done():  # keep the first error, which causes the later ones
+                self.engine_error.set_exception(WeightSyncError(f"the engine {reason}"))
             raise
 
 
@@ -127,17 +129,17 @@ def weight_source(named_tensors: Callable[[], dict[str, torch.Tensor | LoRAWeigh
         from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
         class NamedTensors(WeightSource):
-            taken = 0.0  # time.monotonic() when vLLM took the last tensor
+            last_taken = 0.0  # time.monotonic() when vLLM took the last tensor
 
             def metadata(self) -> list[ParamMeta]:
                 return [ParamMeta(name, dtype, tuple(tensor.shape)) for name, tensor in named_tensors().items()]
 
-            if hasattr(WeightSource, "iter_full"):  # vLLM 0.33 needs a property
+            if hasattr(WeightSource, "iter_full"):  # vLLM 0.33, where it is a property
                 metadata = functools.cached_property(metadata)
 
             def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
                 for name, tensor in named_tensors().items():
-                    self.taken = time.monotonic()
+                    self.last_taken = time.monotonic()
                     yield name, materialized(tensor).detach().to(dtype)
 
             __iter__ = iter_full  # vLLM 0.32
@@ -161,20 +163,20 @@ def transfer_init_info(backend: str, address: str, world_size: int, pack_bytes: 
             refuse_expandable_segments()
             return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=pack_bytes)
         if backend == "gloo":
-            InitInfo, more = register_gloo_trainer(), {}
+            InitInfo, options = register_gloo_trainer(), {}
         else:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo as InitInfo
 
             # A worker of vLLM 0.32 loads each pack on the stream of its buffer, without waiting for the other buffer's
             # stream. If a layer is split over two packs, it would read the first half before that has arrived.
-            more = {} if hasattr(WeightSource, "iter_full") else {"packed_num_buffers": 1}
+            options = {} if hasattr(WeightSource, "iter_full") else {"packed_num_buffers": 1}
         port = get_open_port()
-        return InitInfo(address, port, world_size, rank=0, packed_buffer_size_bytes=pack_bytes, **more)
+        return InitInfo(address, port, world_size, rank=0, packed_buffer_size_bytes=pack_bytes, **options)
 
 
 # --- Your own transport: gloo -----------------------------------------------------------------------------------------
 #
-# vLLM has a factory for each half and finds the half by the transport's name. The trainer drives both halves:
+# vLLM has a factory for each half, which finds it by the transport's name. The trainer's half drives both:
 #
 # init_weight_transfer_engine  once: trainer and workers join a group
 # start_weight_update          the workers open vLLM's reload bracket
@@ -186,8 +188,8 @@ class GlooTransferWorker:
     """A worker extension (`worker_extension_cls`) that registers the transport "gloo" in vLLM's workers.
 
     A worker must know its transport before it loads the model. An installed package would register it in an entry point
-    of the group `vllm.general_plugins`, which vLLM runs in all its processes. A copied module has no entry points, but
-    vLLM imports it for its extension class and creates the worker from that class.
+    of the group `vllm.general_plugins`, which vLLM runs in all its processes. A copied module has no entry point, but
+    vLLM imports it for its extension class, and creates the worker from that class.
     """
 
     def __new__(cls, *args, **kwargs):
@@ -239,7 +241,7 @@ def register_gloo_worker() -> None:
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
-            repack_tied_layers(self.model)  # the bracket does not
+            repack_tied_layers(self.model)  # which the bracket leaves out
 
         def shutdown(self) -> None:
             self.group = None
@@ -268,7 +270,7 @@ def register_gloo_trainer() -> type:
         def trainer_init(cls, init_info: TrainerInitInfo, *, client, source=None) -> "TrainerTransfer":
             transfer = cls(client=client, source=source)
             transfer.buffer_bytes = init_info.packed_buffer_size_bytes
-            transfer.calls = ThreadPoolExecutor(1)  # runs the workers' half of a collective beside the trainer's
+            transfer.calls = ThreadPoolExecutor(1)  # runs the workers' half of a collective during the trainer's
             address = {name: getattr(init_info, name) for name in ("master_address", "master_port", "world_size")}
             joining = transfer.calls.submit(client.init_weight_transfer_engine, address)
             transfer.group = stateless_init_process_group(**address, rank=0, device="cpu")
@@ -278,11 +280,11 @@ def register_gloo_trainer() -> type:
         def send_weights(self) -> None:
             weights = iter(self.source)
             self.client.start_weight_update()
-            while chunk := pack_tensors(weights, lambda item: item[1], self.buffer_bytes):
-                dtype_names = [dtype_name(dtype) for dtype in chunk.dtypes]
-                tensors = list(zip(chunk.names, dtype_names, chunk.shapes, chunk.tensor_sizes, strict=True))
+            while pack := pack_tensors(weights, lambda item: item[1], self.buffer_bytes):
+                dtype_names = [dtype_name(dtype) for dtype in pack.dtypes]
+                tensors = list(zip(pack.names, dtype_names, pack.shapes, pack.tensor_sizes, strict=True))
                 loading = self.calls.submit(self.client.update_weights, {"tensors": tensors})
-                self.group.broadcast(chunk.packed_tensor, src=0)
+                self.group.broadcast(pack.packed_tensor, src=0)
                 loading.result()
             self.client.finish_weight_update()
 

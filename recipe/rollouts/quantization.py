@@ -14,9 +14,8 @@ from rlhf_utils import WorkerExtension
 
 
 def torchao_config(value: str) -> str:
-    """The JSON of a torchao configuration, `json.dumps(config_to_dict(config))`. `value` is the JSON or a file with it.
-
-    Raises ValueError if torchao cannot read it.
+    """The JSON of a torchao configuration, as `json.dumps(config_to_dict(config))` makes it. `value` is the JSON or a
+    file with it. Raises ValueError if torchao cannot read it.
     """
     from torchao.core.config import AOBaseConfig, config_from_dict
 
@@ -34,37 +33,38 @@ def torchao_config(value: str) -> str:
 
 @dataclass
 class QuantizationArguments:
-    """How torchao quantizes an engine's weights."""
+    """How torchao quantizes the engines' weights."""
 
     quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = HfArg(
         default=None,
-        help="a configuration of torchao, as JSON or a file with it: int8 or FP8 (default: FP8; CPU: int8)",
+        help="how torchao quantizes: the JSON of its configuration, or a file with it (default: FP8; CPU: int8)",
     )
 
 
 def quantize_by_torchao(config: str | None) -> tuple[dict, str]:
     """vLLM's options for weights quantized by `config`, the JSON from `torchao_config`, and the quantization's name.
 
-    Without a config: FP8 if the hardware has it, else int8.
+    Without a config, FP8 if the hardware has it, else int8.
     """
     from torchao import quantization
     from torchao.core.config import config_to_dict
     from vllm.platforms import current_platform
 
-    why = ""
+    remark = ""
     if config is None and current_platform.supports_fp8():
-        best = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
+        default = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
     elif config is None:
-        best, why = quantization.Int8DynamicActivationInt8WeightConfig(), ": FP8 takes a GPU of compute capability 8.9"
-    config = config or json.dumps(config_to_dict(best))
+        default = quantization.Int8DynamicActivationInt8WeightConfig()
+        remark = ": FP8 takes a GPU of compute capability 8.9"
+    config = config or json.dumps(config_to_dict(default))
     options = {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": config}}
-    return options, json.loads(config)["_type"] + why
+    return options, json.loads(config)["_type"] + remark
 
 
 class FusedQuantization:
-    """A part of a worker's extension: torchao quantizes to FP8, weights and activations, by compiled functions."""
+    """A part of a worker extension: torchao quantizes weights and activations to FP8 by compiled functions."""
 
-    def __new__(cls, *args, **options):  # vLLM makes the worker before it loads the model
+    def __new__(cls, *args, **options):  # vLLM creates the worker before it loads the model
         fuse_quantization()
         return super().__new__(cls)
 
@@ -74,8 +74,8 @@ class QuantizedWorkerExtension(FusedQuantization, WorkerExtension):
 
 
 def fuse_quantization() -> None:
-    """Compile torchao's quantization to FP8. As it is, it passes ten times over a weight, with a kernel each time. That
-    takes 70 ms for a 7B on an H200, and compiled 8.5."""
+    """Compile torchao's quantization to FP8. Otherwise it passes over each weight ten times, with a kernel each time:
+    for a 7B on an H200, that takes 70 ms instead of 8.5."""
     module = importlib.import_module("torchao.quantization.quantize_.workflows.float8.float8_tensor")
     for name in ("_choose_scale_float8", "_quantize_affine_float8"):
         setattr(module, name, torch.compile(getattr(module, name), dynamic=True))

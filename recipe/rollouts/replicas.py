@@ -1,10 +1,10 @@
-"""Engines as services: vLLM servers, reached over HTTP, any of which may die, or hang, and come back.
+"""Engines as services: vLLM servers, reached over HTTP, any of which may die or hang, and come back.
 
-A pool is one Ray actor that speaks with all servers, its replicas. To the rest of a run it is one engine: `sample`
-sends each prompt to the replica with the fewest requests in flight. Sampling leaves nothing behind in a server, and a
-seed goes with each request. So if a replica is lost, its unfinished requests go to others as they are; what it may
-still answer, nobody reads. Calls that change a server are never sent again: a replica that was lost, and answers again,
-gets a new group, the trainer's weights and their proof, before its next request.
+A pool is a Ray actor that speaks with all servers, its replicas. To the rest of a run it is one engine: `sample` sends
+each prompt to the replica with the fewest requests in flight. Sampling changes nothing in a server, and each request
+has its seed. So if a replica is lost, its unfinished requests go to others as they are, and its own answers are not
+read. Calls that change a server are never repeated: a replica that was lost and answers again gets a new group, the
+trainer's weights and their proof before its next request.
 
 A replica is lost if it closes a connection, answers with an error of its own, or is silent for --engine-timeout
 seconds. To notice silence, the pool asks every half second for something that vLLM's engine core has to answer.
@@ -19,12 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated
 
 import httpx
-import numpy as np
 import psutil
 from annotated_types import Ge, Gt
 from transformers.hf_argparser import HfArg
@@ -33,13 +32,13 @@ from rlhf_utils import SyncReport
 
 from ..errors import RunError
 from ..learning.rollout import Rollout
-from .engine import EngineArguments, llm_options, rollouts_of
+from .engine import EngineArguments, labelled_rollouts_of, llm_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
 PR_SET_PDEATHSIG = 1  # Linux: a process gets a signal when its parent ends
-POLL_SECONDS = 0.5  # between two questions whether a server answers
-SHOWN_CHARS = 200  # of a server's own error
-RETRY_SECONDS = 5.0  # after a server has answered again, but could not be given weights
+POLL_SECONDS = 0.5  # from one question whether a server answers to the next
+SHOWN_CHARS = 200  # of a server's error
+RETRY_SECONDS = 5.0  # until a server that answers, but could not be given weights, is tried again
 HOW_TO_START = (
     f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls {EXTENSION} --enable-scale-out"
     " --logprobs-mode processed_logprobs"
@@ -48,16 +47,18 @@ HOW_TO_START = (
 
 @dataclass
 class ServeArguments:
-    """Which servers generate."""
+    """Which vLLM servers generate."""
 
     engine_url: list[str] = HfArg(
-        default_factory=list, metadata={"action": "extend"}, help="address of a vLLM server; may be given several times"
+        default_factory=list, metadata={"action": "extend"}, help="URL of a vLLM server; may be given several times"
     )
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="servers to start on this machine, without --engine-url")
+    engines: Annotated[int, Ge(1)] = HfArg(
+        default=1, help="servers to start on this machine if there is no --engine-url"
+    )
     engine_timeout: Annotated[float, Gt(0)] = HfArg(
         default=60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
     )
-    api_key: str | None = HfArg(default=None, help="what the servers were given as theirs (default: $VLLM_API_KEY)")
+    api_key: str | None = HfArg(default=None, help="the servers' --api-key (default: $VLLM_API_KEY)")
 
 
 class ReplicaError(Exception):
@@ -69,8 +70,8 @@ class Replica:
 
     def __init__(self, name: str, url: str, api_key: str | None, timeout: float):
         self.name, self.url, self.timeout = name, url, timeout
-        self.serving, self.flying, self.workers = False, 0, 0  # flying: requests on their way
-        self.shares_device = False  # its worker is on the trainer's GPU
+        self.serving, self.in_flight = False, 0  # in_flight: requests
+        self.workers, self.shares_device = 0, False  # shares_device: its worker is on the trainer's GPU
         self.arguments: tuple = ()  # of `receive_weights`, beside the timeout
         self.host = httpx.URL(url).host
         self.report: SyncReport | None = None  # of its last sync
@@ -79,12 +80,12 @@ class Replica:
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=timeout,
-            # No connection is used twice: a server may close an idle one just then, which would look like its death.
+            # No connection is used twice: a server may just be closing an idle one, which would look like its death.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     async def call(self, path: str, body: dict | None = None, method: str = "POST", **options) -> dict:
-        """The JSON answer of this path."""
+        """The JSON that the server answers at this path."""
         try:
             answer = await self.client.request(method, path, json=body, **options)
         except httpx.TimeoutException as error:
@@ -98,7 +99,7 @@ class Replica:
         return answer.json() if answer.content else {}
 
     async def rpc(self, method: str, *args, **options) -> list:
-        """The answers of all workers to this method. What is no dict or list comes as text: "True"."""
+        """What this method returns in all workers. Anything but dicts and lists comes as text: "True"."""
         return (await self.call("/collective_rpc", {"method": method, "args": args}, **options))["results"]
 
     async def answers(self) -> bool:
@@ -110,9 +111,9 @@ class Replica:
         return True
 
     async def check(self) -> int:
-        """Learn the number of its workers. Returns the tokens that a prompt and its completion may have.
+        """Ask for what a run needs. Returns the tokens that a prompt and its completion may have.
 
-        Raises RunError with how to start it, if it lacks what a run needs.
+        Raises RunError if it lacks something; the message says how to start it.
         """
 
         def refuse(lacks: str) -> RunError:
@@ -124,44 +125,45 @@ class Replica:
                 raise RunError(f"--engine-url {self.url}: it wants another --api-key")
             if models.is_error:
                 raise refuse("it is no server of vLLM")
-            size = await self.client.get("/get_world_size")
-            if size.is_error:
+            world_size = await self.client.get("/get_world_size")
+            if world_size.is_error:
                 raise refuse("it runs without VLLM_SERVER_DEV_MODE=1")
             if (await self.client.post("/inference/v1/generate", json={})).status_code == httpx.codes.NOT_FOUND:
                 raise refuse("it runs without --enable-scale-out")
-            known = await self.client.post("/collective_rpc", json={"method": "report_channel"})
-            if known.is_error:
+            channels = await self.client.post("/collective_rpc", json={"method": "report_channel"})
+            if channels.is_error:
                 raise refuse(f"its workers are without --worker-extension-cls {EXTENSION}")
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise refuse(f"nobody answers there ({error or type(error).__name__})") from error
-        self.workers = size.json()["world_size"]
-        self.shares_device = known.json()["results"][0] == "shared memory"
+        self.workers = world_size.json()["world_size"]
+        self.shares_device = channels.json()["results"][0] == "shared memory"
         if self.shares_device and self.workers > 1:
             raise RunError(f"--engine-url {self.url}: of its {self.workers} workers, one can be on the trainer's GPU")
         return models.json()["data"][0]["max_model_len"]
 
     async def generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
-        """The completions of one prompt, as vLLM's `/inference/v1/generate` has them. Waits for as long as it takes."""
+        """The completions of one prompt, as `/inference/v1/generate` returns them. Waits for as long as it takes."""
         body = {"token_ids": token_ids, "sampling_params": sampling}
         timeout = httpx.Timeout(self.timeout, read=None)
         request = asyncio.ensure_future(self.call("/inference/v1/generate", body, timeout=timeout))
-        lost, self.flying = self.lost, self.flying + 1
+        lost = self.lost  # if it returns, it gets another future
+        self.in_flight += 1
         try:
             await asyncio.wait({request, lost}, return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
                 raise ReplicaError("it was lost")
             choices = sorted(request.result()["choices"], key=lambda choice: choice["index"])
         finally:
-            self.flying -= 1
+            self.in_flight -= 1
             request.cancel()
         if any(choice["finish_reason"] not in ("stop", "length") for choice in choices):
-            raise ReplicaError("it ended a completion before its end")  # as a server does that shuts down
+            raise ReplicaError("it cut a completion short")  # as a server does that shuts down
         if not all(span["version"].isdecimal() for choice in choices for span in choice["weight_versions"]):
             raise ReplicaError("it was started again, and has weights that no sync has brought")
         return choices
 
     async def within_timeout(self, receiving: asyncio.Future) -> None:
-        """Wait for the answers of workers that the trainer has sent all weights to."""
+        """Wait for the workers' answers, after the trainer has sent all weights. Raises what they report."""
         try:
             results = await asyncio.wait_for(receiving, self.timeout)
         except TimeoutError as error:
@@ -171,38 +173,39 @@ class Replica:
                 raise ReplicaError(result["error"])
 
     def begin_serving(self, report: SyncReport) -> None:
+        """It has proven its weights, in the sync of this report."""
         if not self.serving:
             self.serving, self.lost = True, asyncio.get_running_loop().create_future()
         self.report = report
 
     def end_serving(self) -> None:
-        """Let go of what is in flight: each `generate` raises."""
+        """It is lost: each `generate` in flight raises."""
         self.serving = False
         self.lost.set_result(None)
 
 
 class ReplicaPool:
-    """A Ray actor that is an engine: several replicas. A subclass connects them with the trainer, and syncs them."""
+    """A Ray actor that is one engine to a run. A subclass connects its replicas with the trainer, and syncs them."""
 
     def __init__(self, number: int):
         self.replicas: list[Replica] = []
         self.servers: list[subprocess.Popen] = []
-        self.turn = asyncio.Lock()  # one at a time: a sync of all, or of a replica that returns
+        self.sync_lock = asyncio.Lock()  # held by a sync of all, or of a replica that returns
         self.syncing: set[Replica] = set()
         self.some_serve = asyncio.Event()
-        self.returned: list[float] = []  # seconds from "answers" to "serves", since they were last asked for
+        self.return_seconds: list[float] = []  # from "answers again" to "serves again", since the last `metrics`
 
     async def connect(self, replica: Replica) -> None:
         """Join the trainer and this replica in a group."""
         raise NotImplementedError
 
     async def sync(self, replicas: list[Replica]) -> None:
-        """Have these replicas, which have groups, take the trainer's weights; `serve` those that prove it."""
+        """Have these replicas, which are connected, take the trainer's weights, and `serve` those that prove it."""
         raise NotImplementedError
 
     async def load(self, model: str, args, device: str) -> int:
-        """Start servers, or reach those at the URLs that are given. Returns the tokens that a prompt and its completion
-        may have."""
+        """Reach the servers at --engine-url, or start them. Returns the tokens that a prompt and its completion may
+        have."""
         from transformers import AutoTokenizer
 
         key = args.api_key or os.environ.get("VLLM_API_KEY")
@@ -217,7 +220,7 @@ class ReplicaPool:
 
     async def begin(self) -> SyncReport:
         """Connect all replicas, and sync. From now on, those that are lost may return."""
-        async with self.turn:
+        async with self.sync_lock:
             await self._sync(await self.together(self.replicas, self.connect))
         if missing := [replica for replica in self.replicas if not replica.serving]:
             raise RunError("; ".join(f"{replica.name} at {replica.url}: {replica.reason}" for replica in missing))
@@ -225,21 +228,20 @@ class ReplicaPool:
         return self._report()
 
     async def take_weights(self) -> SyncReport:
-        """Sync all replicas that serve. With none left, waits for one to return, which takes the same weights."""
-        async with self.turn:
+        """Sync all replicas that serve. If none is left, wait for one to return, which takes the same weights."""
+        async with self.sync_lock:
             await self._sync(self._serving())
         await self._until_some_serve()
         return self._report()
 
     def _report(self) -> SyncReport:
-        """Of the last sync, its slowest replica's."""
+        """The report of the slowest replica in the last sync."""
         return max((replica.report for replica in self._serving()), key=lambda report: report.seconds)
 
     async def sample(
-        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, waits: bool = False
+        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, low_priority: bool = False
     ) -> list[Rollout]:
-        """As `AsyncEngineActor.sample`; the replicas share the prompts. Each of them takes what comes in this order,
-        also what `waits`."""
+        """As `AsyncEngineActor.sample`, with the prompts divided among the replicas. A server has no priorities."""
         answers = await asyncio.gather(*map(self._generate, prompts, sampling))
         if evaluation:
             await self.together(self._serving(), lambda replica: replica.call("/reset_prefix_cache"))
@@ -247,28 +249,24 @@ class ReplicaPool:
             SimpleNamespace(prompt_token_ids=ids, outputs=[_output(choice) for choice in choices])
             for ids, choices in zip(prompts, answers, strict=True)
         ]
-        spans = [choice["weight_versions"] for choices in answers for choice in choices]
-        return [
-            replace(
-                rollout,
-                versions=np.array([int(s["version"]) for s in own for _ in range(s["start"], s["end"])], np.int32),
-            )
-            for rollout, own in zip(rollouts_of(requests, self.tokenizer), spans, strict=True)
-        ]
+        return labelled_rollouts_of(requests, self.tokenizer)
 
     async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         while True:
             await self._until_some_serve()
-            replica = min(self._serving(), key=lambda replica: replica.flying)
+            replica = min(self._serving(), key=lambda replica: replica.in_flight)
             try:
                 return await replica.generate(token_ids, sampling)
             except ReplicaError as error:
                 self.lose(replica, str(error))
 
     async def metrics(self) -> dict[str, float]:
-        """How many replicas serve, and the longest return since the last call, in seconds."""
-        metrics, self.returned = {"engines/return": max(self.returned)} if self.returned else {}, []
-        return {"engines/alive": len(self._serving())} | metrics
+        """How many replicas serve and, if some have returned since the last call, the longest return in seconds."""
+        metrics = {"engines/alive": len(self._serving())}
+        if self.return_seconds:
+            metrics["engines/return"] = max(self.return_seconds)
+            self.return_seconds = []
+        return metrics
 
     async def shutdown(self) -> None:
         for task in getattr(self, "watching", []):
@@ -282,24 +280,23 @@ class ReplicaPool:
             process.kill()
 
     def serve(self, replica: Replica, report: SyncReport) -> None:
-        """This replica has proven that it serves the trainer's weights: it may have requests."""
+        """Let this replica have requests: it has proven that it serves the trainer's weights."""
         replica.begin_serving(report)
         self.some_serve.set()
 
     def lose(self, replica: Replica, reason: str) -> None:
-        """Give this replica's unfinished requests to others, until it returns."""
+        """Give this replica's unfinished requests to others, and no more to it until it returns."""
         if not replica.serving:
             replica.reason = reason
             return
-        print(f"{replica.name} is lost, and its {replica.flying} requests go to others: {reason}", flush=True)
+        print(f"{replica.name} is lost, and its {replica.in_flight} requests go to others: {reason}", flush=True)
         replica.end_serving()
         if not self._serving():
             self.some_serve.clear()
             print("no engine is left: the run waits for one to return", flush=True)
 
     async def together(self, replicas: list[Replica], act: Callable[[Replica], Awaitable]) -> list[Replica]:
-        """Do this with each of these replicas at the same time. Returns those with which it succeeded; others are
-        lost."""
+        """Do this with these replicas, side by side. Returns those with which it succeeded; the others are lost."""
 
         async def succeeds(replica: Replica) -> bool:
             try:
@@ -325,10 +322,10 @@ class ReplicaPool:
         self.syncing -= set(replicas)
 
     async def _watch(self, replica: Replica) -> None:
-        """Notice when this replica falls silent, and let it in again when it answers."""
+        """Notice when this replica falls silent, and take it in again when it answers."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            if replica in self.syncing:  # which keeps its core busy, and has limits of its own
+            if replica in self.syncing:  # a sync keeps its engine core busy, and has a timeout of its own
                 continue
             if replica.serving:
                 try:
@@ -340,37 +337,38 @@ class ReplicaPool:
                 await self._return(replica)
 
     async def _return(self, replica: Replica) -> None:
-        answered, before = time.perf_counter(), replica.reason
+        answered, known_reason = time.perf_counter(), replica.reason
         try:
             await replica.check()
-            async with self.turn:
+            async with self.sync_lock:
                 await self._sync(await self.together([replica], self.connect))
         except RunError as error:
             replica.reason = str(error)
         if replica.serving:
-            self.returned.append(time.perf_counter() - answered)
-            print(f"{replica.name} serves again, {self.returned[-1]:.2f} s after it answered", flush=True)
+            seconds = time.perf_counter() - answered
+            self.return_seconds.append(seconds)
+            print(f"{replica.name} serves again, {seconds:.2f} s after it answered", flush=True)
         else:
-            if replica.reason != before:
+            if replica.reason != known_reason:
                 print(f"{replica.name} at {replica.url} answers, and cannot return: {replica.reason}", flush=True)
             await asyncio.sleep(RETRY_SECONDS)
 
-    # Servers of this run: they end with it, and none is started again
+    # Servers that this run starts. They end with it, and none is started again.
 
     def _start_server(self, model: str, args: EngineArguments, device: str, number: int, api_key: str | None) -> str:
-        """Start vLLM's server on this actor's devices. Returns its URL."""
+        """Start server `number` on its part of this actor's devices. Returns its URL."""
         from vllm.utils.network_utils import get_open_port
 
         gpus, tp, port = os.environ.get("CUDA_VISIBLE_DEVICES"), args.tensor_parallel_size, get_open_port()
-        own = list(range(number * tp, (number + 1) * tp))
+        bundles = list(range(number * tp, (number + 1) * tp))
         options = {"worker_extension_cls": EXTENSION, "enable_scale_out": True, "distributed_executor_backend": "mp"}
-        options = llm_options(args, device, own, args.engines * tp, **options)
+        options = llm_options(args, device, bundles, args.engines * tp, **options)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_API_KEY": api_key} if api_key else {})
         if device == "cuda":
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # which `llm_options` drops
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.split(",")[i] for i in own)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.split(",")[i] for i in bundles)
         libc = ctypes.CDLL(None)
         server = subprocess.Popen(
             command,
@@ -403,5 +401,9 @@ def flags_of(options: dict) -> list[str]:
 def _output(choice: dict) -> SimpleNamespace:
     """A choice of `/inference/v1/generate` in the form of a vllm.CompletionOutput."""
     content = (choice["logprobs"] or {}).get("content")
-    logprobs = content and SimpleNamespace(logprobs=[token["logprob"] for token in content])
-    return SimpleNamespace(token_ids=choice["token_ids"], logprobs=logprobs, finish_reason=choice["finish_reason"])
+    return SimpleNamespace(
+        token_ids=choice["token_ids"],
+        logprobs=content and SimpleNamespace(logprobs=[token["logprob"] for token in content]),
+        finish_reason=choice["finish_reason"],
+        weight_versions=[SimpleNamespace(**span) for span in choice["weight_versions"]],
+    )

@@ -1,4 +1,4 @@
-"""Rewards beside the driver: functions as Ray tasks on any node, and a reward model's ranks as Ray actors."""
+"""Rewards in other processes: functions as Ray tasks on any node, and a reward model's ranks as Ray actors."""
 
 import itertools
 import json
@@ -14,8 +14,9 @@ from ..functions import json_object
 from ..run.actors import ActorGroup
 from ..run.session import RaySession
 from ..tasks.rewards import Batch, Rewards, begin, finish
+from .engine import in_parts
 
-REWARD_MODEL = "reward_model"  # its name among the rewards
+REWARD_MODEL = "reward_model"  # the name of its scores among the rewards
 
 
 @dataclass
@@ -24,22 +25,23 @@ class RewardArguments:
 
     reward_model: str | None = HfArg(
         default=None,
-        help="a sequence classifier with one output: on the Hugging Face hub, a folder, or module:function, which gets"
-        " (folder, seed) and writes one; its score is added to those of --reward, and its weight comes last",
+        help="a sequence classifier with one output: on the Hugging Face hub, a folder, or module:function, which is"
+        " called with (folder, seed) and writes one there; its score is one more reward beside those of --reward, and"
+        " its weight is the last of --reward-weights",
     )
     reward_workers: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="Ray tasks, on any node, among which each --reward's prompts of a step are divided"
+        default=1, help="Ray tasks, on any node, for each --reward; the prompts of a step are divided among them"
     )
     reward_resources: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default='{"CPU": 0}', help="Ray's resources for each such task, as JSON"
+        default='{"CPU": 0}', help="the Ray resources of each of --reward-workers, as JSON"
     )
 
 
 class RewardWorkers:
-    """Calls the functions of `rewards`, and the ranks of a reward model, if there are any, outside of this process.
+    """Calls the functions of `rewards` and the reward model, if there is one, outside of this process.
 
-    Ray runs a task again, on another node if need be, if it died with its process or node: three times. After that, and
-    when a function raises, the run ends.
+    If a task dies with its process or node, Ray runs it again, on another node if need be, up to three times. After
+    that, and if a function raises, the run ends.
     """
 
     def __init__(self, session: RaySession, rewards: Rewards, reward_model: ActorGroup | None, args):
@@ -55,44 +57,44 @@ class RewardWorkers:
         return self.rewards.score(batch, steps_done, self.call)
 
     def call(self, groups: list[dict]) -> list[dict[str, list]]:
-        """What each reward returns, by name, for the completions of each of these groups, given as its arguments."""
+        """For each group of completions, given as the arguments of its rewards: what each reward returns, by name."""
         plain = [{name: value for name, value in group.items() if not callable(value)} for group in groups]
-        count = min(self.workers, len(groups))
-        bounds = [i * len(groups) // count for i in range(count + 1)]
+        parts = in_parts(plain, min(self.workers, len(groups)))
         calls = {
-            f"reward {name}" + f" (part {i + 1} of {count})" * (count > 1): self.task.remote(full, plain[begin:end])
-            for name, full in self.rewards.names.items()
-            for i, (begin, end) in enumerate(itertools.pairwise(bounds))
+            f"reward {name}" + f" (part {i} of {len(parts)})" * (len(parts) > 1): self.task.remote(full_name, part)
+            for name, full_name in self.rewards.names.items()
+            for i, part in enumerate(parts, 1)
         }
         scoring = {}
         if self.reward_model:
             texts = [[text for group in groups for text in group[name]] for name in ("prompts", "completions")]
             scoring = self.reward_model.begin("run", "rewards", *texts)
         results = self.session.wait("rewarding", calls | scoring)
-        answers = [{} for _ in groups]
-        for k, name in enumerate(self.rewards.names):
-            own = [group for part in results[k * count : (k + 1) * count] for group in part]
-            for arguments, answer, (values, columns, numbers) in zip(groups, answers, own, strict=True):
-                answer[name] = values
+        values_of_groups = [{} for _ in groups]
+        parts_of_rewards = [results[i : i + len(parts)] for i in range(0, len(calls), len(parts))]
+        for name, results_of_parts in zip(self.rewards.names, parts_of_rewards, strict=True):
+            answers = itertools.chain(*results_of_parts)
+            for group, values_of, (values, columns, numbers) in zip(groups, values_of_groups, answers, strict=True):
+                values_of[name] = values
                 for column in columns.items():
-                    arguments["log_extra"](*column)
+                    group["log_extra"](*column)
                 for number in numbers:
-                    arguments["log_metric"](*number)
+                    group["log_metric"](*number)
         if scoring:
-            scores = iter(results[len(calls)])
-            for group, answer in zip(groups, answers, strict=True):
-                answer[REWARD_MODEL] = [next(scores) for _ in group["prompts"]]
-        return answers
+            scores = iter(results[len(calls)])  # of the first rank
+            for group, values_of in zip(groups, values_of_groups, strict=True):
+                values_of[REWARD_MODEL] = [next(scores) for _ in group["prompts"]]
+        return values_of_groups
 
 
 def run_reward(name: str, groups: list[dict]) -> list[tuple[list, dict[str, list], list[tuple[str, float]]]]:
-    """What the reward `name` ("module:function") returns for each group, and what it logs: columns, and numbers."""
-    functions, begun, answers = Rewards([name], None, []).functions, [], []
-    for plain in groups:  # a coroutine runs for all groups at once
+    """For each group: what the reward `name` ("module:function") returns, and what it logs, columns and numbers."""
+    functions, running, answers = Rewards([name], None, []).functions, [], []
+    for group in groups:  # a coroutine runs for all groups at once
         columns, numbers = {}, []
-        log = {"log_extra": columns.__setitem__, "log_metric": lambda *number, own=numbers: own.append(number)}
-        begun.append((plain | log, begin(functions, plain | log), columns, numbers))
-    for arguments, futures, columns, numbers in begun:
+        log = {"log_extra": columns.__setitem__, "log_metric": lambda *number, log=numbers.append: log(number)}
+        running.append((group | log, begin(functions, group | log), columns, numbers))
+    for arguments, futures, columns, numbers in running:
         (returned,) = finish(functions, arguments, futures).values()
         answers.append((list(returned), columns, numbers))
     return answers

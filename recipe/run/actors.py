@@ -1,7 +1,7 @@
-"""Groups of Ray actors: where they go, how they are called, and what a step of theirs takes, in seconds and memory.
+"""Groups of Ray actors: where they run, how they are called, and the seconds and the memory that a step takes.
 
-A group is N actors of one class, each on a bundle of a placement group. Trainers are a group, and so are engines, also
-where there is one of each: so one GPU, eight, and several nodes have the same loop.
+A group is N actors of one class, each on a bundle of a placement group. Trainers are a group, and so are engines, even
+where there is one of each. So the loop of a run is the same on one GPU, on eight, and on several nodes.
 """
 
 import os
@@ -41,19 +41,19 @@ class LayoutArguments:
     trainers: Annotated[int, Ge(1)] = HfArg(
         default=1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them"
     )
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, among which the prompts of a step are divided")
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines; the prompts of a step are divided among them")
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where an actor goes: Ray's options, and the bundles of a placement group that it, or its workers, take."""
+    """Where an actor runs: Ray's options for it, and the bundles of the placement group that it or its workers use."""
 
     options: dict
     bundles: list[int]
 
 
 def reserve(bundles: list[dict], strategy: str):
-    """A placement group of these bundles. Raises RunError if Ray does not get them."""
+    """A placement group of these bundles. Raises RunError if Ray cannot reserve them in time."""
     group = placement_group(bundles, strategy=strategy)
     if not group.wait(timeout_seconds=RESERVE_SECONDS):
         raise RunError(f"Ray could not reserve {bundles} within {RESERVE_SECONDS} s: another run may hold them")
@@ -61,19 +61,20 @@ def reserve(bundles: list[dict], strategy: str):
 
 
 def by_node(group) -> list[int]:
-    """The bundles of this placement group, node by node."""
-    nodes = placement_group_table(group)["bundles_to_node_id"]
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+    """The indices of this placement group's bundles, sorted so that those of one node follow each other."""
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    return sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
 
 
 def seat(group, bundle: int, workers: list[int] | None = None, **resources) -> Seat:
-    """For an actor with these resources in this bundle; the `workers` that it starts take theirs."""
+    """The seat of an actor that gets these resources in this bundle. `workers` are the bundles of the processes that it
+    starts, if these use others."""
     strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
     return Seat({"scheduling_strategy": strategy, "num_cpus": 0, **resources}, workers or [bundle])
 
 
 class ActorGroup:
-    """Ray actors of one class, one on each of these seats. Their constructor gets the actor's number."""
+    """Ray actors of one class, one on each of these seats. The class is called with the actor's number."""
 
     def __init__(self, session: RaySession, name: str, cls: type, seats: list[Seat]):
         self.session, self.cls = session, cls
@@ -82,10 +83,10 @@ class ActorGroup:
         self.restart()
 
     def restart(self) -> None:
-        """End these actors, and what they have started, and begin with new ones."""
+        """End these actors, and what they have started, and begin with new ones on the same seats."""
         self.session.end(self.actors)
-        cls = ray.remote(self.cls)
-        self.actors = {own: cls.options(**place.options).remote(i) for i, (own, place) in enumerate(self.seats.items())}
+        remote_class, numbered_seats = ray.remote(self.cls), enumerate(self.seats.items())
+        self.actors = {name: remote_class.options(**seat.options).remote(i) for i, (name, seat) in numbered_seats}
         self.session.actors |= self.actors
 
     def __len__(self) -> int:
@@ -93,25 +94,26 @@ class ActorGroup:
 
     @property
     def bundles(self) -> list[tuple[list[int]]]:
-        """Each actor's bundles, as an argument of its own."""
+        """The bundles of each actor, in the form of `each` below."""
         return [(seat.bundles,) for seat in self.seats.values()]
 
     def begin(self, method: str, *args, each: list[tuple] | None = None) -> dict[str, ray.ObjectRef]:
-        """Call this method of every actor: with these arguments and then, if `each` is given, its own. Returns the
-        calls by actor, as `RaySession.wait` takes them."""
-        put = [ray.put(arg) for arg in args] if len(self) > 1 else args  # large ones travel once to each node
-        own = each or [()] * len(self)
+        """Call this method of every actor, with `args` and then, if `each` is given, the actor's own. Returns the calls
+        by actor, as `RaySession.wait` takes them."""
+        if len(self) > 1:
+            args = [ray.put(arg) for arg in args]  # so a large one travels only once to each node
+        each = each or [()] * len(self)
         return {
-            name: getattr(actor, method).remote(*put, *more)
-            for (name, actor), more in zip(self.actors.items(), own, strict=True)
+            name: getattr(actor, method).remote(*args, *more)
+            for (name, actor), more in zip(self.actors.items(), each, strict=True)
         }
 
     def call(self, phase: str, method: str, *args, each: list[tuple] | None = None) -> list:
-        """As `begin`, and wait. Returns the results, in the order of the actors."""
+        """As `begin`, and wait, in this phase of the run. Returns the results in the order of the actors."""
         return self.session.wait(phase, self.begin(method, *args, each=each))
 
     def first(self, phase: str, method: str, *args, each: list[tuple] | None = None):
-        """As `call`, with the first actor's result. Ranks of a learner all return the same."""
+        """As `call`, but return only the first actor's result. The ranks of a learner all return the same."""
         return self.call(phase, method, *args, each=each)[0]
 
     def rank_0(self, phase: str, method: str, *args):
@@ -123,46 +125,49 @@ class ActorGroup:
 class ModelActor:
     """A Ray actor around one rank of a model, which may learn.
 
-    Where models share a device (`shared`), each takes its turn on it, and is in host memory otherwise. With
+    Where models share a device (`shared`), each is on it for its turn, and in host memory the rest of the time. With
     `weights_stay`, only the optimizer's state moves.
     """
 
     shared = weights_stay = False
 
     def __init__(self, rank: int):
-        self.rank = rank  # loads nothing yet: engines may have to start first, since vLLM measures the free memory
+        self.rank = rank  # it loads no model yet: engines may have to start first, since vLLM measures the free memory
         self.model: Model | None = None
         self.learner: Learner | None = None
 
     def address(self) -> tuple[str, int]:
+        """The address of this actor's node, and a free port there."""
         from vllm.utils.network_utils import get_open_port
 
         return ray.util.get_node_ip_address(), get_open_port()
 
     def join(self, address: tuple[str, int], ranks: int, device: str, at_once: int = 1) -> torch.device:
-        """Join the other ranks, of which the first one listens at `address`. On CPU, take this rank's part of the
-        cores, on which so many models compute `at_once`. Returns this rank's device."""
-        if device == "cpu":  # else the one thread that Ray sets is faster: small tensors are not worth waking others
+        """Join the other ranks of this model. The first one listens at `address`. Returns this rank's device.
+
+        On CPU, all ranks of the models that compute `at_once` share the cores.
+        """
+        if device == "cpu":  # beside a GPU, Ray's one thread is faster: waking others takes longer than they save
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks * at_once)))
-        own = torch.device(device, 0)  # Ray makes one GPU visible
-        join_ranks(*address, self.rank, ranks, own)
-        return own
+        rank_device = torch.device(device, 0)  # Ray makes one GPU visible
+        join_ranks(*address, self.rank, ranks, rank_device)
+        return rank_device
 
     def capability(self) -> int | None:
         """The compute capability of this actor's GPU, as 90 for 9.0; None on CPU."""
         from vllm.platforms import current_platform
 
-        found = current_platform.get_device_capability() if current_platform.is_cuda() else None
-        return found and found.to_int()
+        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+        return capability and capability.to_int()
 
     def run(self, method: str, *args):
-        """Call this method of the learner, or of a model that does not learn, in its turn."""
+        """Call this method of the learner or, without one, of the model, which is on its device during the call."""
         with self.turn():
             return getattr(self.learner or self.model, method)(*args)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The model is on its device within."""
+        """A context in which the model is on its device."""
         moves = self.shared and not self.weights_stay
         if moves:
             self.model.module.to(self.model.device)
@@ -177,15 +182,15 @@ class ModelActor:
         return device_id_of(self.model.device)
 
     def memory(self) -> dict[str, float | str]:
-        """GB of this rank: "own", the most that torch held for it on the GPU since the last call, and "kept", what it
-        holds now; "device", that GPU's id, "used", what all processes take of it, and "gpu", its size. On CPU only
-        "own": this process's memory."""
+        """Memory in GB. On CPU, "actor" is what this process takes. On a GPU, it is the most that torch has reserved
+        since the last call, and "reserved" what it has now; "in_use" is what all processes take of this GPU, "gpu" its
+        size, and "device" its id."""
         if self.model.device.type == "cpu":
-            return {"own": psutil.Process().memory_info().rss / 1e9}
+            return {"actor": psutil.Process().memory_info().rss / 1e9}
         free, total = torch.cuda.mem_get_info()
-        sizes = {"own": torch.cuda.max_memory_reserved(), "kept": torch.cuda.memory_reserved()}
+        sizes = {"actor": torch.cuda.max_memory_reserved(), "reserved": torch.cuda.memory_reserved()}
         torch.cuda.reset_peak_memory_stats()
-        sizes |= {"used": total - free, "gpu": total}
+        sizes |= {"in_use": total - free, "gpu": total}
         return {"device": self.device_id()} | {name: size / 1e9 for name, size in sizes.items()}
 
 
@@ -193,7 +198,7 @@ class LearnerActor(ModelActor):
     """A Ray actor around one rank of a learner."""
 
     def resume(self, checkpoint: Path | None) -> tuple[int, str]:
-        """Go on from this checkpoint's training state, if there is one. Returns the steps that are done, and lines to
+        """Go on from this checkpoint's training state, if there is one. Returns the number of steps done, and lines to
         print about the learner."""
         self.model = self.learner.model
         if checkpoint:
@@ -213,46 +218,50 @@ class LearnerActor(ModelActor):
 
 @dataclass
 class StepClock:
-    """The seconds of each phase of a step and, where models share devices, the memory in it."""
+    """The seconds of each phase of a step and, with a session whose actors share devices, the memory in it."""
 
-    shared: RaySession | None = None  # whose actors share devices, and are asked for their memory
+    session: RaySession | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    since: float = field(default_factory=time.perf_counter)
+    phase_began: float = field(default_factory=time.perf_counter)
 
     def end(self, phase: str) -> None:
-        """A phase ends, and the next one begins. Its metrics are `time/PHASE`, in seconds, and those of `measure`."""
-        self.metrics[f"time/{phase}"] = time.perf_counter() - self.since
-        if self.shared:
-            self.metrics |= measure(self.shared, phase)
-        self.since = time.perf_counter()
+        """End a phase, and begin the next one. Its metrics are `time/PHASE`, in seconds, and those of `measure`."""
+        self.metrics[f"time/{phase}"] = time.perf_counter() - self.phase_began
+        if self.session:
+            self.metrics |= measure(self.session, phase)
+        self.phase_began = time.perf_counter()  # measuring is in no phase
 
 
 def measure(session: RaySession, phase: str) -> dict[str, float]:
-    """GB at the end of a phase: for each group of actors the largest one's, and the smallest GPU's. Every actor has a
-    method `memory`; that of an engine with GPUs of its own returns nothing.
+    """Memory in GB at the end of a phase: `memory/PHASE/GROUP`, of the largest actor of each group, and `memory/gpu`,
+    the size of the smallest GPU. Every actor has a method `memory`; that of an engine with its own GPUs returns {}.
 
-    On a GPU, an engine's is all that is in use beside the ranks' tensors, CUDA's and NCCL's memory as well. torch
-    caches freed memory, so it is the engine's peak as well.
+    Of a GPU that is shared, the engine has all that is in use beside the ranks' tensors, so CUDA's and NCCL's memory as
+    well. torch caches freed memory, so this is also the engine's peak.
     """
     calls = {name: actor.memory.remote() for name, actor in session.actors.items()}
-    answers = dict(zip(calls, session.wait("measuring", calls), strict=True))
-    on_gpus = [answer for answer in answers.values() if "gpu" in answer]
-    beside = {answer["device"]: answer["used"] for answer in on_gpus}
-    for answer in on_gpus:
-        beside[answer["device"]] -= answer["kept"]
-    found = [(name.split()[0], answer["own"]) for name, answer in answers.items() if answer]
-    found += [("engine", size) for size in beside.values() if all(answers.values())]
+    memories = dict(zip(calls, session.wait("measuring", calls), strict=True))
+    sizes = [(name.split()[0], memory["actor"]) for name, memory in memories.items() if memory]
+    on_gpus = [memory for memory in memories.values() if "gpu" in memory]
+    if all(memories.values()):
+        beside_ranks = {memory["device"]: memory["in_use"] for memory in on_gpus}
+        for memory in on_gpus:
+            beside_ranks[memory["device"]] -= memory["reserved"]
+        sizes += [("engine", size) for size in beside_ranks.values()]
     metrics = {}
-    for group, size in found:
+    for group, size in sizes:
         name = f"memory/{phase}/{group}"
         metrics[name] = max(size, metrics.get(name, 0.0))
-    return metrics | ({"memory/gpu": min(answer["gpu"] for answer in on_gpus)} if on_gpus else {})
+    if on_gpus:
+        metrics["memory/gpu"] = min(memory["gpu"] for memory in on_gpus)
+    return metrics
 
 
 def memory_table(metrics: dict[str, float]) -> str:
-    """The results of `measure`, among other metrics, a line for each phase."""
+    """What `measure` returned, which is among these metrics, as a table: a line for each phase."""
     sizes = {tuple(name.split("/")[1:]): size for name, size in metrics.items() if re.match("memory/.*/", name)}
-    phases, groups = (list(dict.fromkeys(part)) for part in zip(*sizes, strict=True))
+    phases = list(dict.fromkeys(phase for phase, _ in sizes))
+    groups = list(dict.fromkeys(group for _, group in sizes))
     lines = [f"  {'GB':10}" + "".join(f"  {group:>12}" for group in groups)]
     lines += [f"  {phase:10}" + "".join(f"  {sizes[phase, group]:12.1f}" for group in groups) for phase in phases]
     return "\n".join(lines)

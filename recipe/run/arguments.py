@@ -1,4 +1,4 @@
-"""Command-line flags made from dataclasses. A field gives a flag's name, default and help, and its type the bounds."""
+"""Command-line flags from dataclasses. A field gives a flag's name, default and help, and its type gives the bounds."""
 
 import argparse
 import copy
@@ -15,8 +15,8 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 from ..errors import TaskError
 from ..functions import import_module
 
-NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that --resume does not take over
-PATHS = ("model", "critic_model", "reward_model", "dataset", "eval_dataset")  # which may be files or folders
+NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that a resumed run does not inherit
+PATHS = ("model", "critic_model", "reward_model", "dataset", "eval_dataset")  # arguments that may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
 
 
@@ -26,36 +26,37 @@ class RunArguments:
 
     model: str | None = HfArg(
         default=None,
-        help="a model on the Hugging Face hub, a folder, or module:function, which gets (folder, seed) and writes one"
-        " (default: facebook/opt-125m; CPU: a small built-in one)",
+        help="a model on the Hugging Face hub, a folder, or module:function, which is called with (folder, seed) and"
+        " writes a model there (default: facebook/opt-125m; CPU: a small built-in one)",
     )
     steps: Annotated[int, Ge(1)] = HfArg(default=30, help="learning steps")
     seed: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="of the order of prompts, of sampling and of the built-in model"
+        default=0, help="seed of the order of the prompts, of sampling and of the built-in model"
     )
     ray_address: str | None = HfArg(
-        default=None, help='address of a Ray cluster, or "auto" (default: start Ray here, for this run)'
+        default=None, help='address of a Ray cluster to join; "auto": the one on this machine (default: start Ray)'
     )
     output: Path | None = HfArg(default=None, help="run folder (default: a new one under runs/)")
     save_every: Annotated[int, Ge(0)] = HfArg(
-        default=10, help="save a checkpoint after every so many steps and at the end; 0: never"
+        default=10, help="save a checkpoint every so many steps and at the end; 0: never"
     )
     report_to: list[str] = HfArg(
         default_factory=lambda: ["tensorboard"],
-        help="where metrics go, beside the run folder: tensorboard, wandb, trackio, mlflow or another of accelerate's"
-        " trackers, or none",
+        help="where metrics go, in addition to the run folder: tensorboard, wandb, trackio, mlflow or another of"
+        " accelerate's trackers, or none",
     )
-    resume: Path | None = HfArg(default=None, help="folder of a run, to go on from its last checkpoint")
+    resume: Path | None = HfArg(default=None, help="folder of a run to continue from its last checkpoint")
     timeout: Annotated[float, Gt(0)] = HfArg(
-        default=3600.0, help="seconds that a phase (starting, generating, learning, syncing) may take"
+        default=3600.0,
+        help="seconds that a phase (starting, generating, learning, syncing) may take; then the run ends with an error",
     )
-    # Names of the arguments that were set, now or in the run to --resume, and remarks on those.
+    # No flags: the names of the arguments that were given, now or to the run to --resume, and remarks on the latter.
     given: list[str] = dataclasses.field(default_factory=list, init=False)
     remarks: list[str] = dataclasses.field(default_factory=list, init=False)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """--help with each flag in one spelling, and without "(default: None)"."""
+    """--help with one spelling of each flag, and without "(default: None)"."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         action = copy.copy(action)
@@ -69,7 +70,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(HfArgumentParser):
-    """Flags of one dataclass. In --help, they stand under the first line of the class that brings them."""
+    """The flags of a dataclass. --help groups them under the first lines of the classes that declare them."""
 
     def __init__(self, cls: type, description: str):
         types = {field: field.type for field in dataclasses.fields(cls)}
@@ -84,29 +85,29 @@ class Parser(HfArgumentParser):
             field.type = bounded  # HfArgumentParser strips the bounds, also from the classes that this one inherits
         groups = {}
         for action in [action for action in self._actions if action.dest != "help"]:
-            name = action.dest
-            own = next((base for base in reversed(cls.__mro__) if name in vars(base).get("__annotations__", ())), cls)
-            title = own.__doc__.splitlines()[0].rstrip(".")
-            groups.setdefault(title, self.add_argument_group(title) if title not in groups else None)
+            declaring = (base for base in reversed(cls.__mro__) if action.dest in vars(base).get("__annotations__", ()))
+            title = next(declaring, cls).__doc__.splitlines()[0].rstrip(".")
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
             self._optionals._group_actions.remove(action)
             groups[title]._group_actions.append(action)
 
     def given(self) -> dict:
         """The values of the flags on the command line, and no others."""
         for action in self._actions:
-            action.given_default, action.default = action.default, argparse.SUPPRESS
+            action.shown_default, action.default = action.default, argparse.SUPPRESS
         return vars(self.parse_args())
 
     def format_help(self) -> str:
         for action in self._actions:
-            action.default = getattr(action, "given_default", action.default)
+            action.default = getattr(action, "shown_default", action.default)
         return super().format_help()
 
 
 def parse(cls: type[RunArguments], description: str) -> RunArguments:
     """An instance of this dataclass from the command line. With --resume, the flags given to that run are the defaults.
 
-    `description` is the script's docstring; its first line heads --help. Exits with a usage error for bad arguments.
+    `description` is the script's docstring; its first line heads --help. Bad arguments exit with a usage error.
     """
     adapter, parser = TypeAdapter(cls), Parser(cls, description.splitlines()[0])
     given, remarks = parser.given(), []
@@ -126,7 +127,7 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
         parser.error(str(error))
     except ValidationError as invalid:
         error = invalid.errors()[0]
-        if not error["loc"]:  # of several flags together
+        if not error["loc"]:  # the error is in several flags together
             parser.error(str(error["ctx"]["error"]))
         parser.error(f"argument {flag(error['loc'][0])}: {error['msg']}, not {error['input']}")
     args.given, args.remarks = [name for name in given if name not in NOT_SAVED], remarks
@@ -134,49 +135,54 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
 
 
 def resumed(cls: type, saved: dict, now: dict) -> tuple[dict, list[str]]:
-    """The flags given to a run that goes on, by its `saved` arguments and those given `now`, and remarks on them."""
+    """The flags of a run that goes on: those given to it before, by its `saved` arguments, overridden by those given
+    `now`. Also returns remarks on them for the user."""
     types = {field.name: field.type for field in dataclasses.fields(cls)}
     before = {name: saved[name] for name in saved["given"]}
-    gone = [flag(name) for name in sorted(before.keys() - types.keys())]
+    unknown = [flag(name) for name in sorted(before.keys() - types.keys())]
     for name in before.keys() & types.keys() - now.keys():
         try:
             TypeAdapter(types[name]).validate_python(before[name])
         except ValidationError:
-            gone.append(f"{flag(name)} {before.pop(name)}")
-    if {"reward", "reward_model"} & now.keys() and "reward_weights" not in now:
-        before = {name: value for name, value in before.items() if name != "reward_weights"}  # of other rewards
+            unknown.append(f"{flag(name)} {before.pop(name)}")
+    if {"reward", "reward_model"} & now.keys():
+        before.pop("reward_weights", None)  # they were those of other rewards
     changed = [name for name, value in now.items() if name not in NOT_SAVED and saved.get(name, value) != value]
     remarks = []
-    if gone:
-        remarks.append(f"that run had {', '.join(gone)}, which this script does not know: left out")
+    if unknown:
+        remarks.append(f"that run had {', '.join(unknown)}, which this script does not know: left out")
     if changed:
         remarks.append("not as in that run: " + ", ".join(f"{flag(n)} {now[n]} ({saved[n]})" for n in changed))
     return {name: value for name, value in before.items() if name in types} | now, remarks
 
 
 def flag(name: str) -> str:
+    """The flag of the argument with this name."""
     return f"--{name.replace('_', '-')}"
 
 
 def task_defaults(cls: type, given: dict) -> dict:
     """What the task sets: `DEFAULTS` of the module recipe/tasks/`task`.py, or of one in the working folder.
 
-    If a dataset is given, the task's splits and its evaluation do not apply; nor does the reward of a task that nobody
-    asked for. An environment needs no dataset: nothing of such a task applies. If a reward or a reward model is given,
-    the task's rewards do not. Raises TaskError if there is no such
-    module, or no such flag.
+    Not what the `given` flags replace. A dataset replaces the task's, with its splits and its evaluation, and the
+    rewards of a task that nobody asked for. A reward or a reward model replaces the task's rewards. An environment
+    needs no dataset, and replaces a task that nobody asked for.
+
+    Raises TaskError if there is no such module, or no flag for one of its defaults.
     """
     if not (task := given.get("task", getattr(cls, "task", None))):
         return {}
-    ours = (TASKS / f"{task}.py").exists()
-    module = import_module(f"--task {task}", f"recipe.tasks.{task}" if ours else task)
+    is_built_in = (TASKS / f"{task}.py").exists()
+    module = import_module(f"--task {task}", f"recipe.tasks.{task}" if is_built_in else task)
     if not isinstance(defaults := getattr(module, "DEFAULTS", None), dict):
         raise TaskError(f"--task {task}: {module.__file__} has no DEFAULTS")
     if unknown := defaults.keys() - {field.name for field in dataclasses.fields(cls)}:
         raise TaskError(f"--task {task}: DEFAULTS has {' and '.join(sorted(unknown))}, for which there is no flag")
     if "environment" in given and "task" not in given:
         return {}
-    replaced = ("dataset", "eval_") if "dataset" in given else ()
-    others = {"reward", "reward_model"} if "task" in given else {"reward", "reward_model", "dataset"}
-    replaced += ("reward",) if others & given.keys() else ()
+    replaced = ()  # the beginnings of the names of defaults that do not apply
+    if "dataset" in given:
+        replaced += ("dataset", "eval_")
+    if "reward" in given or "reward_model" in given or ("dataset" in given and "task" not in given):
+        replaced += ("reward",)
     return {name: value for name, value in defaults.items() if not name.startswith(replaced)}

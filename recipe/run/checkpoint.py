@@ -1,4 +1,4 @@
-"""Models and checkpoints: which model a run starts or continues from, and how a checkpoint is written."""
+"""Which models a run starts or continues from, and how it writes checkpoints."""
 
 import os
 import re
@@ -18,26 +18,26 @@ from .arguments import RunArguments
 
 DEFAULT_MODEL = "facebook/opt-125m"
 BUILTIN_MODEL = "recipe.tasks.tiny_model:build_tiny_model"
-BUILTIN_BASE = "recipe.tasks.tiny_model:build_tiny_base"  # of adapters
+BUILTIN_BASE = "recipe.tasks.tiny_model:build_tiny_base"  # with --lora-rank
 BUILTIN_LEARNING_RATE = 3e-3
 CHECKPOINTS_KEPT = 2
-CRITIC = "critic"  # its folder in a checkpoint
+CRITIC = "critic"  # the critic's folder in a checkpoint
 
 
 @dataclass(frozen=True)
 class Models:
-    """What a run begins with: names of models on the hub, or folders."""
+    """The models of a run: names on the hub, or folders."""
 
-    initial: str  # that the run began with when it was new
-    loaded: str  # by trainer and engine: the same or, with --resume, the last checkpoint, if that is a whole model
-    checkpoint: Path | None  # whose training state the trainer goes on from, with --resume
+    initial: str  # what the run began with when it was new
+    loaded: str  # what trainer and engine load: `initial` or, with --resume, a checkpoint that is a whole model
+    checkpoint: Path | None  # what --resume goes on from
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
     """If a write to the folder fails because of the disk, raise the disk's error, such as "No space left on device".
 
-    Writers hide it: torch.save says "unexpected pos 2929408 vs 2929296".
+    Libraries hide it: torch.save says "unexpected pos 2929408 vs 2929296".
     """
     try:
         yield
@@ -53,7 +53,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], rank: int = 0) -> Path:
-    """Write a checkpoint with `save(folder)`, on all ranks, and return its folder. Old checkpoints are removed.
+    """Write a checkpoint with `save(folder)`, and remove old ones. All ranks call this. Returns the folder.
 
     The folder gets its final name last, so a kill at any moment leaves a whole checkpoint.
     """
@@ -75,7 +75,7 @@ def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], 
 
 
 def empty_folder(folder: Path, rank: int) -> Path:
-    """An empty folder, made by the first of the ranks that call this. Raises RunError if one of them cannot see it."""
+    """Have rank 0 make an empty folder, which all ranks return. Raises RunError on a rank that does not see it."""
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         with disk_errors(folder.parent):
@@ -83,32 +83,32 @@ def empty_folder(folder: Path, rank: int) -> Path:
     wait_for_ranks()
     if not folder.is_dir():
         raise RunError(
-            f"{folder} is not on this node: all ranks write their parts of a checkpoint, so that --output must be on a"
-            " disk that their nodes share"
+            f"{folder} is not on this node: all ranks write their parts of a checkpoint, so --output must be on a disk"
+            " that their nodes share"
         )
     return folder
 
 
 def last_checkpoint(run_folder: Path, of_model: str) -> Path:
-    """The newest checkpoint. Raises RunError if there is none, if a file of it cannot be read, or if its model differs
-    from `of_model`."""
+    """The newest checkpoint. Raises RunError if there is none, if one of its files cannot be read, or if it is of
+    another model than `of_model`."""
     checkpoints = sorted(run_folder.glob("checkpoint-*"))
     if not checkpoints:
         raise RunError(f"{run_folder} has no checkpoint to continue from")
-    *before, last = checkpoints
+    *older, last = checkpoints
     try:
         check_files(last)
     except RunError as error:
-        older = f"; to go on from {before[-1].name}, remove {last}" if before else ", and there is no other checkpoint"
-        raise RunError(f"{error}{older}") from error
-    shapes = [check_model(str(path)) for path in (adapted_model(last) or last, of_model)]
-    if shapes[0] != shapes[1]:
-        raise RunError(f"{last} is a checkpoint of another model than {of_model}: {shapes[0]}, {shapes[1]}")
+        advice = f"; to go on from {older[-1].name}, remove {last}" if older else ", and there is no other checkpoint"
+        raise RunError(f"{error}{advice}") from error
+    sizes, expected = (check_model(str(path)) for path in (adapted_model(last) or last, of_model))
+    if sizes != expected:
+        raise RunError(f"{last} is a checkpoint of another model than {of_model}: {sizes}, {expected}")
     return last
 
 
 def check_files(checkpoint: Path) -> None:
-    """Raise RunError for a file of weights or training state that is cut short or no such file. Reads their heads."""
+    """Raise RunError for a file of weights or training state that cannot be read, such as one that is cut short."""
     import torch
     from safetensors import safe_open
 
@@ -119,20 +119,21 @@ def check_files(checkpoint: Path) -> None:
                     pass
             else:
                 torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # torch and safetensors raise what they like
+        except Exception as error:  # torch and safetensors raise many types
             raise RunError(f"{file} cannot be read ({str(error).splitlines()[0]})") from error
 
 
 def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Models, RunArguments]:
-    """The models of a new run, or of the one to resume, and the arguments with this model's learning rate.
+    """The models of a new run, or of the one to resume, and the arguments with the model's learning rate.
 
-    Without --model, the built-in model on CPU, with its own learning rate unless another was chosen. A model that is a
-    function's to make is made in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume
-    has no checkpoint or no steps left.
+    Without --model, a run on CPU gets the built-in model, with its own learning rate unless one is given. A model that
+    a function makes is in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume has no
+    checkpoint or no steps left.
     """
     check_flags(args)
     name = args.model or DEFAULT_MODEL
-    if args.model is None and ((run_folder / "model").is_dir() if args.resume else device == "cpu"):
+    built_in = (run_folder / "model").is_dir() if args.resume else device == "cpu"
+    if args.model is None and built_in:
         name = BUILTIN_BASE if args.lora_rank else BUILTIN_MODEL
         args = replace_flags(args, learning_rate=args.learning_rate or BUILTIN_LEARNING_RATE)
     initial = load_or_make(name, run_folder / "model", args)
@@ -148,7 +149,7 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Mo
 
 
 def replace_flags(args: RunArguments, **changes) -> RunArguments:
-    """A copy of the arguments in which flags that nobody gave have these values."""
+    """A copy of the arguments with these values, which the script has settled: they do not count as `given`."""
     changed = replace(args, **changes)
     changed.given, changed.remarks = args.given, args.remarks
     return changed
@@ -157,15 +158,15 @@ def replace_flags(args: RunArguments, **changes) -> RunArguments:
 def choose_ppo_models(
     run_folder: Path, args: RunArguments, device: str
 ) -> tuple[dict[str, str], dict[str, Path], RunArguments]:
-    """What each actor of rlhf_ppo.py loads, by name, the folders whose training state trainer and critic go on from,
-    and the arguments as `choose_models` returns them.
+    """Returns the model that each actor of rlhf_ppo.py loads, by the actor's name; the folders whose training state
+    trainer and critic go on from, by the same names; and the arguments, as `choose_models` does.
 
-    The critic is that of the checkpoint, if it has one, or `--critic-model`, or the initial policy. Both may have
-    adapters: then the checkpoint has those alone, and the policy without them is the reference. A reward model that is
-    a function's to make is made in the run's folder. Raises RunError for models that do not fit.
+    The critic is that of the checkpoint, if it has one, or `--critic-model`, or the initial policy. With --lora-rank,
+    policy and critic have adapters: the checkpoint has only those, and the policy without them is the reference. A
+    reward model that a function makes is in the run's folder. Raises RunError for models that do not fit.
     """
     if args.kl_target and not args.kl_coef:
-        raise RunError("--kl-target multiplies --kl-coef, which is 0 and stays so: give it a start above 0")
+        raise RunError("--kl-target multiplies --kl-coef, which is 0 and stays 0: give --kl-coef a value above 0")
     models, args = choose_models(run_folder, args, device)
     critic, reward_model = args.critic_model or models.initial, args.reward_model
     states = {"trainer": models.checkpoint} if models.checkpoint else {}
@@ -186,29 +187,31 @@ def choose_ppo_models(
 
 
 def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--model") -> str:
-    """The model of this name. If that is module:function, this folder, where the function has made it for a new run.
+    """The model to load: this one or, if `name` is module:function, the one that the function makes in this folder.
 
-    Raises RunError if it cannot be loaded.
+    A run to resume has it there already. Raises RunError if the model cannot be loaded.
     """
+    model = name
     if re.fullmatch(r"[\w.]+:\w+", name):
-        builder, name = name, str(folder)
+        model = str(folder)
         if not (args.resume and folder.is_dir()):
-            named_function(flag, builder)(name, args.seed)
-    check_model(name)
-    return name
+            named_function(flag, name)(model, args.seed)
+    check_model(model)
+    return model
 
 
 def check_nodes(folders: list[str], resource: str) -> None:
     """Raise RunError if a node with this resource, where Ray may place trainer or engine, lacks one of the folders."""
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    lacking = ray.remote(lambda: [folder for folder in folders if not os.path.isdir(folder)])
+    find_missing = ray.remote(lambda: [folder for folder in folders if not os.path.isdir(folder)])
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
-    answers = [
-        lacking.options(num_cpus=0, scheduling_strategy=On(node["NodeID"], soft=False)).remote() for node in nodes
-    ]
-    for node, missing in zip(nodes, ray.get(answers, timeout=60), strict=True):
+    calls = []
+    for node in nodes:
+        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        calls.append(find_missing.options(num_cpus=0, scheduling_strategy=on_node).remote())
+    for node, missing in zip(nodes, ray.get(calls, timeout=60), strict=True):
         if missing:
             raise RunError(
                 f"{missing[0]} is not on the node {node['NodeManagerAddress']}: on a cluster, a model's folder, and the"
@@ -217,7 +220,7 @@ def check_nodes(folders: list[str], resource: str) -> None:
 
 
 def check_model(model: str) -> dict:
-    """The sizes that tell two models apart. Raises RunError if transformers cannot load the configuration."""
+    """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load the configuration."""
     from transformers import AutoConfig
 
     try:
@@ -230,7 +233,7 @@ def check_model(model: str) -> dict:
 
 
 def check_critic(critic: str, model: str) -> None:
-    """Raise RunError if the critic does not read the tokens of this model."""
+    """Raise RunError if the critic has another vocabulary than this model."""
     from transformers import AutoTokenizer
 
     check_model(critic)
@@ -243,7 +246,7 @@ def check_critic(critic: str, model: str) -> None:
 
 
 def check_reward_model(path: str) -> None:
-    """Raise RunError for a model without a head of one output, or with fewer embeddings than tokens."""
+    """Raise RunError for a model without a head of one output, or whose tokenizer has more tokens than it embeds."""
     from transformers import AutoConfig, AutoTokenizer
 
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -260,7 +263,7 @@ def check_reward_model(path: str) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a file atomically: a kill at any moment leaves the old or the new text."""
+    """Replace a file atomically: a kill at any moment leaves either the old text or the new one."""
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(text)
     flush_to_disk(unfinished)

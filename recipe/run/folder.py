@@ -1,15 +1,15 @@
 """The folder of a run: its arguments, metrics, picture, log and checkpoints.
 
-args.json             the arguments, and which of them were given: those are the defaults of --resume
-metrics.jsonl         one line per step; step 0 has the evaluation before the first
-completions.jsonl     one line per completion: step, prompt, text, messages of a conversation, rewards, advantage (not
-                      PPO's, which are of tokens)
+args.json             the arguments, and the names of those given, which are the defaults of --resume
+metrics.jsonl         one line per step; step 0 is the evaluation before the first
+completions.jsonl     one line per completion: step, prompt, text, messages of a conversation, rewards, advantage (none
+                      with PPO, where each token has its own)
 tensorboard/          metrics as TensorBoard events; with --report-to wandb also wandb/
 reward.png            reward, evaluation, mismatch and sync time over the steps
-run.log               what vLLM and libraries log, in all processes
+run.log               what vLLM and other libraries log, in all processes
 lock                  locked during a run
-checkpoint-000010/    model or adapters in Hugging Face format, and trainer_state.pt for --resume; several trainer ranks
-                      write a part each; the last two checkpoints are kept
+checkpoint-000010/    model or adapters in Hugging Face format, and trainer_state.pt for --resume; each trainer rank
+                      writes its part; the last two checkpoints are kept
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from .checkpoint import disk_errors, replace_file
 from .trackers import Trackers
 
 SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
-ON_SCREEN = {  # of a step's metrics
+ON_SCREEN = {  # the metrics in a step's line
     "reward/mean": "reward {:.3f}",
     "logprobs/mismatch": "mismatch {:.1e}",
     "time/rollout": "rollout {:.2f} s",
@@ -50,20 +50,19 @@ ON_SCREEN = {  # of a step's metrics
 
 
 class RunFolder:
-    """A run's folder. While it is open, what goes to sys.stderr goes to run.log.
+    """A run's folder. While it is open, sys.stderr is run.log.
 
-    That is what vLLM logs and libraries warn of, here and in the actors, whose output Ray passes on. What somebody
-    prints, in a reward or an actor, stays on the screen.
+    So that is where vLLM's log and the libraries' warnings go, from here and from the actors, whose output Ray passes
+    on. What is printed, by a reward or in an actor, stays on the screen.
     """
 
     def __init__(self, args: RunArguments, script: str):
-        self.path = (
-            args.resume or args.output or Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-        ).resolve()
+        new = Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.path = (args.resume or args.output or new).resolve()
         if not args.resume and any(self.path.glob("checkpoint-*")):
             raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
         self.args, self.steps_done = args, None
-        self.trackers = Trackers(args.report_to)  # before anything is left behind
+        self.trackers = Trackers(args.report_to)  # first: if it raises, no folder is left behind
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock = (self.path / "lock").open("w")
@@ -79,7 +78,7 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         self.redirected = redirect_stderr(self.log)
         self.redirected.__enter__()
-        logging.getLogger("torch").setLevel(logging.ERROR)  # its handler holds on to the screen
+        logging.getLogger("torch").setLevel(logging.ERROR)  # its handler still writes to the screen
         for remark in self.args.remarks:
             self.say(remark)
         return self
@@ -92,33 +91,33 @@ class RunFolder:
         if error and self.steps_done is not None and any(self.path.glob("checkpoint-*")):
             self.say(f"the last checkpoint is whole; to go on: --resume {self.path}")
         if error is None:
-            self.trackers.finish()  # otherwise they see that this process fails
+            self.trackers.finish()  # after an error, trackers themselves see that this process fails
         self.redirected.__exit__(None, None, None)
-        with suppress(OSError):  # the disk is full
+        with suppress(OSError):  # the disk may be full
             self.log.close()
         self.lock.close()
 
     def say(self, text: str) -> None:
-        """Print for the user."""
+        """Print this for the user, if it is not empty."""
         if text:
             print(f"\x1b[K{text}" if sys.stdout.isatty() else text, flush=True)
 
     def progress(self, phase: str, seconds: int) -> None:
-        """Show what goes on: on a terminal in a line that the next output overwrites, elsewhere every ten seconds."""
+        """Show the phase of the run: in a terminal's line, which the next output overwrites, or every ten seconds."""
         if sys.stdout.isatty():
             print(f"\x1b[K{phase} ... {seconds} s", end="\r", flush=True)
         elif seconds and seconds % 10 == 0:
             self.say(f"{phase} ... {seconds} s")
 
     def start_metrics(self, steps_done: int, args: RunArguments) -> None:
-        """Save the arguments, as the script has settled them, drop metrics and completions of steps after `steps_done`,
-        and start the trackers."""
+        """Save `args`, as the script has settled them; drop metrics and completions of steps after `steps_done`; start
+        the trackers."""
         self.rows = _keep_rows(self.metrics_file, steps_done)
         _keep_rows(self.completions_file, steps_done)
         file = self.path / "args.json"
         before = json.loads(file.read_text()) if steps_done and file.exists() else {}
         settled = {name: value for name, value in dataclasses.asdict(args).items() if name not in NOT_SAVED}
-        config = settled | {name: getattr(self.args, name) for name in self.args.given}  # taken over as it was given
+        config = settled | {name: getattr(self.args, name) for name in self.args.given}  # --resume takes what was given
         config["run_id"] = before.get("run_id") or uuid.uuid4().hex[:8]
         replace_file(file, json.dumps(config, indent=1, default=str) + "\n")
         self.trackers.start(self.path, config["run_id"], steps_done, config)
@@ -128,8 +127,8 @@ class RunFolder:
     def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
         """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does.
 
-        Adds the batch's metrics and the sync's; `time/step`, the seconds since the last step's line without evaluation;
-        and `tokens/s`, the sampled tokens over that. Shows some completions of the first step and of the last one.
+        Adds the metrics of the batch and of the sync; `time/step`, the seconds since the last step was logged, but for
+        evaluation; and `tokens/s`, the sampled tokens over that. Shows completions of the first step and the last one.
         """
         metrics = batch.metrics | metrics
         metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
@@ -144,18 +143,17 @@ class RunFolder:
             self.show(batch)
 
     def _completions(self, step: int, batch: Batch) -> list[dict]:
-        kind = getattr(self.args, "advantage", None)  # PPO's are of tokens, not of completions
-        rewards = known_rewards(batch.rollouts)
-        advantage = iter(advantages(rewards, self.args.group_size, kind).tolist() if kind else ())
-        return [
-            {"step": step, "prompt": rollout.prompt or group.row.prompt, "text": rollout.text}
-            | ({"messages": rollout.messages} if rollout.messages else {})
-            | {"rewards": rollout.rewards}
-            | ({"advantage": next(advantage)} if kind else {})
-            | rollout.extra
-            for group in batch.groups
-            for rollout in group.rollouts
-        ]
+        rows = []
+        for group in batch.groups:
+            for rollout in group.rollouts:
+                row = {"step": step, "prompt": rollout.prompt or group.row.prompt, "text": rollout.text}
+                if rollout.messages:
+                    row["messages"] = rollout.messages
+                rows.append(row | {"rewards": rollout.rewards})
+        if kind := getattr(self.args, "advantage", None):  # PPO has no such flag
+            values = advantages(known_rewards(batch.rollouts), self.args.group_size, kind).tolist()
+            rows = [row | {"advantage": value} for row, value in zip(rows, values, strict=True)]
+        return [row | rollout.extra for row, rollout in zip(rows, batch.rollouts, strict=True)]
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one step's metrics to metrics.jsonl, give them to the trackers, and print the main ones."""
@@ -166,43 +164,43 @@ class RunFolder:
             self.trackers.log(step, metrics)
         self.logged = time.perf_counter()
         steps, done = self.args.steps, step - self.steps_done
-        said = [f"step {step:{len(str(steps))}}/{steps}"]
-        said += [text.format(metrics[name]) for name, text in ON_SCREEN.items() if name in metrics]
+        parts = [f"step {step:{len(str(steps))}}/{steps}"]
+        parts += [text.format(metrics[name]) for name, text in ON_SCREEN.items() if name in metrics]
         if done and step < steps:
             left = (self.logged - self.began) / done * (steps - step)
-            said.append(f"{timedelta(seconds=round(left))} left")
-        self.say("  ".join(said))
+            parts.append(f"{timedelta(seconds=round(left))} left")
+        self.say("  ".join(parts))
 
     def saves(self, step: int) -> bool:
-        """Whether to save a checkpoint after this step: every `save_every` steps and at the end, or never (0)."""
-        every = self.args.save_every
-        return every > 0 and (step % every == 0 or step == self.args.steps)
+        """Whether to save a checkpoint after this step, by --save-every."""
+        interval = self.args.save_every
+        return interval > 0 and (step % interval == 0 or step == self.args.steps)
 
     def show(self, batch: Batch, count: int = 3) -> None:
-        """Print the first completion of a few prompts, each in a line."""
+        """Print the first completion of each of so many prompts, in a line."""
         for group in batch.groups[:count]:
             first = group.rollouts[0]
-            said = "" if first.reward is None else f"{first.reward:5.2f}  "
+            reward = "" if first.reward is None else f"{first.reward:5.2f}  "
             prompt = first.prompt[-1]["content"] if first.prompt else group.row.text
-            self.say(f"  {said}{_line(prompt)} -> {_line(first.text)}")
+            self.say(f"  {reward}{_line(prompt)} -> {_line(first.text)}")
 
     def summary(self, batch: Batch, mismatch: float) -> str:
-        """The last line of a run. Shows what the last weights have generated, and the mismatch that proves them. Draws
-        reward.png if it is missing."""
+        """The last line of a run, to print when its processes have ended. Shows the mismatch that proves the last sync,
+        and completions of the last weights. Draws reward.png if no checkpoint did."""
         self.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         self.show(batch)
         if not self.args.save_every:
-            self.draw()  # otherwise drawn with each checkpoint
-        steps, evaluated = self._steps_and_evaluations()
+            self.draw()
+        steps, evaluations = self._steps_and_evaluations()
         first, last = steps[0].get("reward/mean", math.nan), float(known_rewards(batch.rollouts).nanmean())
         seconds = sorted(row["time/sync"] for row in steps)[len(steps) // 2]
-        said = f"OK: reward {first:.3f} -> {last:.3f} in {len(steps)} steps, {seconds:.4f} s per sync (median)"
-        if evaluated:
-            said += ", eval {:.3f} -> {:.3f}".format(*(evaluated[i]["eval/reward"] for i in (0, -1)))
-        return said
+        line = f"OK: reward {first:.3f} -> {last:.3f} in {len(steps)} steps, {seconds:.4f} s per sync (median)"
+        if evaluations:
+            line += f", eval {evaluations[0]['eval/reward']:.3f} -> {evaluations[-1]['eval/reward']:.3f}"
+        return line
 
     def _steps_and_evaluations(self) -> tuple[list[dict], list[dict]]:
-        """The rows of metrics with a learning step, and those with an evaluation, which step 0 has alone."""
+        """The rows of metrics that have a learning step, and those that have an evaluation, as step 0 has."""
         return [row for row in self.rows if row["step"]], [row for row in self.rows if "eval/reward" in row]
 
     def draw(self) -> Path:
@@ -216,7 +214,7 @@ class RunFolder:
     def _figure(self):
         from matplotlib.figure import Figure
 
-        rows, evaluated = self._steps_and_evaluations()
+        rows, evaluations = self._steps_and_evaluations()
         steps = [row["step"] for row in rows]
         mean, std, mismatch, sync = (
             [row.get(name, math.nan) for row in rows]
@@ -227,9 +225,9 @@ class RunFolder:
         top.plot(steps, mean, color="tab:blue", label="mean")
         low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
         top.fill_between(steps, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="± 1 std of the batch")
-        if evaluated:
-            held_out = [row["eval/reward"] for row in evaluated]
-            top.plot([row["step"] for row in evaluated], held_out, "o-", color="tab:orange", label="held-out prompts")
+        if evaluations:
+            held_out = [row["eval/reward"] for row in evaluations]
+            top.plot([row["step"] for row in evaluations], held_out, "o-", color="tab:orange", label="held-out prompts")
         top.set_ylabel("reward")
         top.legend(loc="lower right", frameon=False)
         middle.semilogy(steps, mismatch, color="tab:red")
@@ -253,13 +251,16 @@ def _line(text: str) -> str:
 
 
 def _keep_rows(file: Path, steps_done: int) -> list[dict]:
-    """Drop a JSON-lines file's rows of steps after `steps_done`, or all if that is 0. Returns what is left."""
+    """Drop the rows of a JSON-lines file from the first one on that is of a step after `steps_done`; all, if that is 0.
+    Returns the others."""
     rows = []
     with file.open("a+b") as lines:
         lines.seek(0)
         end = 0
         for line in lines if steps_done else ():
-            if not line.endswith(b"\n") or (row := json.loads(line))["step"] > steps_done:  # a kill truncates the last
+            if (
+                not line.endswith(b"\n") or (row := json.loads(line))["step"] > steps_done
+            ):  # a kill may have cut the last
                 break
             rows.append(row)
             end += len(line)

@@ -1,4 +1,4 @@
-"""Ray for the time of one run: start or join it, wait for actors, name the one that failed, leave no process behind."""
+"""Ray for one run: start or join it, wait for actors, say which one failed, and leave no process behind."""
 
 import multiprocessing
 import os
@@ -22,53 +22,53 @@ from rlhf_utils import WeightSyncError
 from ..errors import RunError, UserError
 from .arguments import RunArguments
 
-USER_ERRORS = (UserError, WeightSyncError)  # their text says it all
+USER_ERRORS = (UserError, WeightSyncError)  # their message is all that a user needs
 SHUTDOWN_SECONDS = 10.0  # limit for vLLM to end its processes when it is asked to
-AFTER_ERROR_SECONDS = 5.0  # the same after an error, when an engine may be too busy to hear of it
-ROOT = Path(__file__).parents[2]  # where vLLM's workers find rlhf_utils
+AFTER_ERROR_SECONDS = 5.0  # the same after an error, when an engine may be too busy to be asked
+ROOT = Path(__file__).parents[2]  # the folder in which vLLM's workers find rlhf_utils
 
 
 class RaySession:
-    """A context in which Ray runs, started here or joined at --ray-address. On its way out, all its processes go.
+    """A context in which Ray runs, started here or joined at --ray-address. Its end leaves no process behind.
 
-    A wait calls `progress(phase, seconds)` every second, and takes no longer than --timeout.
+    Every wait for actors calls `progress(phase, seconds)` every second, and takes no longer than --timeout.
     """
 
     def __init__(self, args: RunArguments, progress: Callable[[str, int], None]):
         self.address, self.timeout, self.progress = args.ray_address, args.timeout, progress
-        self.actors: dict[str, ray.actor.ActorHandle] = {}  # a death of one of these ends every wait
-        self.pings: dict[str, ray.ObjectRef] = {}  # the last call to each, which fails if it has died
+        self.actors: dict[str, ray.actor.ActorHandle] = {}  # the death of one of these ends every wait
+        self.pings: dict[str, ray.ObjectRef] = {}  # the last call of each actor, which fails if it has died
 
     def __enter__(self) -> "RaySession":
-        # vLLM's own setting: its log goes where the libraries' does. What is left on stdout, somebody has printed.
-        variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+        variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # so stdout has only what somebody prints
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         options = {"runtime_env": {"env_vars": variables}, "logging_level": "error"}
         if self.address is None:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False}
         try:
-            if self.address and "//" not in self.address and (self.address.count(":") == 1 or "[" in self.address):
-                host, _, port = self.address.rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()  # Ray would try for minutes
+            address = self.address or ""
+            if "//" not in address and (address.count(":") == 1 or "[" in address):
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()  # else Ray tries for minutes
             ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
-        except SystemExit as error:  # by Ray's own handler of SIGTERM
+        except SystemExit as error:  # Ray's own handler of SIGTERM
             raise KeyboardInterrupt from error
         except Exception as error:
             what = f"reach Ray at {self.address}" if self.address else "start Ray"
             cause = error
-            while cause.__cause__ or cause.__context__:  # Ray's outermost error does not say why
+            while cause.__cause__ or cause.__context__:  # the outermost error does not say why
                 cause = cause.__cause__ or cause.__context__
             raise RunError(f"cannot {what}: {last_line(cause)}") from error
         finally:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # this is the way out already
+            signal.signal(number, signal.SIG_IGN)  # the run is ending already
         family = psutil.Process().children(recursive=True)
-        with suppress(Exception):  # an actor may be what failed
+        with suppress(Exception):  # an actor may have died
             self.end(dict(self.actors), AFTER_ERROR_SECONDS if error else SHUTDOWN_SECONDS)
         ray.shutdown()
         for process in _running(family, 3):
@@ -78,7 +78,7 @@ class RaySession:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def end(self, actors: dict[str, ray.actor.ActorHandle], patience: float = SHUTDOWN_SECONDS) -> None:
-        """End these actors; engines first end their processes."""
+        """End these actors. Those with a method `shutdown`, as engines, first have `patience` seconds for it."""
         refs = [actor.shutdown.remote() for actor in actors.values() if hasattr(actor, "shutdown")]
         ray.wait(refs, num_returns=len(refs), timeout=patience)
         for name, actor in actors.items():
@@ -87,8 +87,10 @@ class RaySession:
             self.pings.pop(name, None)
 
     def wait(self, phase: str, refs: dict[str, ray.ObjectRef]) -> list:
-        """Results of these calls by actor, in order. Raises what an actor raised, or says which one died."""
-        started, pending, results = time.monotonic(), {ref: name for name, ref in refs.items()}, {}
+        """The results of these calls by actor, in order. Raises what an actor raised, or says which one died, even if
+        nobody waits for that one."""
+        started = time.monotonic()
+        pending, results = {ref: name for name, ref in refs.items()}, {}
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=1)
             for ref in ready:
@@ -96,20 +98,22 @@ class RaySession:
                 if isinstance(answer, Exception):
                     raise self._blame(phase, pending)
                 del pending[ref]
-            if not ready:  # also for an actor that nobody waits for now, or that has answered already
+            if not ready:
                 self._check(phase, started, pending)
         return [results[ref] for ref in refs.values()]
 
     def wait_for_thread(self, future: futures.Future, phase_of: Callable[[], str]) -> None:
-        """Wait as in `wait`, for a thread of this process. `phase_of` says every second what it does; it may raise."""
+        """As `wait`, for a thread of this process, whose error stays in the future. `phase_of` is called every second
+        for what the thread does now; it may raise."""
         phase = None
         while not future.done():
-            if (now := phase_of()) != phase:
-                phase, started = now, time.monotonic()
+            if (current := phase_of()) != phase:
+                phase, started = current, time.monotonic()
             futures.wait([future], timeout=1)
             self._check(phase, started, {})
 
     def _check(self, phase: str, started: float, pending: dict[ray.ObjectRef, str]) -> None:
+        """What a wait does every second."""
         seconds = time.monotonic() - started
         if dead := self._failed_pings():
             raise self._blame(phase, pending | dead)
@@ -118,7 +122,7 @@ class RaySession:
         self.progress(phase, round(seconds))
 
     def _failed_pings(self) -> dict[ray.ObjectRef, str]:
-        """Pings of actors that have died. One that is busy answers later; one that has answered gets the next."""
+        """The pings of actors that have died. Others get the next ping when they have answered the last."""
         dead = {}
         for name, actor in self.actors.items():
             ping = self.pings.get(name)
@@ -130,33 +134,35 @@ class RaySession:
         return dead
 
     def _blame(self, phase: str, calls: dict[ray.ObjectRef, str]) -> Exception:
-        """The error to report: an actor's death comes before a failed sync, a failed sync before anything else."""
-        ray.wait(list(calls), num_returns=len(calls), timeout=3)  # let the other side say what it saw
+        """The error to raise for these calls. An actor's death comes first, then what is meant for the user, such as a
+        failed sync: all others follow from those."""
+        ray.wait(list(calls), num_returns=len(calls), timeout=3)  # other actors may be about to fail
         answers = [(actor, _answer(ref)) for ref, actor in calls.items()]
         errors = [(actor, answer) for actor, answer in answers if isinstance(answer, Exception)]
-        said = [each for each in errors if isinstance(_cause(each[1]), USER_ERRORS)]
-        return explain(phase, *([each for each in errors if _died(each[1])] or said or errors)[0])
+        deaths = [(actor, error) for actor, error in errors if _died(error)]
+        for_user = [(actor, error) for actor, error in errors if isinstance(_cause(error), USER_ERRORS)]
+        return explain(phase, *(deaths or for_user or errors)[0])
 
 
 def _running(processes: list[psutil.Process], patience: float) -> list[psutil.Process]:
-    """Those of the processes that still run after so many seconds. A zombie has ended, whether or not it is reaped."""
+    """Those of the processes that still run after so many seconds."""
     deadline = time.monotonic() + patience
-    while running := [each for each in processes if each.is_running() and _status(each) != psutil.STATUS_ZOMBIE]:
+    while running := [process for process in processes if _runs(process)]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     return running
 
 
-def _status(process: psutil.Process) -> str:
+def _runs(process: psutil.Process) -> bool:
     try:
-        return process.status()
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE  # which has ended
     except psutil.NoSuchProcess:
-        return psutil.STATUS_ZOMBIE
+        return False
 
 
 def explain(phase: str, actor: str, error: Exception) -> Exception:
-    """The error to raise for what this actor has raised."""
+    """The error to raise in this process for the one that this actor has raised."""
     cause = _cause(error)
     if isinstance(cause, USER_ERRORS):
         return cause
@@ -171,11 +177,12 @@ def explain(phase: str, actor: str, error: Exception) -> Exception:
 
 
 def _died(error: Exception) -> bool:
+    """Whether the actor's process died. Ray also says so of an actor whose constructor raised."""
     return isinstance(error, ActorDiedError) and "creation task" not in str(error)
 
 
 def _cause(error: Exception) -> Exception:
-    """What the actor raised: Ray wraps it."""
+    """What the actor raised, which Ray has wrapped."""
     return getattr(error, "cause", None) or error
 
 
@@ -183,7 +190,7 @@ PENDING = object()
 
 
 def _answer(ref: ray.ObjectRef):
-    """The result of a call, the error that it raised, or `PENDING`."""
+    """The result of a call, the error that it raised, or PENDING."""
     try:
         return ray.get(ref, timeout=0)
     except GetTimeoutError:
@@ -193,8 +200,8 @@ def _answer(ref: ray.ObjectRef):
 
 
 def run_main(main: Callable, args) -> None:
-    """Run a script's `main`; an error becomes one message and an exit status that is not 0."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    """Run a script's `main`. An error becomes one message, and an exit status that is not 0."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     try:
         main(args)
     except KeyboardInterrupt:
@@ -206,15 +213,15 @@ def run_main(main: Callable, args) -> None:
 
 
 def die_with_children(unless: Callable[[], bool] = lambda: False) -> None:
-    """End this actor as soon as one of the processes it has started by now ends, `unless` they are meant to end.
+    """End this actor as soon as one of the processes that it has started by now ends, `unless` they are meant to end.
 
-    vLLM's `LLM` waits for ever for an engine core that was killed; an actor that is gone is noticed by all who wait.
+    vLLM's `LLM` waits forever for an engine core that was killed. If the actor is gone, every wait of a session ends.
     """
     sentinels = [process.sentinel for process in multiprocessing.active_children()]
 
     def watch() -> None:
         wait_for_any(sentinels)
-        time.sleep(1)  # vLLM may be about to say why
+        time.sleep(1)  # vLLM may be about to raise an error that says why
         if not unless():
             os._exit(1)
 
@@ -223,7 +230,7 @@ def die_with_children(unless: Callable[[], bool] = lambda: False) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """What a traceback ends with, in one line: the last one that speaks of an error, if one does."""
+    """One line for an error whose text has many: the last one with the word "error" or else the last one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    speaking = [line for line in lines if "error" in line.lower() and "http" not in line]
-    return (speaking or lines or [type(error).__name__])[-1]
+    with_error = [line for line in lines if "error" in line.lower() and "http" not in line]
+    return (with_error or lines or [type(error).__name__])[-1]

@@ -1,6 +1,6 @@
-"""Where a run reports beside its own folder: accelerate's trackers, such as TensorBoard, Weights & Biases and Trackio.
+"""Where a run reports, beside its own folder: accelerate's trackers, such as TensorBoard, Weights & Biases and Trackio.
 
-A tracker gets the metrics of each step. Those that have tables (wandb, clearml) get the completions as well.
+A tracker gets the metrics of each step. One that has tables (wandb, clearml) gets the completions as well.
 """
 
 import json
@@ -13,7 +13,7 @@ NONE = "none"
 
 
 class Trackers:
-    """The trackers with these names. Raises RunError for an unknown name, and where a package is not installed."""
+    """The trackers with these names. Raises RunError for an unknown name, and if a package is not installed."""
 
     def __init__(self, names: list[str]):
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -27,9 +27,9 @@ class Trackers:
         self.running = []
 
     def start(self, folder: Path, run_id: str, steps_done: int, config: dict) -> None:
-        """Begin to report a run, or go on after `steps_done`. `config` are the run's arguments.
+        """Begin to report a run, or go on after `steps_done`. `config` has the run's arguments.
 
-        The project is the one that the tracker's variable names, such as WANDB_PROJECT, or "rlhf".
+        The project is "rlhf", or what the tracker's environment variable names, such as WANDB_PROJECT.
         """
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -42,7 +42,7 @@ class Trackers:
             project = name if name == "tensorboard" else os.environ.get(f"{name.upper()}_PROJECT", "rlhf")
             tracker = LOGGER_TYPE_TO_CLASS[name](project, **options.get(name, {}))
             tracker.start()
-            if name != "tensorboard":  # it would make a run of its own of them
+            if name != "tensorboard":  # which would show them as a run of their own
                 tracker.store_init_configuration({key: as_text(value) for key, value in config.items()})
             self.running.append(tracker)
 
@@ -51,7 +51,7 @@ class Trackers:
             tracker.log(metrics, step=step)
 
     def log_completions(self, step: int, table: list[dict]) -> None:
-        """Completions of a step, one row each: the columns of completions.jsonl, by name."""
+        """Report the completions of a step: a row each, with the columns of completions.jsonl by name."""
         rows = [[as_text(value) for value in row.values()] for row in table]
         for tracker in self.running:
             if hasattr(tracker, "log_table"):
@@ -63,5 +63,5 @@ class Trackers:
 
 
 def as_text(value) -> str | float | None:
-    """A cell of a table: a number as it is, messages and rewards as JSON."""
+    """A cell of a table: text and numbers as they are, anything else as JSON."""
     return value if value is None or isinstance(value, (str, float, int)) else json.dumps(value, default=str)
