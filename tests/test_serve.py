@@ -38,6 +38,7 @@ class Server:
     def __init__(self):
         self.version, self.paused, self.silent, self.reason = "default", False, threading.Event(), "stop"
         self.silent.set()  # while it is not, nothing is answered
+        self.refuses = None  # a path
         self.lacks, self.calls, self.proof, self.channel = None, [], "True", "broadcast"
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
@@ -87,6 +88,8 @@ class Server:
         self.calls.append((path, body))
         if path == self.lacks:
             return 500 if path == "/collective_rpc" else 404, {"detail": "Not Found"}
+        if path == self.refuses:
+            return 400, {"error": "not now"}
         if path == "/inference/v1/generate":
             return self.generate(body) if body else (400, {})
         if path == "/update_weight_version":
@@ -367,6 +370,19 @@ def test_a_server_restarted_wrongly_does_not_return_and_the_run_says_why_once(se
 
     pool_of(servers, act)
     assert capsys.readouterr().out.count("engine 0 at http") == 1
+
+
+def test_a_server_that_refuses_the_sync_of_its_return_is_asked_again(servers, capsys):
+    async def act(pool, args):
+        servers[0].die()
+        await until(lambda: len(pool._serving()) == 1)
+        servers[0].refuses = "/pause"
+        servers[0].restart()
+        await until(lambda: capsys.readouterr().out.count("cannot return: engine 0 at http"))
+        servers[0].refuses = None
+        await until(lambda: len(pool._serving()) == 2)
+
+    pool_of(servers, act)
 
 
 def test_a_reset_connection_is_a_loss_and_not_an_error_of_the_run(servers):

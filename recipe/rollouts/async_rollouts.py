@@ -338,13 +338,13 @@ class _PendingBatch:
 
     def settle(self, i: int, scored: Future) -> None:
         """The group of row `i` has its rewards, or an error."""
-        if error := scored.exception():
+        try:
+            self.groups[i] = scored.result()
+            if len(self.groups) == len(self.rows) and not self.result.done():
+                groups = [self.groups[i] for i in range(len(self.rows))]
+                self.result.set_result(Batch(groups, reward_metrics(groups)))
+        except BaseException as error:  # for the one who waits for the batch
             self.fail(error)
-            return
-        self.groups[i] = scored.result()
-        if len(self.groups) == len(self.rows) and not self.result.done():
-            groups = [self.groups[i] for i in range(len(self.rows))]
-            self.result.set_result(Batch(groups, reward_metrics(groups)))
 
     def fail(self, error: BaseException) -> None:
         if not self.result.done():  # the first error counts

@@ -55,10 +55,10 @@ class Conversation:
             last = self.prompt[-1]
             self.prompt = [*self.prompt[:-1], last | {"content": last["content"] + text}]
             self.prompt_ids = self.tools.template.prompt_ids(self.prompt, self.schemas, self.row.origin)
-        if self.tools.longest and len(self.prompt_ids) >= self.tools.longest:
+        if self.tools.max_model_len and len(self.prompt_ids) >= self.tools.max_model_len:
             raise TaskError(
                 f"{self.row.origin}: with the text that reset returned, the prompt has {len(self.prompt_ids)} tokens,"
-                f" and the engine takes {self.tools.longest} with the completion's: --max-model-len"
+                f" and the engine takes {self.tools.max_model_len} with the completion's: --max-model-len"
             )
 
     @property
@@ -69,18 +69,21 @@ class Conversation:
     @property
     def room(self) -> int:
         """How many tokens the completion may still have."""
-        room = self.max_tokens - len(self.ids)
-        return min(room, self.tools.longest - len(self.prompt_ids) - len(self.ids)) if self.tools.longest else room
+        most, max_model_len = self.max_tokens, self.tools.max_model_len
+        if max_model_len:
+            most = min(most, max_model_len - len(self.prompt_ids))
+        return most - len(self.ids)
 
     async def take(self, sampled: Rollout) -> None:
         """Append what was sampled, call the tools that it names, and append their answers.
 
         Answers that do not fit are left out, and the conversation ends.
         """
-        self.ids += np.asarray(sampled.completion_ids).tolist()
+        sampled_ids = np.asarray(sampled.completion_ids).tolist()
+        self.ids += sampled_ids
         self.parts.append(sampled)
         self.turns += 1
-        message = parse(self.tools, self.schemas, self.ids[-len(sampled.completion_ids) :], sampled.truncated)
+        message = parse(self.tools, self.schemas, sampled_ids, sampled.truncated)
         self.messages.append(message)
         self.goes_on, self.truncated = False, sampled.truncated
         calls, max_iterations = message.get("tool_calls"), self.tools.args.max_tool_iterations

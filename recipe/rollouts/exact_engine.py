@@ -83,11 +83,11 @@ def exact_options(model: str) -> dict:
     return {"worker_extension_cls": f"{__name__}.ExactWorkerExtension", "attention_backend": backend}
 
 
-def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, longest: int) -> bool:
+def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, max_model_len: int) -> bool:
     """Have the engines sample a few long completions, and the trainers score them. Returns whether all
     log-probabilities are equal, and says so, or what differs. With `--exact on`, a difference raises MismatchError."""
     rows = task.draw(1)[:4]
-    tokens = min(CHECKED_TOKENS, longest - max(len(row.prompt_ids) for row in rows))
+    tokens = min(CHECKED_TOKENS, max_model_len - max(len(row.prompt_ids) for row in rows))
     probe = replace(args, max_tokens=tokens, group_size=2)
     probe.ignore_eos = True
     batch = complete(engines, rows * len(engines), probe, step=0)

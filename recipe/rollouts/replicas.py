@@ -318,8 +318,10 @@ class ReplicaPool:
 
     async def _sync(self, replicas: list[Replica]) -> None:
         self.syncing |= set(replicas)
-        await self.sync(replicas)
-        self.syncing -= set(replicas)
+        try:
+            await self.sync(replicas)
+        finally:
+            self.syncing -= set(replicas)
 
     async def _watch(self, replica: Replica) -> None:
         """Notice when this replica falls silent, and take it in again when it answers."""
@@ -330,7 +332,7 @@ class ReplicaPool:
             if replica.serving:
                 try:
                     await replica.call("/is_paused", method="GET")
-                except ReplicaError as error:
+                except (ReplicaError, RunError) as error:
                     if replica not in self.syncing:
                         self.lose(replica, str(error))
             elif await replica.answers():

@@ -120,7 +120,7 @@ def check_files(checkpoint: Path) -> None:
             else:
                 torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # torch and safetensors raise many types
-            raise RunError(f"{file} cannot be read ({str(error).splitlines()[0]})") from error
+            raise RunError(f"{file} cannot be read ({first_line(error)})") from error
 
 
 def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Models, RunArguments]:
@@ -227,7 +227,7 @@ def check_model(model: str) -> dict:
         config = AutoConfig.from_pretrained(model).to_dict()
     except Exception as error:  # transformers and its hub client raise different errors by version
         folder = "no such folder, and the hub has none" if not Path(model).exists() else "not a model's folder"
-        raise RunError(f"cannot load the model {model}: {folder} ({str(error).splitlines()[0]})") from error
+        raise RunError(f"cannot load the model {model}: {folder} ({first_line(error)})") from error
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     return {name: config.get(name) for name in names}
 
@@ -260,6 +260,11 @@ def check_reward_model(path: str) -> None:
         raise RunError(
             f"the reward model {path} has the tokenizer of another vocabulary: token {largest}, and {rows} embeddings"
         )
+
+
+def first_line(error: Exception) -> str:
+    """Of an error's text; the name of an error without one."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def replace_file(path: Path, text: str) -> None:

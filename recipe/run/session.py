@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError
+from ray.exceptions import ActorDiedError
 
 from rlhf_utils import WeightSyncError
 
@@ -75,7 +75,8 @@ class RaySession:
             with suppress(psutil.Error):
                 process.kill()
         _running(family, 3)  # a killed process takes a moment to go
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
 
     def end(self, actors: dict[str, ray.actor.ActorHandle], patience: float = SHUTDOWN_SECONDS) -> None:
         """End these actors. Those with a method `shutdown`, as engines, first have `patience` seconds for it."""
@@ -191,10 +192,10 @@ PENDING = object()
 
 def _answer(ref: ray.ObjectRef):
     """The result of a call, the error that it raised, or PENDING."""
-    try:
-        return ray.get(ref, timeout=0)
-    except GetTimeoutError:
+    if not ray.wait([ref], timeout=0)[0]:
         return PENDING
+    try:
+        return ray.get(ref)
     except Exception as error:  # whatever the actor raised
         return error
 

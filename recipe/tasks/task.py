@@ -143,7 +143,7 @@ class Task:
         """
         longest = 0  # of the prompts, in tokens
         if self.tools:
-            self.tools.longest = max_model_len
+            self.tools.max_model_len = max_model_len
         for row in [*self.rows, *self.eval_rows]:
             longest = max(longest, len(row.prompt_ids))
             if longest >= max_model_len:

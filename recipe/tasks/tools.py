@@ -51,7 +51,7 @@ class Tools:
     """The functions of `--tools` and the environments of `--environment`. Raises TaskError for what cannot be used."""
 
     def __init__(self, args: ToolArguments):
-        self.args, self.longest = args, None  # longest: the tokens that an engine takes
+        self.args, self.max_model_len = args, None  # the tokens that an engine takes, once it has started
         self.functions = [named_function("--tools", name) for name in args.tools or ()]
         factory = named_value("--environment", args.environment) if args.environment else None
         self.rows_choose = isinstance(factory, dict)
