@@ -94,6 +94,7 @@ def test_model_is_plain_again_where_it_is_told_so(tmp_path):
         assert model.module.config._attn_implementation == "exact"
         model.make_exact(False)
         assert model.module(ids).logits.equal(before)
+    assert not [name for name, submodule in model.module.named_modules() if "forward" in vars(submodule)]
 
 
 def test_another_model_of_the_family_stays_plain(tmp_path):

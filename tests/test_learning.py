@@ -118,6 +118,8 @@ def test_micro_batches_hold_so_many_tokens_with_their_padding():
     assert split([9, 7, 5, 5, 3, 2, 1], 10) == [[9], [7], [5, 5], [3, 2, 1]]
     assert split([4, 4, 1], 3) == [[4], [4], [1]]  # no fewer than one sequence
     assert split([], 3) == []
+    mixed = [(b"a", 4, 2), (b"", 0, 3), (b"b", 4, 2), (b"b", 4, 1)]  # a group, a sequence of its own, a group
+    assert micro_batch_slices(mixed, 100) == [slice(0, 1), slice(1, 2), slice(2, 4)]
 
 
 def write_model(architecture, folder, **options):
@@ -403,9 +405,11 @@ def test_mini_batches_have_means_of_their_own_and_an_epoch_has_every_completion_
 
 def test_there_are_no_more_mini_batches_than_completions(model, monkeypatch):
     learner = GRPOLearner(model, config(num_mini_batches=8), CPU)
-    batch, seen = rollouts(learner, count=4), passes(learner, monkeypatch)
+    batch, seen, updates = rollouts(learner, count=4), passes(learner, monkeypatch), []
+    learner.optimizer.register_step_post_hook(lambda *_: updates.append(1))
     learner.learn(batch)
     assert [len(prompts) for prompts, learns in seen if learns] == [1] * 4
+    assert len(updates) == 4
 
 
 def test_later_updates_are_clipped_by_the_policy_that_the_step_began_with(model):

@@ -274,9 +274,12 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
             choose_models(run, replace(args, **change), "cpu")
     with pytest.raises(RunError, match="has a whole model, and --resume cannot go on with adapters of rank 4"):
         choose_models(tmp_path / "whole", replace(args, resume=tmp_path / "whole"), "cpu")
-    other = GRPOLearner(model, config(lora_rank=4, lora_targets=["fc1"]), CPU)
+    fewer = GRPOLearner(model, config(lora_rank=4, lora_targets=["fc1"]), CPU)
     with pytest.raises(RunError, match=r"has adapters of other --lora-targets: .*fc2"):
-        other.load_state(last)
+        fewer.load_state(last)
+    write_checkpoint(tmp_path / "fewer", 7, fewer.save)
+    with pytest.raises(RunError, match=r"has adapters of other --lora-targets: .*fc2"):
+        GRPOLearner(model, config(lora_rank=4), CPU).load_state(tmp_path / "fewer" / "checkpoint-000007")
     assert json.loads((last / "adapter_config.json").read_text())["base_model_name_or_path"] == model
 
 

@@ -16,6 +16,7 @@ from recipe.learning.objectives import (
     importance_weights,
     kl_estimate,
     loss_weights,
+    sequence_mean,
     token_importance,
     token_losses,
     token_weights,
@@ -142,6 +143,10 @@ def test_gspo_has_one_ratio_for_a_completion_and_each_token_its_own_gradient():
     assert gradient.tolist() == [[0] * 4]
     losses, *_ = losses_and_slopes(1.0, ratios=1 / RATIOS, loss="gspo")
     torch.testing.assert_close(losses, torch.full((1, 4), -1 - 4e-4))
+
+
+def test_gspo_gives_a_completion_without_tokens_a_ratio_of_1():
+    assert sequence_mean(torch.zeros(1, 3), torch.zeros(1, 3)).tolist() == [[0.0] * 3]
 
 
 def test_gspo_keeps_what_a_correction_drops_of_a_token_out_of_its_gradient():

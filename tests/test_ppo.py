@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 import rlhf_ppo
 from recipe.errors import MismatchError, RunError, TaskError
 from recipe.learning import ppo
-from recipe.learning.learner import PolicyScores
+from recipe.learning.learner import MERGED, PolicyScores
 from recipe.learning.model import Model
 from recipe.learning.objectives import kl_estimate
 from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
@@ -299,6 +299,7 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
     policy.save(tmp_path)
     (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")
+    assert [(folder / MERGED).exists() for folder in (tmp_path, tmp_path / "critic")] == [bool(lora_rank), False]
     folders = tmp_path, tmp_path / "critic"
     paths = [model if lora_rank else str(folder) for folder in folders]
     resumed = PPOLearner(paths[0], settings, CPU), CriticLearner(paths[1], settings, CPU)
@@ -326,6 +327,12 @@ def test_built_in_reward_model_scores_text(reward_model):
         scorer.rewards([prompt], [completion])[0] for prompt, completion in zip(prompts[:5], completions, strict=False)
     ]
     assert scores[:5].tolist() == pytest.approx(alone, abs=1e-5)
+
+
+def test_text_without_tokens_has_a_score(reward_model):
+    scorer = RewardModel(reward_model, config(), CPU)
+    (score,) = scorer.rewards([""], [""])
+    assert score == scorer.score_all([Rollout([], [scorer.tokenizer.eos_token_id], [])])[0][0, 0]
 
 
 def test_last_token_is_scored_whatever_it_is(reward_model):

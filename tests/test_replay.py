@@ -179,12 +179,24 @@ class WithoutTransposed(Model):
         del self.fc
 
 
+def without_transposed(seed):
+    return {name: tensor for name, tensor in tensors(seed).items() if name != "fc"}
+
+
 def test_tensors_cut_into_rows_are_replayed(monkeypatch):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)  # the embedding has 2,560 bytes
-    sync = Sync(WithoutTransposed)
-    weights = tensors(1)
-    del weights["fc"]
-    assert sync(weights) == "replay"
+    assert Sync(WithoutTransposed)(without_transposed(1)) == "replay"
+
+
+class ClearsFirst(WithoutTransposed):
+    def load_embed(self, weight):
+        self.embed.data.zero_()
+        super().load_embed(weight)
+
+
+def test_tensor_that_is_cleared_before_its_rows_come_is_not_cleared_again_between_them(monkeypatch):
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)
+    assert Sync(ClearsFirst)(without_transposed(1)) == "replay"
 
 
 def test_transposed_tensor_that_is_cut_stays_with_reload(monkeypatch):
@@ -311,6 +323,28 @@ def test_tensor_that_the_engine_would_load_only_in_part_is_refused():
     assert not Engine(CutsOff(0)).trace([("norm", "float32", tuple(half.shape))])[1]
 
 
+class ForTheOtherRank(Model):
+    def load_norm(self, weight):
+        if self.rank:
+            self.norm.data.copy_(weight)
+
+
+def test_tensor_that_is_not_for_a_worker_is_no_problem_there():
+    assert Engine(ForTheOtherRank(0)).trace([("norm", "float32", (HIDDEN,))]) == ({"norm": []}, [])
+
+
+class RegistersMore(Model):
+    def load_norm(self, weight):
+        self.register_buffer("doubled", torch.zeros(HIDDEN))
+        self.norm.data.copy_(weight)
+
+
+def test_trace_leaves_nothing_registered():
+    engine = Engine(RegistersMore(0))
+    assert engine.preflight([("norm", "float32", (HIDDEN,))])[0] == ["float32"]
+    assert not list(engine.model.named_buffers())
+
+
 class WithBuffer(Model):
     def __init__(self, rank):
         super().__init__(rank)
@@ -431,6 +465,44 @@ def test_rows_that_are_padding_are_not_missed_but_others_are(left_out):
     else:
         engine.reload(batches, engine.expected)
         assert engine.model.embed.weight[:20].equal(rows)
+
+
+class Doubles(Padded):
+    def load(self, param, weight):
+        super().load(param, weight)
+        param[: len(weight)].data.mul_(2)
+
+
+def test_elements_that_a_loader_writes_twice_count_once():
+    engine, rows = BracketedEngine(Doubles()), torch.randn(20, HIDDEN)
+    expected = engine.expected_writes(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0])
+    engine.reload([[("embed.weight", rows)]], expected)
+    assert engine.model.embed.weight[:20].equal(2 * rows)
+
+
+class WithScale(Padded):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Module()
+        self.layer.register_buffer("scale", torch.ones(HIDDEN))
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            tensor = self.layer.scale if name == "layer.scale" else self.embed.weight
+            getattr(tensor, "weight_loader", default_weight_loader)(tensor, weight)
+
+
+def test_buffer_that_one_sync_brought_is_vouched_for_after_another_one_without_it():
+    engine, weights = BracketedEngine(WithScale()), {"embed.weight": torch.ones(PADDED, HIDDEN)}
+    for sent in (weights | {"layer.scale": torch.full((HIDDEN,), 2.0)}, weights):
+        metadata = [(name, "float32", tuple(tensor.shape)) for name, tensor in sent.items()]
+        engine.reload([list(sent.items())], engine.expected_writes(engine.trace(metadata)[0]))
+        engine.mark_complete(1, engine.weights_digest())
+    assert engine.model.layer.scale.tolist() == [2.0] * HIDDEN
+    assert engine.unchanged()
+    engine.model.layer.scale[3] = 1
+    assert not engine.unchanged()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -120,6 +120,15 @@ def test_fifty_syncs_leave_memory_and_files_as_they_were():
     assert not os.path.exists(channel.folder)
 
 
+def test_file_of_a_shared_buffer_closes_with_its_tensor():
+    process = psutil.Process()
+    before = process.num_fds()
+    buffer = shared_buffer(1 << 12, CPU)
+    assert process.num_fds() > before
+    del buffer
+    assert process.num_fds() == before
+
+
 def test_worker_that_raises_ends_the_sync_with_its_traceback():
     channel = SharedMemoryChannel(CPU)
     worker = Worker(Engine(fail_at="b"), channel.handles)

@@ -3,6 +3,7 @@
 pytest tests/test_transport.py
 """
 
+import contextlib
 import json
 import math
 import os
@@ -549,6 +550,12 @@ def test_answers_of_several_peers_are_theirs_and_the_silent_one_is_named():
     assert ours[0].recv(1) == {"n": 10}
 
 
+def test_answer_that_is_there_counts_though_the_time_is_over():
+    ours, theirs = linked()
+    theirs.send(n=1)
+    assert link.recv_all([ours], 0.0) == [{"n": 1}]
+
+
 def test_messages_keep_their_order_though_the_link_was_watched():
     ours, theirs = linked()
     theirs.send(n=1)
@@ -590,6 +597,22 @@ def test_error_of_gloo_is_that_of_the_peer_that_says_a_moment_later_why():
     threading.Timer(0.1, theirs.close, args=("no memory",)).start()
     with pytest.raises(WeightSyncError, match="the other side failed: no memory"):
         link.wait_until(fails, [ours], time.monotonic() + 5)
+
+
+def test_strangers_at_the_port_do_not_prolong_the_wait(monkeypatch):
+    monkeypatch.setattr(link, "CONNECT_SECONDS", 0.5)
+    endpoint, started = {}, time.monotonic()
+
+    def knock():
+        while time.monotonic() < started + 5:
+            with contextlib.suppress(OSError, KeyError):
+                socket.create_connection((endpoint["host"], endpoint["port"])).close()
+            time.sleep(0.1)
+
+    threading.Thread(target=knock, daemon=True).start()
+    with pytest.raises(WeightSyncError, match=r"1 of 1 workers did not connect within 0 s: start them"):
+        link.listen("127.0.0.1", 1, endpoint.update, [], "workers", "start them")
+    assert time.monotonic() - started < 3
 
 
 def test_worker_connects_to_the_host_where_it_found_the_group(monkeypatch):
@@ -640,14 +663,16 @@ def test_reason_too_long_for_its_place_is_cut_short():
 
 def test_tensors_that_are_not_sharded_alike_by_rows_are_an_error():
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     try:
         mesh, row = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), torch.ones(1, 3)
-        rows, others = (DTensor.from_local(row, mesh[name], [Shard(0)]) for name in "ab")
-        assert ranks_of({"rows": rows, "plain": row}).size == 2
+        rows = DTensor.from_local(row, mesh, [Replicate(), Shard(0)])
+        others = DTensor.from_local(row, mesh["a"], [Shard(0)])
+        found = ranks_of({"rows": rows, "plain": row})
+        assert (found.size, found.rank) == (2, 1)
         with pytest.raises(WeightSyncError, match="the tensors are sharded over different groups of ranks"):
             ranks_of({"rows": rows, "others": others})
         with pytest.raises(WeightSyncError, match=r"columns is placed as .*: a sync only gathers shards of rows"):

@@ -75,18 +75,17 @@ class EngineModel:
         """What a load of the traced tensors is to write."""
         from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
-        all_writes = [write for writes in traced.values() for write in writes]
+        by_region = {write.region: write for writes in traced.values() for write in writes}
+        writes = by_region.values()  # elements that are written twice count once
         buffers = {name for name, _ in self.model.named_buffers()}
-        expected = ExpectedWrites({write.region for write in all_writes})
-        expected.reregistered |= {write.target for write in all_writes if write.reregistered}
-        expected.buffers |= {write.target for write in all_writes} & (buffers - expected.reregistered)
-        for write in all_writes:
+        expected = ExpectedWrites(set(by_region))
+        expected.reregistered |= {write.target for write in writes if write.reregistered}
+        expected.buffers |= {write.target for write in writes} & (buffers - expected.reregistered)
+        for write in writes:
             layer, _, name = write.target.rpartition(".")
             uncounted = write.target in buffers or write.target in expected.reregistered or name in SKIP_LOAD_TENSORS
             if not uncounted and not isinstance(write.value, int | float):
-                elements = expected.elements.setdefault(layer, Counter())
-                written = elements[write.target] + write.destination.numel()
-                elements[write.target] = min(written, loadable_elements(write.parameter))
+                expected.elements.setdefault(layer, Counter())[write.target] += write.destination.numel()
         return expected
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:

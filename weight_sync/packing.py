@@ -64,7 +64,7 @@ class Packing:
         self.ranks.sum(self.total, links, deadline)
         digest, wrong = self.total.tolist()
         self.total.zero_()  # now, so that the next sync need not
-        refuse_wrong(0 if self.ranks.helps_rank_0 else wrong)
+        refuse_wrong(wrong)
         return digest
 
     def _copy(self, tensor: torch.Tensor, piece: Piece, destination: torch.Tensor) -> tuple | None:

@@ -64,11 +64,6 @@ class Ranks:
         self.group, self.rank, self.size = group, rank, group.size() if group else 1
         self.links: list[Link] = []  # from rank 0 to all others, from another one to rank 0
 
-    @property
-    def helps_rank_0(self) -> bool:
-        """Whether rank 0 sends what this rank has."""
-        return bool(self.links and self.rank)
-
     def connect(self, host: str | None, device: torch.device) -> None:
         """Link rank 0 with the others. Rank 0 listens on `host`, an address of its node; the others pass None.
 

@@ -149,7 +149,7 @@ class Learner:
     ) -> RankBatch:
         """This rank's part of a mini-batch, with its tokens' "loss_weights" and their "mean_weights" in metrics."""
         mask = tensors["mask"]
-        tensors = tensors | {"loss_weights": token_weights(tensors), "mean_weights": mask / mask.sum().clamp(min=1)}
+        tensors = tensors | {"loss_weights": token_weights(tensors), "mean_weights": mask / mask.sum()}
         tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}
         return self.model.rank_batch(rollouts, tensors["loss_weights"].any(1).tolist(), tensors)
 

@@ -198,8 +198,8 @@ class PPOLearner(PolicyLearner):
     def learn(self, experience: Experience) -> dict[str, float]:
         """Update the policy, and adapt the coefficient of the KL. Returns metrics."""
         rollouts, left_out = experience.rollouts, torch.zeros(len(experience.rollouts), dtype=torch.bool)
-        scores = replace(experience.scores, reference_logprobs=None)  # the KL is in the reward, not in the loss
-        metrics = self._run_policy_updates(rollouts, experience.advantages, left_out, scores)
+        # The KL is in the reward, so the loss needs no reference.
+        metrics = self._run_policy_updates(rollouts, experience.advantages, left_out, experience.scores)
         kl_coef = self.extra_state["kl_coef"]
         self.extra_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
         return metrics
