@@ -31,13 +31,13 @@ ARCHITECTURES = {
     "Phi": {**SMALL, "num_attention_heads": 4},  # vLLM's Transformers backend, a new lm_head.bias at each load
     "Phi3": SMALL | HEADS,  # fused projections, in the checkpoint too
     "Mixtral": {**SMALL, **HEADS, "num_local_experts": 4},  # experts, which transformers fuses
-    "Qwen3Moe": {**SMALL, **HEADS, "num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
 }
 # What comes before a dash is transformers' name.
 MORE_ARCHITECTURES = {
     "Llama-linear": {**SMALL, **HEADS, "rope_parameters": LINEAR},
     "Llama-odd": {**SMALL, **HEADS, "vocab_size": 261, "tie_word_embeddings": True},  # vLLM pads the vocabulary
     "Mistral": {**SMALL, **HEADS, "sliding_window": 16},
+    "Qwen3Moe": {**SMALL, **HEADS, "num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
     "Qwen2-window": {**SMALL, **HEADS, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
     "Gemma": SMALL | HEADS,
     "Granite": {**SMALL, "num_attention_heads": 4, "attention_multiplier": 0.05, "logits_scaling": 4.0},
@@ -111,7 +111,8 @@ def case(architecture: str, size: int):
     return pytest.param(architecture, size, id=f"{architecture}-TP{size}", marks=marks)
 
 
-SIZES = dict.fromkeys(ARCHITECTURES, 2) | {"Llama-odd": 2, "Olmoe": 1, "DeepseekV3": 1} | dict.fromkeys(DIFFERENCES, 1)
+SIZES = dict.fromkeys([*ARCHITECTURES, "Llama-odd", "Qwen3Moe"], 2)
+SIZES |= dict.fromkeys(["Olmoe", "DeepseekV3", *DIFFERENCES], 1)
 
 
 @pytest.mark.parametrize(("architecture", "tensor_parallel_size"), [case(*each) for each in SIZES.items()])

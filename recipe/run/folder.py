@@ -258,9 +258,8 @@ def _keep_rows(file: Path, steps_done: int) -> list[dict]:
         lines.seek(0)
         end = 0
         for line in lines if steps_done else ():
-            if (
-                not line.endswith(b"\n") or (row := json.loads(line))["step"] > steps_done
-            ):  # a kill may have cut the last
+            is_whole = line.endswith(b"\n")  # a kill may have cut the last one
+            if not is_whole or (row := json.loads(line))["step"] > steps_done:
                 break
             rows.append(row)
             end += len(line)
