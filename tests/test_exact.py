@@ -121,6 +121,18 @@ def test_operation_that_is_not_known_is_named(tmp_path, architecture, missing):
     assert found.endswith(missing) and bool(found) == bool(missing)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "backend"),
+    [
+        ({"hidden_size": 256, "num_attention_heads": 2}, "FLASH_ATTN"),
+        ({"hidden_size": 256, "num_attention_heads": 4}, "TRITON_ATTN"),
+        ({"hidden_size": 256, "num_attention_heads": 4, "head_dim": 128}, "FLASH_ATTN"),
+    ],
+)
+def test_attention_that_is_exact_depends_on_the_head_dimension(sizes, backend):
+    assert exact.attention_backend(AutoConfig.for_model("llama", **sizes)) == backend
+
+
 def test_token_that_differs_is_an_error_or_said_once(tmp_path, capsys):
     from dataclasses import replace
 

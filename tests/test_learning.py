@@ -914,6 +914,9 @@ def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_pa
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.9}')
     GRPOLearner(str(tmp_path / "model"), config(), CPU).save(tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text())["temperature"] == 0.9
+    (tmp_path / "model" / "generation_config.json").write_text('{"max_new_tokens": -1}')
+    with pytest.raises(ValueError, match="`max_new_tokens` must be greater than 0"):  # now, not at the first checkpoint
+        GRPOLearner(str(tmp_path / "model"), config(), CPU)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(4, [4, 8, 10]), (1, list(range(1, 11))), (0, [])])

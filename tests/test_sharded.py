@@ -336,7 +336,7 @@ def test_moments_of_an_adapter_that_every_rank_wrote_whole_are_read_once(tmp_pat
     assert optimizer.state[parameter]["exp_avg"].equal(whole)
 
 
-def test_moments_that_two_ranks_wrote_are_read_by_three(tmp_path):
+def test_moments_that_two_ranks_wrote_are_read_by_three_and_by_one(tmp_path):
     whole = torch.arange(14.0).view(7, 2)
     write_moments(tmp_path, whole.chunk(2))
     for rank, rows in enumerate(whole.chunk(3)):
@@ -349,6 +349,10 @@ def test_moments_that_two_ranks_wrote_are_read_by_three(tmp_path):
             assert optimizer.state[parameter]["exp_avg"].to_local().equal(rows)
         finally:
             dist.destroy_process_group()
+    parameter = torch.nn.Parameter(torch.zeros(7, 2))  # and by a single one
+    optimizer = torch.optim.AdamW([parameter])
+    load_state(tmp_path, [parameter], optimizer)
+    assert optimizer.state[parameter]["exp_avg"].equal(whole)
 
 
 @pytest.mark.slow
