@@ -18,7 +18,7 @@ from recipe.rollouts.engine import EngineActor
 from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
-from weight_sync.engine_model import EngineModel
+from weight_sync.engine_model import EngineModel, pack_experts_when_loaded
 from weight_sync.example_protocols import CollectedWeights
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
@@ -630,6 +630,29 @@ class InPlace(PerRow):
         super().process_weights_after_loading(layer)
         if before is not None:
             layer.scale = torch.nn.Parameter(before.data.copy_(layer.scale), requires_grad=False)
+
+
+class Experts:
+    """A method of vLLM's for a layer of experts on a CPU, of an engine that has started."""
+
+    def __init__(self):
+        self.done = []
+        pack = lambda layer: self.done.append(("pack", layer))  # noqa: E731
+        experts = SimpleNamespace(isa="amx", process_weights_after_loading=pack)
+        self.moe_kernel = SimpleNamespace(fused_experts=experts)
+
+    def process_weights_after_loading(self, layer):
+        self.done.append(("process", layer))
+
+
+def test_experts_are_packed_after_each_load():
+    layer = torch.nn.Module()
+    layer.quant_method = Experts()
+    for _ in range(2):  # of two trainers
+        pack_experts_when_loaded(torch.nn.ModuleList([layer]))
+    for _ in range(2):
+        layer.quant_method.process_weights_after_loading(layer)
+    assert layer.quant_method.done == [("process", layer), ("pack", layer)] * 2
 
 
 QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}
