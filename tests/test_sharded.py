@@ -113,7 +113,8 @@ def learn_reducing(folder, model, batch):
     _fsdp_param_group.foreach_reduce = lambda *args, **options: reductions.append(1) or reduce(*args, **options)
     ends = []
     for tokens, room in ((1000, True), (20, True), (20, False)):
-        learning.whole_gradients_fit = lambda *_, room=room: room
+        if not room:
+            learning.whole_gradients_fit = lambda *_: False
         learner = GRPOLearner(model, config(num_epochs=2, micro_batch_tokens=tokens), CPU)
         use_sgd(learner)
         reductions.clear()
@@ -127,7 +128,6 @@ def learn_reducing(folder, model, batch):
         torch.testing.assert_close(also[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_gradients_are_reduced_once_an_update_where_they_fit(model, tmp_path):
     on_ranks(2, learn_reducing, tmp_path, model, rollouts(GRPOLearner(model, config(), CPU), count=8))
 
@@ -410,8 +410,7 @@ def test_rank_never_holds_more_than_its_share_and_a_tensor(model, tmp_path, monk
     on_ranks(2, load_and_write, tmp_path)
     for rank in range(2):
         for peak in torch.load(tmp_path / f"peaks-{rank}"):
-            # Three tensors more, since gloo copies what it gathers; half the share, since a watcher that looks now
-            # and then may miss the last tensors.
-            assert sum(tensors) / 4 < peak < sum(tensors) / 2 + 3 * max(tensors)
+            # Three tensors more, since gloo copies what it gathers. The watcher may miss the last moments, but not all.
+            assert max(tensors) < peak < sum(tensors) / 2 + 3 * max(tensors)
     loaded = Qwen2ForCausalLM.from_pretrained(tmp_path / "written").state_dict()
     assert all(loaded[name].equal(tensor.float()) for name, tensor in whole_model.state_dict().items())

@@ -394,15 +394,17 @@ def test_parts_are_loaded_once_all_have_come_and_vouched_for_no_sooner():
     assert worker.weight_model.weights.keys() == set("abc")
 
 
-def test_session_of_a_sender_drops_parts_that_came_before_it():
+def test_sync_of_a_sender_drops_parts_that_came_before_it():
     channel = SharedMemoryChannel(CPU)
-    worker = Worker(LoadingEngine("ab"), channel.handles)
-    worker.load_parameter("a", torch.zeros(4))
-    receiving = Receiving(worker)
-    WeightSender(channel).send_weights([(name, torch.ones(4)) for name in "ab"])
-    receiving.join(10)
+    worker, sender = Worker(LoadingEngine("ab"), channel.handles), WeightSender(channel)
+    for version in (1, 2):  # of a new session, and of the same one
+        worker.load_parameter("a", torch.zeros(4))
+        receiving = Receiving(worker)
+        sender.send_weights([(name, torch.ones(4)) for name in "ab"])
+        receiving.join(10)
+        assert (worker.weight_model.version, worker.check_weights_changed()) == (version, True)
     worker.load_parameter("b", torch.zeros(4))  # of another trainer, whose `a` has not come
-    assert (worker.weight_model.version, worker.check_weights_changed()) == (1, False)
+    assert (worker.weight_model.version, worker.check_weights_changed()) == (2, False)
     assert worker.weight_model.weights["b"].equal(torch.ones(4))
 
 
