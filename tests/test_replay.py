@@ -655,6 +655,16 @@ def test_experts_are_packed_after_each_load():
     assert layer.quant_method.done == [("process", layer), ("pack", layer)] * 2
 
 
+class Reshapes(PerRow):
+    """Gives a layer that has scales others of another shape."""
+
+    def process_weights_after_loading(self, layer):
+        repeated = hasattr(layer, "scale")
+        super().process_weights_after_loading(layer)
+        if repeated:
+            layer.scale = torch.nn.Parameter(layer.scale[:, 0], requires_grad=False)
+
+
 QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}
 
 
@@ -764,8 +774,9 @@ def test_stale_scales_are_found(monkeypatch):
     assert quantized_sync(monkeypatch)(quantizable(1)) == "reload (replay did not reproduce it bit for bit)"
 
 
-def test_layer_that_keeps_more_than_parameters_is_refused(monkeypatch):
-    loader = quantized_sync(monkeypatch, Notes)(quantizable(1))
+@pytest.mark.parametrize("method", [Notes, Reshapes])
+def test_layer_that_keeps_more_than_parameters_or_in_another_form_is_refused(monkeypatch, method):
+    loader = quantized_sync(monkeypatch, method)(quantizable(1))
     assert loader == "reload (vLLM packs qk.weight on a CPU, so replay is off)"
 
 
