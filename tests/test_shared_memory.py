@@ -149,6 +149,15 @@ def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
         WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
 
 
+def test_worker_that_has_connected_to_a_trainer_that_leaves_is_told():
+    channel = SharedMemoryChannel(CPU)
+    receiving = Receiving(Worker(Engine(), channel.handles))
+    time.sleep(0.2)  # it connects meanwhile
+    WeightSender(channel).close()
+    receiving.join(5)
+    assert "the trainer" in receiving.error or "the other side died" in receiving.error
+
+
 def test_strangers_do_not_prolong_the_wait_for_the_worker(monkeypatch):
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.5)
     channel, started = SharedMemoryChannel(CPU), time.monotonic()

@@ -109,8 +109,6 @@ class WeightReceiver:
 
     def _message(self, timeout: float) -> dict:
         """The trainer's next message. Skips "prepare", which announces it."""
-        if self.weight_link is None:
-            raise WeightSyncError("no weight sync session: receive_weights was not called, or failed")
         message = self.weight_link.recv(timeout)
         return self.weight_link.recv(timeout, expected_soon=True) if "prepare" in message else message
 
