@@ -667,6 +667,7 @@ def test_offloaded_optimizer_leaves_the_device_each_time_and_not_once(monkeypatc
     optimizer = torch.optim.AdamW([parameter])
     offload, state = Offload(optimizer), optimizer.state[parameter]
     monkeypatch.setattr("recipe.learning.sharding.sharded_like", lambda parameter, local: local.clone())  # as to a GPU
+    offload.to_host()  # there is nothing yet
     parameter.grad = torch.ones(3)
     for _ in range(3):
         optimizer.step()

@@ -137,6 +137,8 @@ class Offload:
 
     def to_host(self) -> None:
         moments = [(state, name, local_part(state[name])) for _, state, name in self._moments()]
+        if self.on_host or not moments:
+            return
         sizes = [local.numel() for *_, local in moments]
         if self.memory is None:
             self.memory = torch.empty(sum(sizes))
