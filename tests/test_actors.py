@@ -277,23 +277,19 @@ def test_memory_is_the_largest_of_a_group_and_the_smallest_gpus():
     assert measure(on_cpu, "load") == {"memory/load/trainer": 2.5, "memory/load/engine": 3.5}
 
 
-def test_a_clock_has_the_seconds_of_each_phase_and_the_memory_in_it_where_devices_are_shared():
-    clock = StepClock()
-    time.sleep(0.2)
-    clock.end("rollout")
-    clock.end("train")
-    assert [*clock.metrics] == ["time/rollout", "time/train"]
-    assert 0.2 <= clock.metrics["time/rollout"] < 0.5
-    assert clock.metrics["time/train"] < 0.1
-
+def test_a_clock_has_the_seconds_of_each_phase_and_the_memory_in_it_where_devices_are_shared(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     session = session_of({"trainer": {"actor": 1.0}, "engine": {"actor": 2.0}})
     wait = session.wait
-    session.wait = lambda *args: time.sleep(0.2) or wait(*args)
-    clock = StepClock(session)
-    clock.end("rollout")
-    clock.end("train")
-    assert clock.metrics["memory/rollout/trainer"] == clock.metrics["memory/train/trainer"] == 1.0
-    assert clock.metrics["time/train"] < 0.1  # without the time that measuring takes
+    session.wait = lambda *args: now.append(now.pop() + 100.0) or wait(*args)  # measuring takes long
+    for shared in (None, session):
+        clock = StepClock(shared, phase_began=now[0])
+        for phase, seconds in (("rollout", 3.0), ("train", 2.0)):
+            now[0] += seconds
+            clock.end(phase)
+        assert (clock.metrics["time/rollout"], clock.metrics["time/train"]) == (3.0, 2.0)
+        assert [clock.metrics.get(f"memory/{phase}/trainer") for phase in ("rollout", "train")] == [shared and 1.0] * 2
 
 
 def test_memory_is_shown_in_a_table_of_phases_and_groups():

@@ -154,7 +154,7 @@ def test_worker_that_has_connected_to_a_trainer_that_leaves_is_told():
     receiving = Receiving(Worker(Engine(), channel.handles))
     time.sleep(0.2)  # it connects meanwhile
     WeightSender(channel).close()
-    receiving.join(5)
+    receiving.join(10)
     assert "the trainer" in receiving.error or "the other side died" in receiving.error
 
 
