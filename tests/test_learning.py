@@ -915,8 +915,8 @@ def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_pa
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.9}')
     GRPOLearner(str(tmp_path / "model"), config(), CPU).save(tmp_path)
     assert json.loads((tmp_path / "generation_config.json").read_text())["temperature"] == 0.9
-    (tmp_path / "model" / "generation_config.json").write_text('{"max_new_tokens": -1}')
-    with pytest.raises(ValueError, match="`max_new_tokens` must be greater than 0"):  # now, not at the first checkpoint
+    (tmp_path / "model" / "generation_config.json").write_text('{"early_stopping": true}')
+    with pytest.raises(ValueError, match="`early_stopping`: `num_beams`"):  # now, not at the first checkpoint
         GRPOLearner(str(tmp_path / "model"), config(), CPU)
 
 
