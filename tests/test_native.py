@@ -95,7 +95,7 @@ def fault(tmp_path, monkeypatch):
             id="raises",
             marks=pytest.mark.long,
         ),
-        pytest.param("hang", "the engine died", id="killed", marks=pytest.mark.slow),
+        pytest.param("hang", "the engine died", id="killed", marks=pytest.mark.long),
     ],
 )
 def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault, kind, message):
