@@ -128,6 +128,7 @@ def learn_reducing(folder, model, batch):
         torch.testing.assert_close(also[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_an_update_where_they_fit(model, tmp_path):
     on_ranks(2, learn_reducing, tmp_path, model, rollouts(GRPOLearner(model, config(), CPU), count=8))
 
