@@ -35,7 +35,7 @@ quick: venv  ## the tests without an engine, in under a minute
 test: lint  ## the linter and the main tests: at most 8 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadfile
 
-test-rest: venv  ## more runs of scripts, with faults, and families of models, two at a time: about 20 minutes
+test-rest: venv  ## more runs of scripts, with faults, and families of models, two at a time: about 23 minutes
 	$(PYTEST) -m slow -n 2 --dist loadfile
 
 test-long: venv  ## more runs of the same kinds, by hand before a release

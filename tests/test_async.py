@@ -197,7 +197,7 @@ def test_a_judge_that_takes_long_for_each_prompt_does_not_bound_a_step():
         ahead.take(step)
         ahead.engines.version = step
     assert most >= 16
-    assert time.monotonic() - started < 8  # of 24 s that 48 prompts take, one after the other
+    assert time.monotonic() - started < 2.5  # of 24 s that 48 prompts take, one after the other
 
 
 def test_rewards_are_computed_while_the_step_has_prompts_without_completions():

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -380,13 +381,22 @@ def load_and_write(folder):
     tokenizer, config, peak = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder), [0]
     before, done = anonymous_memory(), threading.Event()
 
+    def look():
+        peak[0] = max(peak[0], anonymous_memory() - before)
+
     def watch():
         while not done.wait(0.002):
-            peak[0] = max(peak[0], anonymous_memory() - before)
+            look()
 
+    def save_and_look(*args, save=safetensors.torch.save_file, **options):  # a watcher alone may miss the end
+        look()
+        save(*args, **options)
+
+    safetensors.torch.save_file = save_and_look
     watching = threading.Thread(target=watch)
     watching.start()
     module, _ = sharding.load_model(AutoModelForCausalLM, str(folder), config, False, dtype=torch.float32)
+    look()
     loading, peak[0] = peak[0], 0
     before = anonymous_memory()
     write_model(module, NamedTensors(module)(), tokenizer, folder / "written")
@@ -411,7 +421,7 @@ def test_rank_never_holds_more_than_its_share_and_a_tensor(model, tmp_path, monk
     on_ranks(2, load_and_write, tmp_path)
     for rank in range(2):
         for peak in torch.load(tmp_path / f"peaks-{rank}"):
-            # Three tensors more, since gloo copies what it gathers. The watcher may miss the last moments, but not all.
-            assert max(tensors) < peak < sum(tensors) / 2 + 3 * max(tensors)
+            # Three tensors more, since gloo copies what it gathers.
+            assert sum(tensors) / 4 < peak < sum(tensors) / 2 + 3 * max(tensors)
     loaded = Qwen2ForCausalLM.from_pretrained(tmp_path / "written").state_dict()
     assert all(loaded[name].equal(tensor.float()) for name, tensor in whole_model.state_dict().items())

@@ -102,7 +102,7 @@ class WeightReceiver:
                 self._load_other_weights()
             else:
                 model.replay_steps = None
-            same = self._load(mode) == loaded and model.state_digest() == reloaded
+            same = self._load(mode) == loaded == model.weights_digest() and model.state_digest() == reloaded
             model.digest = loaded if same else None
             link.send(same=same)
         return model.version
