@@ -82,17 +82,19 @@ class WeightReceiver:
             self.weight_staging = self._open_staging(link, handshake)
             message = link.recv(ANSWER_SECONDS)
         mode = message["mode"]
+        is_sampled = not self.weight_staging.is_digested(mode)
+        if is_sampled:
+            link.send(blocks=blocks)
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
         loaded = self._load(mode)
         model.mark_complete(message["version"], loaded)
         if mode != "record":
             link.send(done=True)
-            if not self.weight_staging.is_digested(mode):  # sample it, but only now: the trainer has its answer
+            if is_sampled:  # only now, when the trainer has its answer
                 model.digest = None  # until the sample has been compared
                 total = torch.zeros(1, dtype=torch.int64, device=self.device)
                 sample.run(total)
                 self.weight_sample = total, loaded
-                link.send(blocks=blocks)
             return model.version
         refused = model.record(self.weight_buckets, self.weight_staging)
         reloaded = None if refused else model.state_digest()

@@ -1,7 +1,8 @@
 """Samples of a sync in which a worker reads the trainer's own memory.
 
-To digest all of it on both ends would take longer than the sync. So, once the worker has answered, both ends hash a few
-blocks, other ones in each sync. The trainer reads them from its own weights, the worker from those that it serves.
+To digest all of it on both ends would take longer than the sync. So both ends hash a few blocks, other ones in each
+sync. The trainer reads them from its own weights, while the worker reads all. The worker reads them from the weights
+that it serves, once it has answered.
 """
 
 import torch

@@ -213,8 +213,6 @@ class WeightSender:
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
-        if not self.staging.is_digested(mode):
-            self._send_sample()
         return report
 
     def _compare(self) -> dict:
@@ -281,12 +279,14 @@ class WeightSender:
             total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
             for link in self.links:
                 link.send(digest=total)
+        else:
+            self._send_sample()  # while the worker reads: it takes no time of its own
         for has_gone in transfers[-STAGING_BUFFERS:]:
             wait_until(has_gone, peers, deadline)
         return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
 
     def _send_sample(self) -> None:
-        """Send the worker the digest of the blocks that it lists. It compares them when it is called next."""
+        """Send the worker the digest of the blocks that it lists. It compares them after this sync."""
         weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
         for link in self.links:
             blocks = link.recv(ANSWER_SECONDS, expected_soon=True)["blocks"]
