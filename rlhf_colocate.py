@@ -2,6 +2,7 @@
 
     python rlhf_colocate.py                          # 4 GPUs: facebook/opt-125m, 4 trainer ranks, two TP=2 engines
     python rlhf_colocate.py                          # 1 GPU: one trainer, one engine
+    python rlhf_colocate.py --engines-per-gpu 2      # two engines on each GPU: a small model generates faster
     python rlhf_colocate.py --engines 1 --tensor-parallel-size 8 --offload-optimizer --sleep weights
     python rlhf_colocate.py                          # no GPU: a small built-in model, 2 ranks, 2 engines, shared memory
     python rlhf_colocate.py --ray-address auto       # on a running Ray cluster
@@ -52,7 +53,7 @@ from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
-GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for an engine worker: both fit on one
+GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for all workers there: both fit on one
 SPARE_SHARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
 
 
@@ -63,11 +64,16 @@ class Arguments(GRPOConfig, TaskArguments, ToolArguments, ExactArguments, Engine
     engines: Annotated[int | None, Ge(1)] = HfArg(
         default=None, help="engines (default: as many as the GPUs hold; CPU: 2 workers in all)"
     )
+    engines_per_gpu: Annotated[int, Ge(1)] = HfArg(
+        default=1,
+        help="engines where there would be one, with a part of its prompts each: while one computes, another prepares"
+        " its next step, so 2 generate faster with a small model",
+    )
     tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(
         default=None, help="GPUs that an engine is spread over (default: 2; with an odd number of GPUs, or none: 1)"
     )
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.4, help="fraction of a GPU's memory that an engine takes"
+        default=0.4, help="fraction of a GPU's memory that its engines take"
     )
     sleep: Literal["auto", "kv", "weights", "none"] = HfArg(
         default="auto",
@@ -79,10 +85,12 @@ class Arguments(GRPOConfig, TaskArguments, ToolArguments, ExactArguments, Engine
 class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
-    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int], before: int | None) -> int:
+        """Start the engine, after the one on the same GPUs that has returned `before`."""
         options = {"worker_extension_cls": "rlhf_utils.ColocateWorkerExtension"}
         options |= {"enable_sleep_mode": args.sleep != "none"} | (exact_options(model) if args.exact != "off" else {})
-        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
+        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE / args.engines_per_gpu)
+        args = replace_flags(args, gpu_memory_utilization=args.gpu_memory_utilization / args.engines_per_gpu)
         max_model_len = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
         self.remember_weights()
         self.sleep(args.sleep)  # the trainers load next
@@ -103,7 +111,7 @@ class Engine(EngineActor):
 
 
 class Trainer(LearnerActor):
-    """A Ray actor around one rank of the learner. It sends to the worker on the same device."""
+    """A Ray actor around one rank of the learner. It sends to the workers on the same device."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         if args.exact != "off":
@@ -116,10 +124,11 @@ class Trainer(LearnerActor):
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every step
         return resumed
 
-    def open_channel(self, tensor_parallel_size: int) -> dict[str, str]:
-        """Open the channel to the worker on this device. Returns the worker's handle, by device id."""
+    def open_channel(self, args: Arguments) -> dict[str, str]:
+        """Open the channel to the workers on this device. Returns their handle, by device id."""
         device = self.learner.model.device.type  # on CPU, which all ranks share, the worker's rank is the index
-        channel = SharedMemoryChannel(torch.device(device, 0 if device == "cuda" else self.rank % tensor_parallel_size))
+        index = 0 if device == "cuda" else self.rank % args.tensor_parallel_size
+        channel = SharedMemoryChannel(torch.device(device, index), args.engines_per_gpu)
         self.sender = WeightSender(channel)
         return channel.handles
 
@@ -137,7 +146,7 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     """Choose and reserve the topology.
 
     Returns the device, the arguments with what was chosen, and the seats of trainers and engines. The workers of the
-    first engine are beside the first ranks, and so on.
+    first engine are beside the first ranks, and so on. With --engines-per-gpu, the next engines start again there.
     """
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
@@ -158,7 +167,7 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
     trainer_seats = [seat(group, bundle, **share) for bundle in bundles]
     engine_bundles = [bundles[begin : begin + tp] for begin in range(0, wanted, tp)]
-    engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles]
+    engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles * args.engines_per_gpu]
     return "cuda" if gpus else "cpu", args, trainer_seats, engine_seats
 
 
@@ -174,7 +183,7 @@ def main(args: Arguments) -> None:
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args = settle_exactness(run, args, models.loaded, trainers.rank_0("starting", "capability"))
         engines = ActorGroup(session, "engine", Engine, engine_seats)
-        max_model_len = engines.first("starting", "start", models.loaded, args, device, each=engines.bundles)
+        max_model_len = start(engines, models.loaded, args, device)
         address = trainers.rank_0("loading", "address")
         steps_done, remarks = trainers.first("loading", "load", address, models, args, device)
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
@@ -184,7 +193,7 @@ def main(args: Arguments) -> None:
         if args.exact != "off" and not is_exact(run, engines, trainers, task, args, max_model_len):
             args = replace_flags(args, exact="off")
             engines.restart()
-            engines.call("starting", "start", models.loaded, args, device, each=engines.bundles)
+            start(engines, models.loaded, args, device)
             handles = connect(run, trainers, engines, args)
         level, memory_after_loading = args.sleep, measure(session, "load")
         run.start_metrics(steps_done, args)
@@ -221,15 +230,26 @@ def main(args: Arguments) -> None:
     print(summary)
 
 
+def start(engines: ActorGroup, model: str, args: Arguments, device: str) -> int:
+    """Start the engines; those of a GPU one after another, since vLLM measures the free memory. Returns the tokens that
+    a prompt and its completion may have."""
+    before: list[ray.ObjectRef | None] = [None] * args.engines
+    for actor, (bundles,) in zip(engines.actors.values(), engines.bundles, strict=True):
+        before.append(actor.start.remote(model, args, device, bundles, before[-args.engines]))
+    calls = dict(zip(engines.actors, before[args.engines :], strict=True))
+    return engines.session.wait("starting", calls)[0]
+
+
 def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arguments) -> list[tuple[dict[str, str]]]:
     """Check that each trainer rank shares its device with a worker, print the layout, and sync once.
 
     Returns for each engine the handles of the ranks beside its workers, by device id.
     """
-    rank_handles = trainers.call("connecting", "open_channel", args.tensor_parallel_size)
+    rank_handles = trainers.call("connecting", "open_channel", args)
     engine_handles, lines = [], [f"{'device':40}  trainer  engine  worker"]
     for i, device_ids in enumerate(engines.call("connecting", "device_ids")):
-        ranks = range(i * len(device_ids), (i + 1) * len(device_ids))
+        first = i * len(device_ids) % len(trainers)
+        ranks = range(first, first + len(device_ids))
         handles = {device_id: path for rank in ranks for device_id, path in rank_handles[rank].items()}
         if handles.keys() != set(device_ids):
             raise RunError(f"engine {i} runs on {sorted(device_ids)}, and its trainer ranks on {sorted(handles)}")

@@ -151,5 +151,5 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
                 weights[name] = LoRAWeight(weights[name], next(factors), next(factors), *options)
             return TrainerMemory(weights)
         return SharedStaging(
-            link, map_tensors(handshake["buffers"]), self.weight_buckets, sends="emptied", awaits="filled"
+            [link], map_tensors(handshake["buffers"]), self.weight_buckets, sends="emptied", awaits="filled"
         )

@@ -5,6 +5,7 @@ pytest tests/test_colocate.py -m slow    the default run
 """
 
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,20 @@ def test_two_ranks_and_two_engines_learn(script, tmp_path):
     for phase in ("load", "rollout", "train", "sync"):
         assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
         assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
+
+
+@cpu_only
+@pytest.mark.slow
+def test_two_engines_that_share_a_device_serve_what_its_trainer_has(script, tmp_path):
+    flags = "--engines-per-gpu", 2, "--steps", 3, "--save-every", 0, "--output", "run"
+    text = script("rlhf_colocate.py", "--engines", 1, *flags, **CORE_IN_PROCESS).finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
+    assert [line.split() for line in table] == [["cpu:0", "0", "0", "0"], ["cpu:0", "0", "1", "0"]]
+    assert re.search(r"^first sync: .* bit for bit what the engines had loaded", text, re.M)
+    metrics = rows(tmp_path / "run")
+    assert len(metrics) == 3
+    assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +113,37 @@ def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
     assert len(trainers) == 4
     assert [len(seat.bundles) for seat in engines] == [settled[1]] * settled[0]
     assert sorted(bundle for seat in engines for bundle in seat.bundles) == [0, 1, 2, 3]
+    ray.util.remove_placement_group(group_of(trainers))
+
+
+def test_engines_of_the_same_gpus_are_placed_on_the_same_bundles(ray_with_four_gpus):
+    args, trainers, engines = place(engines_per_gpu=2)
+    assert (args.engines, len(trainers), len(engines)) == (2, 4, 4)
+    assert [seat.bundles for seat in engines[:2]] == [seat.bundles for seat in engines[2:]]
+    assert sorted(bundle for seat in engines[:2] for bundle in seat.bundles) == [0, 1, 2, 3]
+    ray.util.remove_placement_group(group_of(trainers))
+
+
+def test_engines_of_a_gpu_start_one_after_another(ray_with_four_gpus):
+    @ray.remote(num_cpus=0)
+    class Starting:
+        def start(self, model, args, device, bundles, before):
+            began = time.monotonic()
+            time.sleep(0.3)
+            return (bundles, before, began)
+
+    _, trainers, seats = place(engines_per_gpu=2)
+    actors = {f"engine {i}": Starting.remote() for i in range(4)}
+    results = []
+    session = SimpleNamespace(wait=lambda phase, calls: results.extend(ray.get([*calls.values()])) or results)
+    engines = SimpleNamespace(actors=actors, bundles=[(seat.bundles,) for seat in seats], session=session)
+    args = rlhf_colocate.Arguments(engines=2, engines_per_gpu=2)
+    assert rlhf_colocate.start(engines, "model", args, "cuda") is results[0]
+    assert [bundles for bundles, *_ in results] == [seat.bundles for seat in seats]
+    for first, second in zip(results[:2], results[2:], strict=True):
+        assert first[1] is None
+        assert second[1] == first
+        assert second[2] >= first[2] + 0.3
     ray.util.remove_placement_group(group_of(trainers))
 
 
@@ -268,6 +314,9 @@ def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(
         assert engine.serves_checkpoint()
 
 
+TWO_EACH = [(0, 1), (2, 3)] * 2  # ranks beside the workers of four engines
+
+
 def test_rank_and_worker_on_different_devices_are_refused(monkeypatch):
     handles = [{"GPU-b": "/b"}, {"GPU-a": "/a"}, {"GPU-c": "/c"}, {"GPU-d": "/d"}]
     ids, said = [["GPU-a", "GPU-b"], ["GPU-c", "GPU-d"]], []
@@ -281,6 +330,11 @@ def test_rank_and_worker_on_different_devices_are_refused(monkeypatch):
     assert said[1].startswith(
         "first sync: 3 tensors, 1.000 GB, bit for bit what the engines had loaded from disk; from"
     )
+    ids.extend(ids)  # two engines on each pair of GPUs
+    trainers, engines = groups({"open_channel": handles}, {"device_ids": ids, "serves_checkpoint": [True] * 4}, 4, 4)
+    assert rlhf_colocate.connect(run, trainers, engines, args) == beside * 2
+    rows = [line.split() for line in said[2].splitlines()[1:]]
+    assert [row[1:3] for row in rows] == [[str(rank), str(engine)] for engine in range(4) for rank in TWO_EACH[engine]]
     handles[3] = {"GPU-a": "/a"}
     with pytest.raises(RunError, match=r"engine 1 runs on \['GPU-c', 'GPU-d'\], and its trainer ranks on"):
         rlhf_colocate.connect(run, trainers, engines, args)

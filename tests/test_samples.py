@@ -13,9 +13,10 @@ import torch
 
 from weight_sync import copies
 from weight_sync.copies import BLOCK_WORDS, BatchedCopy
-from weight_sync.samples import SAMPLED_BLOCKS, Samples, sample_digest
+from weight_sync.samples import SAMPLED_BLOCKS, Samples, prepare_sample
 
 MAPPED = """
+import itertools
 import threading
 
 import torch
@@ -61,7 +62,7 @@ def values(seed):
 
 
 class Mapped:
-    def __init__(self, stale=None, adapters=()):
+    def __init__(self, stale=None, adapters=(), workers=1):
         # A trainer whose memory a worker reads. Or the memory that the tensor `stale` had, and has left.
         self.version, given = 0, values(0)
         for name in adapters:
@@ -72,10 +73,11 @@ class Mapped:
         self.trainer = {name: self.memory[name] for name in values(0)}
         for name in adapters:
             self.trainer[name] = LoRAWeight(*(self.memory[name + end] for end in ("", ".A", ".B")), 0.5)
-        mapped = iter(self.memory)
+        mapped = itertools.cycle(self.memory)
         rlhf_utils.rebuild_ipc = lambda *a: rebuild_ipc(*a).clone() if next(mapped) == stale else rebuild_ipc(*a)
-        channel = SharedMemoryChannel(CPU)
-        self.worker, self.sender = Worker(Engine(Casting(rank=1)), channel.handles), WeightSender(channel)
+        channel = SharedMemoryChannel(CPU, workers)
+        self.workers = [Worker(Engine(Casting(rank=1)), channel.handles) for _ in range(workers)]
+        self.worker, self.sender = self.workers[0], WeightSender(channel)
 
     def sync(self):
         self.version += 1
@@ -84,19 +86,21 @@ class Mapped:
         for name, tensor in self.memory.items():
             if name.endswith(".B"):
                 tensor.fill_(self.version)
-        receiving = Receiving(self.worker)
+        receivings = [Receiving(worker) for worker in self.workers]
         try:
             assert self.sender.send_weights(self.trainer.items()).loader == "replay"
         finally:
-            receiving.join(20)
-            self.error = receiving.error
+            for receiving in receivings:
+                receiving.join(20)
+            self.error = receivings[0].error
 
 
 def assert_serves(pair):
     expected = Casting(rank=1)
     expected.load_weights((name, materialized(weight)) for name, weight in pair.trainer.items())
-    model = pair.worker.weight_model.model
-    assert all(parameter.equal(expected.get_parameter(name)) for name, parameter in model.named_parameters())
+    for worker in pair.workers:
+        model = worker.weight_model.model
+        assert all(parameter.equal(expected.get_parameter(name)) for name, parameter in model.named_parameters())
 
 
 def assert_fails(pair):
@@ -126,6 +130,13 @@ pair = Mapped(adapters=("q", "o", "fc"))  # copied by rows, by columns, and tran
 for _ in range(3):
     pair.sync()
     assert isinstance(pair.sender.staging, TrainerMemory) and pair.worker.check_weights_changed()
+    assert_serves(pair)
+
+pair = Mapped(workers=2)  # two engines on one device
+for _ in range(3):
+    pair.sync()
+    assert isinstance(pair.sender.staging, TrainerMemory)
+    assert all(worker.check_weights_changed() for worker in pair.workers)
     assert_serves(pair)
 
 for stale, adapters in ("q", ()), ("embed", ()), ("q.B", ("q",)):  # a copy, a cast, what is merged
@@ -169,4 +180,4 @@ def test_nothing_to_sample_is_a_digest_of_nothing(monkeypatch):
     weight = torch.zeros(4, dtype=torch.bfloat16)
     samples = Samples([BatchedCopy(torch.device("cpu"), [(weight.clone(), weight)])], [weight], [weight])  # by torch
     blocks, _ = samples.draw(1)
-    assert sample_digest(blocks, [weight], [torch.bfloat16]) == 0
+    assert prepare_sample(blocks, [weight], [torch.bfloat16])() == 0

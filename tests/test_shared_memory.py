@@ -84,21 +84,36 @@ def test_worker_that_another_trainer_calls_forgets_what_it_was_to_compare_with_t
     assert not worker.check_weights_changed()
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
-def test_sync_delivers_every_bit(monkeypatch, bucket_bytes):
+def test_sync_delivers_every_bit(monkeypatch, bucket_bytes, workers):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
-    channel = SharedMemoryChannel(CPU)
-    receiving = Receiving(Worker(Engine(), channel.handles), syncs=3)
+    channel = SharedMemoryChannel(CPU, workers)
+    receivings = [Receiving(Worker(Engine(), channel.handles), syncs=3) for _ in range(workers)]
     sender = WeightSender(channel)
     for sync in range(1, 4):
         tensors = random_tensors(seed=sync)
         if sync == 3:  # another set of parameters: agreed anew
             tensors = dict(list(tensors.items())[:7])
         assert sender.send_weights(tensors.items()).version == sync
-        weights = receiving.worker.weight_model.weights
-        assert all(same_bits(weights[name], tensor) for name, tensor in tensors.items())
-    receiving.join(10)
-    assert receiving.error is None
+        for receiving in receivings:
+            weights = receiving.worker.weight_model.weights
+            assert all(same_bits(weights[name], tensor) for name, tensor in tensors.items())
+    for receiving in receivings:
+        receiving.join(10)
+        assert receiving.error is None
+
+
+def test_worker_that_fails_beside_another_ends_the_sync_of_both():
+    channel = SharedMemoryChannel(CPU, workers=2)
+    workers = [Worker(Engine(), channel.handles), Worker(Engine(fail_at="b"), channel.handles)]
+    receivings = [Receiving(worker) for worker in workers]
+    with pytest.raises(WeightSyncError, match="ValueError: cannot load b"):
+        WeightSender(channel).send_weights([(name, torch.ones(4)) for name in "abc"])
+    for receiving in receivings:
+        receiving.join(10)
+        assert "ValueError: cannot load b" in receiving.error
+        assert not receiving.worker.check_weights_changed()
 
 
 def test_fifty_syncs_leave_memory_and_files_as_they_were():
@@ -144,7 +159,7 @@ def test_worker_that_raises_ends_the_sync_with_its_traceback():
 
 def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.2)
-    with pytest.raises(WeightSyncError, match=r"worker on cpu:3 did not connect within 0\.2 s"):
+    with pytest.raises(WeightSyncError, match=r"0 of 1 engine workers on cpu:3 connected within 0\.2 s"):
         WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
 
 
@@ -170,7 +185,7 @@ def test_strangers_do_not_prolong_the_wait_for_the_worker(monkeypatch):
     knocking = threading.Thread(target=knock)
     knocking.start()
     threading.Timer(5, channel.close, args=(None,)).start()
-    with pytest.raises(WeightSyncError, match=r"worker on cpu:0 did not connect within 0\.5 s"):
+    with pytest.raises(WeightSyncError, match=r"0 of 1 engine workers on cpu:0 connected within 0\.5 s"):
         channel.accept([])
     assert time.monotonic() - started < 3
     channel.close(None)

@@ -1,7 +1,7 @@
 """Channels connect the trainer with its workers. Staging buffers carry the buckets.
 
-`BroadcastChannel` reaches all workers of a broadcast group, `SharedMemoryChannel` the one worker on the same device. A
-channel accepts a link from each worker and opens the trainer's staging buffers.
+`BroadcastChannel` reaches all workers of a broadcast group, `SharedMemoryChannel` those on the same device. A channel
+accepts a link from each worker and opens the trainer's staging buffers.
 """
 
 import functools
@@ -82,31 +82,40 @@ class BroadcastStaging(Staging):
 
 
 class SharedStaging(Staging):
-    """Both ends map the same buffers, since they share a device. Only the messages "filled" and "emptied" travel.
+    """All ends map the same buffers, since they share a device. Only the messages "filled" and "emptied" travel.
 
-    The trainer sends "filled" and awaits "emptied", the worker the other way round.
+    The trainer sends "filled" to every worker and awaits "emptied", a worker the other way round.
     """
 
-    def __init__(self, link: Link, buffers: list[torch.Tensor], buckets: list[list[Piece]], sends: str, awaits: str):
+    def __init__(
+        self, links: list[Link], buffers: list[torch.Tensor], buckets: list[list[Piece]], sends: str, awaits: str
+    ):
         super().__init__(buffers, buckets)
-        self.link, self.sends, self.awaits = link, sends, awaits
+        self.links, self.sends, self.awaits = links, sends, awaits
 
     def start(self, i: int) -> Callable[[], bool]:
-        """Hand bucket `i` to the other end. Returns a check for its answer."""
+        """Hand bucket `i` to the other ends. Returns a check for their answers."""
         if self.sends == "filled":
             self._send(i)
-        return lambda: self.link.received(**{self.awaits: i})
+        silent = list(self.links)
+
+        def all_have_answered() -> bool:
+            silent[:] = [link for link in silent if not link.received(**{self.awaits: i})]
+            return not silent
+
+        return all_have_answered
 
     def release(self, i: int) -> None:
         self._send(i)
 
     def _send(self, i: int) -> None:
         synchronize(self.buffers[0].device)
-        self.link.send(**{self.sends: i})
+        for link in self.links:
+            link.send(**{self.sends: i})
 
 
 class TrainerMemory(Staging):
-    """No staging buffers: the worker has mapped the trainer's weights, and reads them in place.
+    """No staging buffers: each worker has mapped the trainer's weights, and reads them in place.
 
     Of a weight with an adapter it has mapped the base and both factors, and merges them while it reads.
     """
@@ -183,31 +192,32 @@ class BroadcastChannel:
 class SharedMemoryChannel:
     """A channel from a trainer rank to the engine worker on the same device: CUDA IPC, or shared memory on CPU.
 
-    `handles` maps the device's id to this rank's socket, for `ColocateWorkerExtension.receive_weights`. On CPU all
-    processes share one device, so the index of `device` names the worker: its rank in the engine. Raises
-    WeightSyncError if torch allocates GPU memory that CUDA IPC cannot share.
+    If several engines share the device, `workers` says how many of their workers do. `handles` maps the device's id to
+    this rank's socket, for `ColocateWorkerExtension.receive_weights`. On CPU all processes share one device, so the
+    index of `device` names the worker: its rank in the engine. Raises WeightSyncError if torch allocates GPU memory
+    that CUDA IPC cannot share.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, workers: int = 1):
         if device.type == "cuda":
             refuse_expandable_segments()
-        self.device = device
+        self.device, self.workers = device, workers
         self.folder = tempfile.mkdtemp(prefix="weight-sync-")  # mode 0700: no other user reaches the socket
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(f"{self.folder}/link")
-        self.server.listen(1)
+        self.server.listen(workers)
         self.handles = {device_id_of(device): f"{self.folder}/link"}
 
     def accept(self, links: list[Link]) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS
-        while not links:
+        while len(links) < self.workers:
             self.server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 link = Link(self.server.accept()[0])
             except TimeoutError as error:
                 raise WeightSyncError(
-                    f"the engine worker on {device_id_of(self.device)} did not connect within {CONNECT_SECONDS:.3g} s:"
-                    " is receive_weights running there, with this rank's handle?"
+                    f"{len(links)} of {self.workers} engine workers on {device_id_of(self.device)} connected within"
+                    f" {CONNECT_SECONDS:.3g} s: is receive_weights running there, with this rank's handle?"
                 ) from error
             try:
                 link.recv_hello(self.folder, HELLO_SECONDS)
@@ -218,13 +228,13 @@ class SharedMemoryChannel:
         self._stop_listening()
 
     def can_map(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether the worker can map these tensors' memory."""
+        """Whether a worker can map these tensors' memory."""
         return all(tensor.is_cuda and tensor.is_contiguous() and not isinstance(tensor, DTensor) for tensor in tensors)
 
     def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
-        """The staging buffers, and the tensors that the worker maps, by kind: the same, as "buffers"."""
+        """The staging buffers, and the tensors that workers map, by kind: the same, as "buffers"."""
         buffers = [shared_buffer(nbytes, device) for nbytes in _buffer_sizes(buckets)]
-        return SharedStaging(links[0], buffers, buckets, sends="filled", awaits="emptied"), {"buffers": buffers}
+        return SharedStaging(links, buffers, buckets, sends="filled", awaits="emptied"), {"buffers": buffers}
 
     def close(self, error: str | None) -> None:
         self._stop_listening()
