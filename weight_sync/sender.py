@@ -48,10 +48,10 @@ class WeightSender:
     """The trainer's end of a weight sync.
 
     `channel` is the communicator that `stateless_init_process_group` returned to rank 0, or this trainer rank's
-    `SharedMemoryChannel` to the workers on the same device. If rank 0 of a sharded trainer has a communicator, the other
-    ranks pass None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a worker
-    has failed if an answer, or one pass over the weights, takes longer than so many seconds. Without, the limit depends
-    on the size of the weights.
+    `SharedMemoryChannel` to the workers on the same device. If rank 0 of a sharded trainer has a communicator, the
+    other ranks pass None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a
+    worker has failed if an answer, or one pass over the weights, takes longer than so many seconds. Without, the limit
+    depends on the size of the weights.
     """
 
     def __init__(self, channel, replay: bool = True, timeout: float = math.inf):
