@@ -13,7 +13,7 @@ import torch
 
 from weight_sync import copies
 from weight_sync.copies import BLOCK_WORDS, BatchedCopy
-from weight_sync.samples import SAMPLED_BLOCKS, Samples, prepare_sample
+from weight_sync.samples import SAMPLED_BLOCKS, Samples, sample_digest
 
 MAPPED = """
 import itertools
@@ -180,4 +180,4 @@ def test_nothing_to_sample_is_a_digest_of_nothing(monkeypatch):
     weight = torch.zeros(4, dtype=torch.bfloat16)
     samples = Samples([BatchedCopy(torch.device("cpu"), [(weight.clone(), weight)])], [weight], [weight])  # by torch
     blocks, _ = samples.draw(1)
-    assert prepare_sample(blocks, [weight], [torch.bfloat16])() == 0
+    assert sample_digest(blocks, [weight], [torch.bfloat16]) == 0

@@ -82,15 +82,12 @@ class WeightReceiver:
             self.weight_staging = self._open_staging(link, handshake)
             message = link.recv(ANSWER_SECONDS)
         mode = message["mode"]
-        is_sampled = not self.weight_staging.is_digested(mode)
-        if is_sampled:
-            link.send(blocks=blocks)
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
         loaded = self._load(mode)
         model.mark_complete(message["version"], loaded)
         if mode != "record":
-            link.send(done=True)
-            if is_sampled:  # only now, when the trainer has its answer
+            link.send(done=True, blocks=blocks)
+            if not self.weight_staging.is_digested(mode):  # sample it, but only now: the trainer has its answer
                 model.digest = None  # until the sample has been compared
                 total = torch.zeros(1, dtype=torch.int64, device=self.device)
                 sample.run(total)

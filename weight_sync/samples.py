@@ -1,10 +1,8 @@
 """Samples of a sync in which a worker reads the trainer's own memory.
 
-To digest all of it on both ends would take longer than the sync. So both ends hash a few blocks, other ones in each
-sync: the trainer from its own weights, the worker from those that it serves, once it has answered.
+To digest all of it on both ends would take longer than the sync. So, once the worker has answered, both ends hash a few
+blocks, other ones in each sync. The trainer reads them from its own weights, the worker from those that it serves.
 """
-
-from collections.abc import Callable
 
 import torch
 
@@ -58,19 +56,16 @@ class Samples:
         return blocks.tolist(), Table.of_blocks(address, words, False, number, self.device)
 
 
-def prepare_sample(
-    blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]
-) -> Callable[[], int]:
-    """Prepare to hash blocks of the trainer's weights, as `Samples.draw` lists them, in the dtypes that are served.
+def sample_digest(blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]) -> int:
+    """The digest of blocks of the trainer's weights, as `Samples.draw` lists them, in the dtypes that are served.
 
-    Returns a function that does it, and returns their digest. Raises WeightSyncError if the last one of them that is
-    merged is wrong.
+    Raises WeightSyncError if the last one of them that is merged is wrong.
     """
     tensor, byte, words = torch.tensor(blocks, dtype=torch.int64)  # there may be none
     bases = [getattr(weight, "base", weight) for weight in weights]
     address = torch.tensor([base.data_ptr() for base in bases])[tensor] + byte
     casts = torch.tensor([base.dtype != dtype for base, dtype in zip(bases, dtypes, strict=True)])[tensor]
-    merged = []  # rows that have the blocks
+    merged = []  # rows that have the blocks, and must outlive the table
     for i, number in enumerate(tensor.tolist()):
         weight, dtype = weights[number], dtypes[number]
         if isinstance(weight, LoRAWeight):
@@ -82,15 +77,8 @@ def prepare_sample(
             address[i], casts[i] = merged[-1].data_ptr() + (begin - first * columns) * dtype.itemsize, False
     if merged:
         refuse_wrong(int(merge.count_wrong(merged[-1], seed=int(byte[-1]))))
-    tables, device = [], bases[0].device
+    total = torch.zeros(1, dtype=torch.int64, device=bases[0].device)
     for cast in (False, True):
         numbers = (casts == cast).nonzero()[:, 0]
-        tables.append(Table.of_blocks(address[numbers], words[numbers], cast, numbers, device))
-
-    def digest(merged: list[torch.Tensor] = merged) -> int:  # which have to outlive the tables
-        total = torch.zeros(1, dtype=torch.int64, device=device)
-        for table in tables:
-            table.run(total)
-        return int(total)
-
-    return digest
+        Table.of_blocks(address[numbers], words[numbers], cast, numbers, total.device).run(total)
+    return int(total)

@@ -25,7 +25,7 @@ from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wa
 from .lora import LoRAWeight
 from .packing import Packing
 from .ranks import Ranks, ShardedPart, ranks_of
-from .samples import prepare_sample
+from .samples import sample_digest
 from .trace import storage_id
 
 
@@ -66,7 +66,6 @@ class WeightSender:
         self.buckets: list[list[Piece]] = []
         self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
-        self.samples: list[tuple[Link, Callable[[], int]]] = []  # of the last pass over the weights
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
     @torch.no_grad()
@@ -207,15 +206,15 @@ class WeightSender:
         self.version += 1
         mode = "replay" if self.loader == "replay" else "reload"
         if self.loader:
-            self._transmit(mode)
+            answers = self._transmit(mode)
         else:
             self._first_sync()
         seconds = time.perf_counter() - started
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
-        for link, digest_sample in self.samples:
-            link.send(sample=digest_sample())
+        if not self.staging.is_digested(mode):
+            self._send_samples([answer["blocks"] for answer in answers])
         return report
 
     def _compare(self) -> dict:
@@ -265,7 +264,6 @@ class WeightSender:
 
     def _transmit(self, mode: str) -> list[dict]:
         """Send all buckets once. Returns the workers' answers."""
-        self.samples = []
         deadline = time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
         peers = [*self.links, *self.ranks.links]
         if not self.packing:
@@ -283,21 +281,15 @@ class WeightSender:
             total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
             for link in self.links:
                 link.send(digest=total)
-        else:
-            self._prepare_samples()  # while the workers read
         for has_gone in transfers[-STAGING_BUFFERS:]:
             wait_until(has_gone, peers, deadline)
         return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
 
-    def _prepare_samples(self) -> None:
-        """Prepare to hash the blocks that each worker lists. It compares them with its own after this sync.
-
-        Hashing itself waits until the workers have answered: on a GPU it would take turns with their copies.
-        """
+    def _send_samples(self, blocks_of_workers: list[list[list[int]]]) -> None:
+        """Send each worker the digest of the blocks that its answer lists. It compares them when it is called next."""
         weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-        for link in self.links:
-            blocks = link.recv(ANSWER_SECONDS, expected_soon=True)["blocks"]
-            self.samples.append((link, prepare_sample(blocks, weights, dtypes)))
+        for link, blocks in zip(self.links, blocks_of_workers, strict=True):
+            link.send(sample=sample_digest(blocks, weights, dtypes))
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
