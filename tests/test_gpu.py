@@ -364,18 +364,14 @@ def test_colocated_worker_reads_the_trainers_memory_until_it_moves(request, colo
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("checked", [False, True])
-def test_sample_of_the_trainers_memory_finds_a_replay_that_went_wrong(request, colocated, checked):
+def test_sample_of_the_trainers_memory_finds_a_replay_that_went_wrong(request, colocated):
     colocated.connect()
     restore(colocated)
     request.addfinalizer(lambda: (colocated.connect(), restore(colocated)))
     colocated.rpc("spoil_replays", True)
-    assert colocated.sync().loader == "replay"
-    colocated.rpc("spoil_replays", False)
-    if checked:
-        assert colocated.rpc("check_weights_changed") == [False]
-    with pytest.raises(WeightSyncError, match="a sample of what the last sync left in the engine was not what the tr"):
+    with pytest.raises(WeightSyncError, match="a sample of what the engine now serves is not what the trainer has"):
         colocated.sync()
+    colocated.rpc("spoil_replays", False)
     assert colocated.rpc("check_weights_changed") == [False]
 
 

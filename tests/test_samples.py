@@ -31,7 +31,7 @@ from weight_sync.channels import TrainerMemory
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 
-DIFFERS = "a sample of what the last sync left in the engine was not what the trainer had"
+DIFFERS = "a sample of what the engine now serves is not what the trainer has"
 copies._has_kernel, copies.SHORTEST_RUN, samples.SAMPLED_BLOCKS = lambda device: True, 32, 16
 SharedMemoryChannel.can_map = lambda self, tensors: True
 lock, run = threading.Lock(), copies.Table.run  # the interpreter runs one kernel at a time
@@ -115,12 +115,11 @@ def assert_fails(pair):
 pair = Mapped()
 pair.sync()
 assert isinstance(pair.sender.staging, TrainerMemory) and pair.worker.check_weights_changed()
-for version in (2, 3):
+for _ in range(2):
     pair.sync()
-    model = pair.worker.weight_model
-    assert pair.error is None and model.digest is None  # nothing vouches for it yet
-    assert version % 2 or pair.worker.check_weights_changed()
+    assert pair.error is None and pair.worker.check_weights_changed()
     assert_serves(pair)
+model = pair.worker.weight_model
 draws = [str(model.samples.draw(seed)[0]) for seed in (1, 1, 2)]
 assert draws[0] == draws[1] != draws[2]
 pair.sender.close()
@@ -142,14 +141,9 @@ for _ in range(3):
 for stale, adapters in ("q", ()), ("embed", ()), ("q.B", ("q",)):  # a copy, a cast, what is merged
     pair = Mapped(stale, adapters)
     pair.sync()
-    pair.sync()
-    assert not pair.worker.check_weights_changed() and not pair.worker.check_weights_changed()
+    assert pair.worker.check_weights_changed()
     assert_fails(pair)
-pair = Mapped("q")
-pair.sync()
-pair.sync()
-assert_fails(pair)
-assert DIFFERS in pair.error and not pair.worker.check_weights_changed()
+    assert DIFFERS in pair.error and not pair.worker.check_weights_changed()
 """
 
 

@@ -77,13 +77,6 @@ def test_memory_that_is_no_longer_a_shared_buffer_cannot_be_mapped():
         share_tensor(SimpleNamespace(is_cuda=False, data_ptr=lambda: address))  # what torch then put there
 
 
-def test_worker_that_another_trainer_calls_forgets_what_it_was_to_compare_with_the_last_one():
-    worker = Worker(Engine(), {"cpu:0": "/gone/link"})
-    worker.weight_sample = torch.zeros(1, dtype=torch.int64), 5
-    assert "the trainer is gone" in worker.receive_weights(timeout=5)["error"]
-    assert not worker.check_weights_changed()
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_sync_delivers_every_bit(monkeypatch, bucket_bytes, workers):

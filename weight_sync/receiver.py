@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from .buckets import STAGING_BUFFERS, Piece, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
-from .channels import Staging
+from .channels import Staging, TrainerMemory
 from .comparison import compare_quantized
+from .copies import Table
 from .engine_model import EngineModel
 from .groups import device_id_of
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
@@ -19,7 +20,7 @@ class WeightReceiver:
     channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_link: Link | None = None
     weight_staging: Staging | None = None
-    weight_sample: tuple | None = None  # of the last sync, not yet compared: its digest, and that of all weights
+    weight_sample: Table | None = None  # hashes the blocks that were drawn for this sync
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -27,10 +28,6 @@ class WeightReceiver:
         False before the first sync, after a partial one (some parameters sent, others not), and for a model without
         parameters.
         """
-        try:
-            self._compare_sample()
-        except WeightSyncError as error:
-            self._close_link(reason_of(error))
         return self._engine_model().unchanged()
 
     def report_device_id(self) -> str:
@@ -67,8 +64,6 @@ class WeightReceiver:
     def _run_sync(self, timeout: float, connect: Callable[[], Link]) -> int:
         """Take part in one sync. Returns the version of the weights."""
         model = self._engine_model()
-        self._compare_sample()
-        blocks, sample = model.samples.draw(model.version) if model.samples else ((), None)
         if self.weight_link is None:
             self.weight_link = connect()
         link = self.weight_link
@@ -86,12 +81,7 @@ class WeightReceiver:
         loaded = self._load(mode)
         model.mark_complete(message["version"], loaded)
         if mode != "record":
-            link.send(done=True, blocks=blocks)
-            if not self.weight_staging.is_digested(mode):  # sample it, but only now: the trainer has its answer
-                model.digest = None  # until the sample has been compared
-                total = torch.zeros(1, dtype=torch.int64, device=self.device)
-                sample.run(total)
-                self.weight_sample = total, loaded
+            link.send(done=True)
             return model.version
         refused = model.record(self.weight_buckets, self.weight_staging)
         reloaded = None if refused else model.state_digest()
@@ -107,9 +97,19 @@ class WeightReceiver:
         return model.version
 
     def _message(self, timeout: float) -> dict:
-        """The trainer's next message. Skips "prepare", which announces it."""
+        """The trainer's next message. Before it comes "prepare", once there has been a sync.
+
+        A worker that has mapped the trainer's memory answers that with the blocks of its next sample.
+        """
         message = self.weight_link.recv(timeout)
-        return self.weight_link.recv(timeout, expected_soon=True) if "prepare" in message else message
+        if "prepare" not in message:
+            return message
+        if isinstance(self.weight_staging, TrainerMemory):
+            model, blocks = self._engine_model(), []
+            if model.samples:
+                blocks, self.weight_sample = model.samples.draw(model.version)
+            self.weight_link.send(blocks=blocks)
+        return self.weight_link.recv(timeout, expected_soon=True)
 
     def _load(self, mode: str) -> int | None:
         """Load all buckets as they arrive, by reload or replay. Returns the digest of the loaded weights."""
@@ -131,23 +131,15 @@ class WeightReceiver:
         Raises WeightSyncError if something else arrived than the trainer sent.
         """
         is_digested = self.weight_staging.is_digested(mode)
-        total = torch.zeros(1, dtype=torch.int64, device=self.device) if is_digested else None
-        result = read(_arrivals(self.weight_buckets, self.weight_staging, self.weight_link, total))
-        if is_digested and self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(total):
-            raise WeightSyncError("the weights that arrived are not those that the trainer sent: their digests differ")
+        total = torch.zeros(1, dtype=torch.int64, device=self.device)
+        arrivals = _arrivals(self.weight_buckets, self.weight_staging, self.weight_link, total if is_digested else None)
+        result, what = read(arrivals), "the weights that arrived are not those that the trainer sent"
+        if not is_digested:
+            self.weight_sample.run(total)
+            what = "a sample of what the engine now serves is not what the trainer has"
+        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(total):
+            raise WeightSyncError(f"{what}: their digests differ")
         return result
-
-    def _compare_sample(self) -> None:
-        """Compare the last sync's sample with the trainer's, if that has not been done yet.
-
-        Until then, nothing vouches for what is served. Raises WeightSyncError if they differ.
-        """
-        if self.weight_sample is None:
-            return
-        (total, digest), self.weight_sample = self.weight_sample, None
-        if self.weight_link.recv(ANSWER_SECONDS)["sample"] != int(total):
-            raise WeightSyncError("a sample of what the last sync left in the engine was not what the trainer had")
-        self._engine_model().digest = digest
 
     def _load_other_weights(self) -> None:
         model, buckets = self._engine_model(), self.weight_buckets

@@ -61,24 +61,21 @@ def sample_digest(blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeig
 
     Raises WeightSyncError if the last one of them that is merged is wrong.
     """
-    tensor, byte, words = torch.tensor(blocks, dtype=torch.int64)  # there may be none
-    bases = [getattr(weight, "base", weight) for weight in weights]
-    address = torch.tensor([base.data_ptr() for base in bases])[tensor] + byte
-    casts = torch.tensor([base.dtype != dtype for base, dtype in zip(bases, dtypes, strict=True)])[tensor]
-    merged = []  # rows that have the blocks, and must outlive the table
-    for i, number in enumerate(tensor.tolist()):
-        weight, dtype = weights[number], dtypes[number]
+    runs, total = {}, torch.zeros(1, dtype=torch.int64, device=getattr(weights[0], "base", weights[0]).device)
+    merged = []  # rows that have the blocks, and must outlive the tables
+    for number, (tensor, byte, words) in enumerate(zip(*blocks, strict=True)):
+        weight, dtype = weights[tensor], dtypes[tensor]
         if isinstance(weight, LoRAWeight):
-            columns, begin = weight.shape[1], int(byte[i]) // weight.base.itemsize
-            first, end = begin // columns, -(-(begin + int(words[i]) * WORD_BYTES // dtype.itemsize) // columns)
+            columns, begin = weight.shape[1], byte // weight.base.itemsize
+            first, end = begin // columns, -(-(begin + words * WORD_BYTES // dtype.itemsize) // columns)
             merge = Merge(weight, weight.base[first:end], first)
-            merged.append(torch.empty(end - first, columns, dtype=dtype, device=weight.base.device))
+            merged.append(torch.empty(end - first, columns, dtype=dtype, device=total.device))
             merge(merged[-1])
-            address[i], casts[i] = merged[-1].data_ptr() + (begin - first * columns) * dtype.itemsize, False
+            weight, byte = merged[-1], (begin - first * columns) * dtype.itemsize
+        runs.setdefault(weight.dtype != dtype, []).append((weight.data_ptr() + byte, words, number))
     if merged:
-        refuse_wrong(int(merge.count_wrong(merged[-1], seed=int(byte[-1]))))
-    total = torch.zeros(1, dtype=torch.int64, device=bases[0].device)
-    for cast in (False, True):
-        numbers = (casts == cast).nonzero()[:, 0]
-        Table.of_blocks(address[numbers], words[numbers], cast, numbers, total.device).run(total)
+        refuse_wrong(int(merge.count_wrong(merged[-1], seed=blocks[1][-1])))
+    for cast, rows in runs.items():
+        address, words, numbers = torch.tensor(rows).T
+        Table.of_blocks(address, words, cast, numbers, total.device).run(total)
     return int(total)

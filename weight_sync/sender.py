@@ -63,6 +63,7 @@ class WeightSender:
         self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging: Staging | None = None
+        self.blocks: list[list[list[int]]] = []  # which each worker has drawn for its sample of this sync
         self.buckets: list[list[Piece]] = []
         self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
@@ -110,11 +111,14 @@ class WeightSender:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
         try:
             for link in self.links:
-                link.send(prepare=True)  # workers wake up while this side goes through its tensors
+                link.send(prepare=True)  # workers wake up, and draw their samples, while this side names its tensors
             weights = dict(named_tensors)
             weights = {name: weights[name] for name in names or weights}
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
             tensors = weights | {name: weight.base for name, weight in adapted.items()}
+            if isinstance(self.staging, TrainerMemory):
+                limit = min(seconds_allowed(self.buckets), self.timeout)
+                self.blocks = [answer["blocks"] for answer in recv_all(self.links, limit, expected_soon=True)]
             with torch.cuda.device_of(next(iter(tensors.values()), torch.empty(0))):
                 self._agree(tensors, adapted)
                 return send() if self.channel else self._help()
@@ -206,15 +210,13 @@ class WeightSender:
         self.version += 1
         mode = "replay" if self.loader == "replay" else "reload"
         if self.loader:
-            answers = self._transmit(mode)
+            self._transmit(mode)
         else:
             self._first_sync()
         seconds = time.perf_counter() - started
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
-        if not self.staging.is_digested(mode):
-            self._send_samples([answer["blocks"] for answer in answers])
         return report
 
     def _compare(self) -> dict:
@@ -268,6 +270,8 @@ class WeightSender:
         peers = [*self.links, *self.ranks.links]
         if not self.packing:
             synchronize(self.staging.bases[0].device)  # the optimizer step may still be running
+            # Before the workers read: processes take turns on a GPU, and waiting for another turn takes a millisecond.
+            totals = self._mapped_digests(mode)
         for link in peers:
             link.send(mode=mode, version=self.version)
         transfers: list[Callable[[], bool]] = []  # whether each bucket has gone
@@ -276,20 +280,20 @@ class WeightSender:
                 wait_until(transfers[i - STAGING_BUFFERS], peers, deadline)
             self.packing.pack(i, self.version, self.links, deadline)
             transfers.append(self.staging.start(i))
-        if self.staging.is_digested(mode):
-            # The last buckets are on their way. The workers compare this with the digest of what arrived.
-            total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
-            for link in self.links:
-                link.send(digest=total)
+        if self.packing:  # the last buckets are on their way
+            totals = [self.packing.digest(self.links, deadline)] * len(self.links)
+        for link, total in zip(self.links, totals, strict=True):
+            link.send(digest=total)  # which the worker compares with its own
         for has_gone in transfers[-STAGING_BUFFERS:]:
             wait_until(has_gone, peers, deadline)
         return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
 
-    def _send_samples(self, blocks_of_workers: list[list[list[int]]]) -> None:
-        """Send each worker the digest of the blocks that its answer lists. It compares them when it is called next."""
+    def _mapped_digests(self, mode: str) -> list[int]:
+        """For each worker the digest of what it has mapped or, for a replay, of the blocks that it has drawn."""
+        if self.staging.is_digested(mode):
+            return [digest(self.staging.mapped)] * len(self.links)
         weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-        for link, blocks in zip(self.links, blocks_of_workers, strict=True):
-            link.send(sample=sample_digest(blocks, weights, dtypes))
+        return [sample_digest(blocks, weights, dtypes) for blocks in self.blocks]
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
