@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from .buckets import STAGING_BUFFERS, Piece, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
-from .channels import Staging, TrainerMemory
+from .channels import Staging
 from .comparison import compare_quantized
-from .copies import Table
 from .engine_model import EngineModel
 from .groups import device_id_of
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
@@ -20,7 +19,8 @@ class WeightReceiver:
     channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_link: Link | None = None
     weight_staging: Staging | None = None
-    weight_sample: Table | None = None  # hashes the blocks that were drawn for this sync
+    # Of the next replay: its blocks, a digest, int64 [1], and the table that adds to it.
+    weight_sample: tuple = ([],)
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -48,7 +48,7 @@ class WeightReceiver:
         try:
             if self._message(ANSWER_SECONDS).get("mode") != "compare":
                 raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
-            self.weight_link.send(found=self._read("compare", self._compare))
+            self.weight_link.send(found=self._read(self._compare))
         except Exception as error:
             self._close_link(reason_of(error))
 
@@ -78,11 +78,18 @@ class WeightReceiver:
             message = link.recv(ANSWER_SECONDS)
         mode = message["mode"]
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
-        loaded = self._load(mode)
+        is_digested = self.weight_staging.is_digested(mode)
+        loaded = self._load(mode) if is_digested else self._replay_mapped()
         model.mark_complete(message["version"], loaded)
-        if mode != "record":
-            link.send(done=True)
-            return model.version
+        if mode == "record":
+            self._record(loaded)
+        if is_digested:
+            link.send(done=True, blocks=self.weight_sample[0])
+        return model.version
+
+    def _record(self, loaded: int | None) -> None:
+        """Record the load that has left weights of digest `loaded`, and prove a replay, as the trainer asks for it."""
+        model, link = self._engine_model(), self.weight_link
         refused = model.record(self.weight_buckets, self.weight_staging)
         reloaded = None if refused else model.state_digest()
         link.send(refused=refused)
@@ -94,26 +101,16 @@ class WeightReceiver:
             same = self._load(mode) == loaded == model.weights_digest() and model.state_digest() == reloaded
             model.digest = loaded if same else None
             link.send(same=same)
-        return model.version
+        self._draw_sample()
 
     def _message(self, timeout: float) -> dict:
-        """The trainer's next message. Before it comes "prepare", once there has been a sync.
-
-        A worker that has mapped the trainer's memory answers that with the blocks of its next sample.
-        """
+        """The trainer's next message. Skips "prepare", which announces it."""
         message = self.weight_link.recv(timeout)
-        if "prepare" not in message:
-            return message
-        if isinstance(self.weight_staging, TrainerMemory):
-            model, blocks = self._engine_model(), []
-            if model.samples:
-                blocks, self.weight_sample = model.samples.draw(model.version)
-            self.weight_link.send(blocks=blocks)
-        return self.weight_link.recv(timeout, expected_soon=True)
+        return self.weight_link.recv(timeout, expected_soon=True) if "prepare" in message else message
 
     def _load(self, mode: str) -> int | None:
         """Load all buckets as they arrive, by reload or replay. Returns the digest of the loaded weights."""
-        return self._read(mode, self._engine_model().replay if mode in ("replay", "verify") else self._reload)
+        return self._read(self._engine_model().replay if mode in ("replay", "verify") else self._reload)
 
     def _reload(self, arrivals: Iterator[int]) -> int | None:
         model = self._engine_model()
@@ -125,21 +122,38 @@ class WeightReceiver:
         tensors = (pair for batch in batches for pair in batch)
         return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
 
-    def _read(self, mode: str, read: Callable[[Iterator[int]], object]) -> object:
+    def _read(self, read: Callable[[Iterator[int]], object]) -> object:
         """Have `read` read all buckets as they arrive, and return its result.
 
         Raises WeightSyncError if something else arrived than the trainer sent.
         """
-        is_digested = self.weight_staging.is_digested(mode)
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        arrivals = _arrivals(self.weight_buckets, self.weight_staging, self.weight_link, total if is_digested else None)
-        result, what = read(arrivals), "the weights that arrived are not those that the trainer sent"
-        if not is_digested:
-            self.weight_sample.run(total)
-            what = "a sample of what the engine now serves is not what the trainer has"
+        result = read(_arrivals(self.weight_buckets, self.weight_staging, self.weight_link, total))
         if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(total):
-            raise WeightSyncError(f"{what}: their digests differ")
+            raise WeightSyncError("the weights that arrived are not those that the trainer sent: their digests differ")
         return result
+
+    def _replay_mapped(self) -> int | None:
+        """Replay from the trainer's own memory, and then compare a sample. Returns the digest of the loaded weights."""
+        _, total, table = self.weight_sample
+
+        def arrivals() -> Iterator[int]:
+            yield from range(len(self.weight_buckets))
+            table.run(total)  # queued behind the copies, which take a while: draw the next sample meanwhile
+            self._draw_sample()
+
+        loaded = self._engine_model().replay(arrivals())
+        self.weight_link.send(done=True, blocks=self.weight_sample[0])
+        if self.weight_link.recv(ANSWER_SECONDS, expected_soon=True)["digest"] != int(total):
+            raise WeightSyncError("a sample of what the engine now serves is not what the trainer has")
+        return loaded
+
+    def _draw_sample(self) -> None:
+        """Draw the sample of the next replay, if that will read the trainer's memory."""
+        model = self._engine_model()
+        if model.samples:
+            blocks, table = model.samples.draw(model.version)
+            self.weight_sample = blocks, torch.zeros(1, dtype=torch.int64, device=self.device), table
 
     def _load_other_weights(self) -> None:
         model, buckets = self._engine_model(), self.weight_buckets
@@ -149,7 +163,7 @@ class WeightReceiver:
         """Leave the session. With `error`, a waiting trainer raises it."""
         if self.weight_link is not None:
             self.weight_link.close(error)
-        self.weight_link = self.weight_staging = self.weight_sample = None
+        self.weight_link = self.weight_staging = None
         if hasattr(self, "weight_model"):
             self.weight_model.replay_steps = self.weight_model.samples = None
 
@@ -159,7 +173,7 @@ class WeightReceiver:
         return self.weight_model
 
 
-def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, total: torch.Tensor | None) -> Iterator[int]:
+def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, total: torch.Tensor) -> Iterator[int]:
     """The receive loop: yields each bucket's number once the bucket has arrived, while the next ones are in flight.
 
     Adds the digest of what arrived to `total`, int64 [1]. The caller must have read the bucket, or on a GPU have
@@ -171,8 +185,7 @@ def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, total: t
         while len(arriving) < min(i + STAGING_BUFFERS, len(buckets)):
             arriving.append(staging.start(len(arriving)))
         wait_until(arriving[i], [link], deadline)
-        if total is not None:
-            staging.digest(i, total)
+        staging.digest(i, total)
         yield i
         staging.release(i)
 

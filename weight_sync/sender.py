@@ -25,7 +25,7 @@ from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wa
 from .lora import LoRAWeight
 from .packing import Packing
 from .ranks import Ranks, ShardedPart, ranks_of
-from .samples import sample_digest
+from .samples import TrainerSample
 from .trace import storage_id
 
 
@@ -63,7 +63,7 @@ class WeightSender:
         self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging: Staging | None = None
-        self.blocks: list[list[list[int]]] = []  # which each worker has drawn for its sample of this sync
+        self.samples: list[TrainerSample] = []  # of the next replay, one for each worker
         self.buckets: list[list[Piece]] = []
         self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
@@ -111,14 +111,11 @@ class WeightSender:
             raise WeightSyncError("this weight sync session was closed by an earlier error")
         try:
             for link in self.links:
-                link.send(prepare=True)  # workers wake up, and draw their samples, while this side names its tensors
+                link.send(prepare=True)  # workers wake up while this side goes through its tensors
             weights = dict(named_tensors)
             weights = {name: weights[name] for name in names or weights}
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
             tensors = weights | {name: weight.base for name, weight in adapted.items()}
-            if isinstance(self.staging, TrainerMemory):
-                limit = min(seconds_allowed(self.buckets), self.timeout)
-                self.blocks = [answer["blocks"] for answer in recv_all(self.links, limit, expected_soon=True)]
             with torch.cuda.device_of(next(iter(tensors.values()), torch.empty(0))):
                 self._agree(tensors, adapted)
                 return send() if self.channel else self._help()
@@ -209,14 +206,14 @@ class WeightSender:
     def _sync(self, started: float) -> SyncReport:
         self.version += 1
         mode = "replay" if self.loader == "replay" else "reload"
-        if self.loader:
-            self._transmit(mode)
-        else:
-            self._first_sync()
+        answers = self._transmit(mode) if self.loader else self._first_sync()
         seconds = time.perf_counter() - started
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
+        if isinstance(self.staging, TrainerMemory) and self.loader == "replay":
+            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
+            self.samples = [TrainerSample(answer["blocks"], weights, dtypes) for answer in answers]
         return report
 
     def _compare(self) -> dict:
@@ -239,8 +236,11 @@ class WeightSender:
             raise WeightSyncError("rank 0 sends other tensors than this rank has")
         return SyncReport(**message["report"]) if "report" in message else message["found"]
 
-    def _first_sync(self) -> None:
-        """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did."""
+    def _first_sync(self) -> list[dict]:
+        """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did.
+
+        Returns the workers' answers.
+        """
         if refused := self._any_worker([answer["refused"] for answer in self._transmit("record")]):
             self.loader = f"reload ({refused})"
         elif not self._any_worker([not answer["same"] for answer in self._transmit("verify")]):
@@ -251,6 +251,7 @@ class WeightSender:
             raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
         for link in self.links:
             link.send(mode="end")
+        return recv_all(self.links, ANSWER_SECONDS, self.ranks.links)
 
     def _any_worker(self, values: list) -> str:
         """The first true value as text, "" if there is none. `values` has one of each worker.
@@ -270,8 +271,6 @@ class WeightSender:
         peers = [*self.links, *self.ranks.links]
         if not self.packing:
             synchronize(self.staging.bases[0].device)  # the optimizer step may still be running
-            # Before the workers read: processes take turns on a GPU, and waiting for another turn takes a millisecond.
-            totals = self._mapped_digests(mode)
         for link in peers:
             link.send(mode=mode, version=self.version)
         transfers: list[Callable[[], bool]] = []  # whether each bucket has gone
@@ -280,20 +279,18 @@ class WeightSender:
                 wait_until(transfers[i - STAGING_BUFFERS], peers, deadline)
             self.packing.pack(i, self.version, self.links, deadline)
             transfers.append(self.staging.start(i))
-        if self.packing:  # the last buckets are on their way
-            totals = [self.packing.digest(self.links, deadline)] * len(self.links)
-        for link, total in zip(self.links, totals, strict=True):
-            link.send(digest=total)  # which the worker compares with its own
+        if self.staging.is_digested(mode):
+            # The last buckets are on their way. The workers compare this with the digest of what arrived.
+            total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
+            for link in self.links:
+                link.send(digest=total)
         for has_gone in transfers[-STAGING_BUFFERS:]:
             wait_until(has_gone, peers, deadline)
-        return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
-
-    def _mapped_digests(self, mode: str) -> list[int]:
-        """For each worker the digest of what it has mapped or, for a replay, of the blocks that it has drawn."""
-        if self.staging.is_digested(mode):
-            return [digest(self.staging.mapped)] * len(self.links)
-        weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-        return [sample_digest(blocks, weights, dtypes) for blocks in self.blocks]
+        answers = recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
+        if not self.staging.is_digested(mode):
+            for link, sample in zip(self.links, self.samples, strict=True):
+                link.send(digest=sample.digest())
+        return answers
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
