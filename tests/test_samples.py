@@ -104,10 +104,13 @@ def assert_serves(pair):
 pair = Mapped()
 pair.sync()
 assert isinstance(pair.sender.staging, TrainerMemory) and pair.worker.check_weights_changed()
-for _ in range(2):
+drawn = []
+for _ in range(4):
+    drawn.append(pair.worker.weight_sample[0])
     pair.sync()
     assert pair.error is None and pair.worker.check_weights_changed()
     assert_serves(pair)
+assert all(blocks not in drawn[:i] for i, blocks in enumerate(drawn))  # each sync has blocks of its own
 model = pair.worker.weight_model
 draws = [str(model.samples.draw(seed)[0]) for seed in (1, 1, 2)]
 assert draws[0] == draws[1] != draws[2]

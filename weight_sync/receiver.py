@@ -101,7 +101,7 @@ class WeightReceiver:
             same = self._load(mode) == loaded == model.weights_digest() and model.state_digest() == reloaded
             model.digest = loaded if same else None
             link.send(same=same)
-        self._draw_sample()
+        self._draw_sample(model.version)
 
     def _message(self, timeout: float) -> dict:
         """The trainer's next message. Skips "prepare", which announces it."""
@@ -140,7 +140,7 @@ class WeightReceiver:
         def arrivals() -> Iterator[int]:
             yield from range(len(self.weight_buckets))
             table.run(total)  # queued behind the copies, which take a while: draw the next sample meanwhile
-            self._draw_sample()
+            self._draw_sample(self._engine_model().version + 1)
 
         loaded = self._engine_model().replay(arrivals())
         self.weight_link.send(done=True, blocks=self.weight_sample[0])
@@ -148,11 +148,10 @@ class WeightReceiver:
             raise WeightSyncError("a sample of what the engine now serves is not what the trainer has")
         return loaded
 
-    def _draw_sample(self) -> None:
+    def _draw_sample(self, seed: int) -> None:
         """Draw the sample of the next replay, if that will read the trainer's memory."""
-        model = self._engine_model()
-        if model.samples:
-            blocks, table = model.samples.draw(model.version)
+        if samples := self._engine_model().samples:
+            blocks, table = samples.draw(seed)
             self.weight_sample = blocks, torch.zeros(1, dtype=torch.int64, device=self.device), table
 
     def _load_other_weights(self) -> None:
