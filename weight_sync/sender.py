@@ -63,7 +63,7 @@ class WeightSender:
         self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging: Staging | None = None
-        self.samples: list[TrainerSample] = []  # of the next replay, one for each worker
+        self.blocks: list[list[list[int]]] = []  # that each worker has drawn for the sample of the next replay
         self.buckets: list[list[Piece]] = []
         self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
@@ -211,9 +211,7 @@ class WeightSender:
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
-        if isinstance(self.staging, TrainerMemory) and self.loader == "replay":
-            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-            self.samples = [TrainerSample(answer["blocks"], weights, dtypes) for answer in answers]
+        self.blocks = [answer["blocks"] for answer in answers]
         return report
 
     def _compare(self) -> dict:
@@ -284,11 +282,14 @@ class WeightSender:
             total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
             for link in self.links:
                 link.send(digest=total)
+        else:
+            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
+            samples = [TrainerSample(blocks, weights, dtypes) for blocks in self.blocks]
         for has_gone in transfers[-STAGING_BUFFERS:]:
             wait_until(has_gone, peers, deadline)
         answers = recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
         if not self.staging.is_digested(mode):
-            for link, sample in zip(self.links, self.samples, strict=True):
+            for link, sample in zip(self.links, samples, strict=True):
                 link.send(digest=sample.digest())
         return answers
 
