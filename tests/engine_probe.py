@@ -57,20 +57,17 @@ class _Probe:
         if keep:
             model.weights_digest = stale
 
-    def spoil_replays(self, spoil: bool) -> None:
-        """Have every replay flip a bit of each element after it, and vouch for the result; or no more."""
+    def spoil_replay(self) -> None:
+        """Have the next replay flip a bit of each element after it has copied it, and vouch for the result."""
         model = self._engine_model()
-        vars(model).pop("replay", None)
-        replay = model.replay
 
-        def spoiled(arrivals) -> int:
-            replay(arrivals)
-            for parameter in model.model.parameters():
-                parameter.data.view(torch.int16).bitwise_xor_(1)
-            return model.weights_digest()
+        class Spoiled:
+            def run(self, total: torch.Tensor) -> None:
+                for parameter in model.model.parameters():
+                    parameter.data.view(torch.int16).bitwise_xor_(1)
+                del model.replay_steps[-1][-1]
 
-        if spoil:
-            model.replay = spoiled
+        model.replay_steps[-1].append(Spoiled())
 
     def tamper_with_loads(self, how: str, part: str = "") -> None:
         """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" and "exhaust" (of

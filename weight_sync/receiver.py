@@ -78,13 +78,11 @@ class WeightReceiver:
             message = link.recv(ANSWER_SECONDS)
         mode = message["mode"]
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
-        is_digested = self.weight_staging.is_digested(mode)
-        loaded = self._load(mode) if is_digested else self._replay_mapped()
+        loaded = self._load(mode) if self.weight_staging.is_digested(mode) else self._replay_mapped()
         model.mark_complete(message["version"], loaded)
         if mode == "record":
             self._record(loaded)
-        if is_digested:
-            link.send(done=True, blocks=self.weight_sample[0])
+        link.send(done=True, blocks=self.weight_sample[0])
         return model.version
 
     def _record(self, loaded: int | None) -> None:
@@ -134,7 +132,7 @@ class WeightReceiver:
         return result
 
     def _replay_mapped(self) -> int | None:
-        """Replay from the trainer's own memory, and then compare a sample. Returns the digest of the loaded weights."""
+        """Replay from the trainer's own memory, and compare a sample. Returns the digest of the loaded weights."""
         _, total, table = self.weight_sample
 
         def arrivals() -> Iterator[int]:
@@ -143,16 +141,16 @@ class WeightReceiver:
             self._draw_sample(self._engine_model().version + 1)
 
         loaded = self._engine_model().replay(arrivals())
-        self.weight_link.send(done=True, blocks=self.weight_sample[0])
-        if self.weight_link.recv(ANSWER_SECONDS, expected_soon=True)["digest"] != int(total):
+        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(total):
             raise WeightSyncError("a sample of what the engine now serves is not what the trainer has")
         return loaded
 
     def _draw_sample(self, seed: int) -> None:
         """Draw the sample of the next replay, if that will read the trainer's memory."""
         if samples := self._engine_model().samples:
-            blocks, table = samples.draw(seed)
-            self.weight_sample = blocks, torch.zeros(1, dtype=torch.int64, device=self.device), table
+            total = torch.zeros(1, dtype=torch.int64, device=self.device)
+            blocks, table = samples.draw(seed)  # waits for the GPU when it moves the table there
+            self.weight_sample = blocks, total, table
 
     def _load_other_weights(self) -> None:
         model, buckets = self._engine_model(), self.weight_buckets

@@ -1,9 +1,9 @@
 """Samples of a sync in which a worker reads the trainer's own memory.
 
-To digest all of it on both ends would take longer than the sync. So, when the worker has answered, both ends hash a few
-blocks, other ones in each sync: the trainer in its own weights, the worker in those that it serves. On a GPU, hashing
-takes 0.02 ms, but drawing and preparing take a millisecond of CPU time or two. So both sides do that while the GPU
-copies: the worker draws the sample of the next sync, and the trainer prepares that of this one.
+To digest all of it on both ends would take longer than the sync. So both ends hash a few blocks, other ones in each
+sync: the trainer in its own weights, the worker in those that it serves. On a GPU, hashing takes 0.02 ms, but drawing
+and preparing take a millisecond of CPU time or two, and processes take turns there. So the worker draws the next sync's
+sample while its GPU copies. The trainer prepares it while the worker returns, and hashes it before those copies begin.
 """
 
 import torch
@@ -59,13 +59,10 @@ class Samples:
 
 
 class TrainerSample:
-    """Blocks of the trainer's weights, as `Samples.draw` lists them, in the dtypes that are served.
-
-    Until `digest`, the GPU does nothing for it: processes take turns on a GPU, and the turn is the worker's.
-    """
+    """Blocks of the trainer's weights, as `Samples.draw` lists them, in the dtypes that are served."""
 
     def __init__(self, blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]):
-        self.device, self.total = getattr(weights[0], "base", weights[0]).device, torch.zeros(1, dtype=torch.int64)
+        device = getattr(weights[0], "base", weights[0]).device
         self.merges: list[tuple[Merge, torch.Tensor]] = []  # of rows that have a block
         self.seed, runs = sum(blocks[1]), {}
         for number, (tensor, byte, words) in enumerate(zip(*blocks, strict=True)):
@@ -73,7 +70,7 @@ class TrainerSample:
             if isinstance(weight, LoRAWeight):
                 columns, begin = weight.shape[1], byte // weight.base.itemsize
                 first, end = begin // columns, -(-(begin + words * WORD_BYTES // dtype.itemsize) // columns)
-                rows = torch.empty(end - first, columns, dtype=dtype, device=self.device)
+                rows = torch.empty(end - first, columns, dtype=dtype, device=device)
                 self.merges.append((Merge(weight, weight.base[first:end], first), rows))
                 address, cast = rows.data_ptr() + (begin - first * columns) * dtype.itemsize, False
             else:
@@ -82,7 +79,8 @@ class TrainerSample:
         self.tables = []
         for cast, addressed in runs.items():
             address, words, numbers = torch.tensor(addressed).T
-            self.tables.append(Table.of_blocks(address, words, cast, numbers, self.total.device))  # on the CPU
+            self.tables.append(Table.of_blocks(address, words, cast, numbers, device))
+        self.total = torch.zeros(1, dtype=torch.int64, device=device)
 
     def digest(self) -> int:
         """The digest of what the blocks hold. Call it once.
@@ -93,8 +91,6 @@ class TrainerSample:
             merge(rows)
         if self.merges:
             refuse_wrong(int(merge.count_wrong(rows, self.seed)))
-        total = self.total.to(self.device)
         for table in self.tables:
-            table.rows = table.rows.to(self.device)
-            table.run(total)
-        return int(total)
+            table.run(self.total)
+        return int(self.total)

@@ -63,7 +63,7 @@ class WeightSender:
         self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging: Staging | None = None
-        self.blocks: list[list[list[int]]] = []  # that each worker has drawn for the sample of the next replay
+        self.samples: list[TrainerSample] = []  # of the next replay, one for each worker
         self.buckets: list[list[Piece]] = []
         self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
@@ -211,7 +211,9 @@ class WeightSender:
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
-        self.blocks = [answer["blocks"] for answer in answers]
+        if self.loader == "replay" and not self.packing:  # prepare the next sample while the workers return
+            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
+            self.samples = [TrainerSample(answer["blocks"], weights, dtypes) for answer in answers]
         return report
 
     def _compare(self) -> dict:
@@ -277,21 +279,16 @@ class WeightSender:
                 wait_until(transfers[i - STAGING_BUFFERS], peers, deadline)
             self.packing.pack(i, self.version, self.links, deadline)
             transfers.append(self.staging.start(i))
-        if self.staging.is_digested(mode):
-            # The last buckets are on their way. The workers compare this with the digest of what arrived.
+        if self.staging.is_digested(mode):  # the last buckets are on their way
             total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
-            for link in self.links:
-                link.send(digest=total)
-        else:
-            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-            samples = [TrainerSample(blocks, weights, dtypes) for blocks in self.blocks]
+            totals = [total] * len(self.links)
+        else:  # the workers' copies have hardly begun, so this need not wait for its turn on the GPU
+            totals = [sample.digest() for sample in self.samples]
+        for link, total in zip(self.links, totals, strict=True):
+            link.send(digest=total)  # the worker compares it with its own
         for has_gone in transfers[-STAGING_BUFFERS:]:
             wait_until(has_gone, peers, deadline)
-        answers = recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
-        if not self.staging.is_digested(mode):
-            for link, sample in zip(self.links, samples, strict=True):
-                link.send(digest=sample.digest())
-        return answers
+        return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
