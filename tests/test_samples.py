@@ -13,7 +13,7 @@ import torch
 
 from weight_sync import copies
 from weight_sync.copies import BLOCK_WORDS, BatchedCopy
-from weight_sync.samples import SAMPLED_BLOCKS, Samples, TrainerSample
+from weight_sync.samples import SAMPLED_BLOCKS, SYNCS, Samples, TrainerSamples
 
 MAPPED = """
 import itertools
@@ -26,20 +26,20 @@ from test_transport import Receiving
 
 import rlhf_utils
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, rebuild_ipc
-from weight_sync import copies, samples
+from weight_sync import copies
 from weight_sync.channels import TrainerMemory
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 
 DIFFERS = "a sample of what the engine now serves is not what the trainer has"
-copies._has_kernel, copies.SHORTEST_RUN, samples.SAMPLED_BLOCKS = lambda device: True, 32, 16
+copies._has_kernel, copies.SHORTEST_RUN = lambda device: True, 32
 SharedMemoryChannel.can_map = lambda self, tensors: True
 lock, run = threading.Lock(), copies.Table.run  # the interpreter runs one kernel at a time
 
 
-def run_alone(table, total):
+def run_alone(table, *args):
     with lock:
-        run(table, total)
+        run(table, *args)
 
 
 copies.Table.run = run_alone
@@ -106,16 +106,10 @@ def assert_serves(pair):
 pair = Mapped()
 pair.sync()
 assert isinstance(pair.sender.staging, TrainerMemory) and pair.worker.check_weights_changed()
-drawn = []
 for _ in range(4):
-    drawn.append(pair.worker.weight_sample[0])
     pair.sync()
     assert pair.error is None and pair.worker.check_weights_changed()
     assert_serves(pair)
-assert all(blocks not in drawn[:i] for i, blocks in enumerate(drawn))  # each sync has blocks of its own
-model = pair.worker.weight_model
-draws = [str(model.samples.draw(seed)[0]) for seed in (1, 1, 2)]
-assert draws[0] == draws[1] != draws[2]
 pair.sender.close()
 assert pair.worker.check_weights_changed() and pair.worker.check_weights_changed()
 
@@ -152,25 +146,32 @@ def test_sample_finds_a_worker_that_reads_other_memory_than_the_trainers():
     subprocess.run([sys.executable, "-c", MAPPED], env=environment, check=True, timeout=120)
 
 
-def test_every_tensor_and_every_block_has_its_turn(monkeypatch):
-    monkeypatch.setattr(copies, "_has_kernel", lambda device: True)
-    words = [2 * BLOCK_WORDS + 3, *range(1, 2 * SAMPLED_BLOCKS)]
+def drawn(words: list[int]) -> list[list[tuple[int, int, int]]]:
+    """The blocks of each sync of tensors with so many words: tensors' numbers, first bytes and words."""
     read, served = ([torch.zeros(n) for n in words] for _ in range(2))
     samples = Samples([BatchedCopy(torch.device("cpu"), list(zip(served, read, strict=True)))], read, served)
+    return [list(zip(*blocks, strict=True)) for blocks in samples.blocks.tolist()]
 
-    def drawn(seeds) -> set[tuple[int, int, int]]:
-        """The blocks: a tensor's number, the byte where it begins, and its words."""
-        return {block for seed in seeds for block in zip(*samples.draw(seed)[0], strict=True)}
 
-    assert {tensor for tensor, *_ in drawn(range(2))} == set(range(len(words)))
-    assert {block[1:] for block in drawn(range(0, 80, 2)) if block[0] == 0} == {
+def test_every_tensor_and_every_block_has_its_turn(monkeypatch):
+    monkeypatch.setattr(copies, "_has_kernel", lambda device: True)
+    syncs = drawn([2 * BLOCK_WORDS + 3, *range(1, 2 * SAMPLED_BLOCKS)])
+    assert {tensor for blocks in syncs[:2] for tensor, *_ in blocks} == set(range(2 * SAMPLED_BLOCKS))
+    assert {block[1:] for blocks in syncs for block in blocks if block[0] == 0} == {
         (0, BLOCK_WORDS), (4 * BLOCK_WORDS, BLOCK_WORDS), (8 * BLOCK_WORDS, 3),
     }  # fmt: skip
 
 
+def test_each_sync_has_a_sample_of_its_own(monkeypatch):
+    monkeypatch.setattr(copies, "_has_kernel", lambda device: True)
+    syncs = drawn([100 * BLOCK_WORDS])
+    assert len({tuple(blocks) for blocks in syncs}) == len(syncs) == SYNCS
+    assert {tuple(blocks) for blocks in drawn([100 * BLOCK_WORDS])} == {tuple(blocks) for blocks in syncs}
+
+
 def test_nothing_to_sample_is_a_digest_of_nothing(monkeypatch):
-    monkeypatch.setattr(copies.Table, "run", lambda table, total: total.add_(table.rows.size(1)))
+    monkeypatch.setattr(copies.Table, "run", lambda table, total, columns: total.add_(table.rows.size(1)))
     weight = torch.zeros(4, dtype=torch.bfloat16)
     samples = Samples([BatchedCopy(torch.device("cpu"), [(weight.clone(), weight)])], [weight], [weight])  # by torch
-    blocks, _ = samples.draw(1)
-    assert TrainerSample(blocks, [weight], [torch.bfloat16]).digest() == 0
+    samples.hash(1)
+    assert TrainerSamples(samples.blocks.tolist(), [weight], [torch.bfloat16]).digest(1) == int(samples.total) == 0

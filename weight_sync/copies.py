@@ -267,13 +267,13 @@ class Table:
         zero = torch.zeros_like(address)
         return cls(torch.stack([address, zero, words, _multipliers(number, zero), zero + MASK]), cast, device)
 
-    def run(self, total: torch.Tensor | None) -> None:
-        """Copy, in the current stream, and add the digest to `total`, int64 [1]."""
+    def run(self, total: torch.Tensor | None, columns: slice = slice(None)) -> None:
+        """Copy, in the current stream, and add the digest to `total`, int64 [1]. With `columns`, only these runs."""
         if total is None:
             total = torch.empty(1, dtype=torch.int64, device=self.rows.device)
-        n = self.rows.size(1)
-        if n:
-            _kernel()[(n,)](self.rows, total, n, self.cast, self.aligned, **TILING)
+        rows = self.rows[:, columns]
+        if rows.size(1):
+            _kernel()[(rows.size(1),)](rows, total, self.rows.size(1), self.cast, self.aligned, **TILING)
 
 
 def load_kernel(device: torch.device) -> None:

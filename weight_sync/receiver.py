@@ -19,8 +19,6 @@ class WeightReceiver:
     channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_link: Link | None = None
     weight_staging: Staging | None = None
-    # Of the next replay: its blocks, a digest, int64 [1], and the table that adds to it.
-    weight_sample: tuple = ([],)
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -78,12 +76,14 @@ class WeightReceiver:
             message = link.recv(ANSWER_SECONDS)
         mode = message["mode"]
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
-        loaded = self._load(mode) if self.weight_staging.is_digested(mode) else self._replay_mapped()
-        model.mark_complete(message["version"], loaded)
+        version = message["version"]
+        loaded = self._load(mode) if self.weight_staging.is_digested(mode) else self._replay_mapped(version)
+        model.mark_complete(version, loaded)
         if mode == "record":
             self._record(loaded)
-        link.send(done=True, blocks=self.weight_sample[0])
-        return model.version
+        else:
+            link.send(done=True)
+        return version
 
     def _record(self, loaded: int | None) -> None:
         """Record the load that has left weights of digest `loaded`, and prove a replay, as the trainer asks for it."""
@@ -99,7 +99,7 @@ class WeightReceiver:
             same = self._load(mode) == loaded == model.weights_digest() and model.state_digest() == reloaded
             model.digest = loaded if same else None
             link.send(same=same)
-        self._draw_sample(model.version)
+        link.send(blocks=model.samples.blocks.tolist() if model.samples else None)
 
     def _message(self, timeout: float) -> dict:
         """The trainer's next message. Skips "prepare", which announces it."""
@@ -131,26 +131,18 @@ class WeightReceiver:
             raise WeightSyncError("the weights that arrived are not those that the trainer sent: their digests differ")
         return result
 
-    def _replay_mapped(self) -> int | None:
+    def _replay_mapped(self, version: int) -> int | None:
         """Replay from the trainer's own memory, and compare a sample. Returns the digest of the loaded weights."""
-        _, total, table = self.weight_sample
+        model = self._engine_model()
 
         def arrivals() -> Iterator[int]:
             yield from range(len(self.weight_buckets))
-            table.run(total)  # queued behind the copies, which take a while: draw the next sample meanwhile
-            self._draw_sample(self._engine_model().version + 1)
+            model.samples.hash(version)  # queued behind the copies
 
-        loaded = self._engine_model().replay(arrivals())
-        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(total):
+        loaded = model.replay(arrivals())
+        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(model.samples.total):
             raise WeightSyncError("a sample of what the engine now serves is not what the trainer has")
         return loaded
-
-    def _draw_sample(self, seed: int) -> None:
-        """Draw the sample of the next replay, if that will read the trainer's memory."""
-        if samples := self._engine_model().samples:
-            total = torch.zeros(1, dtype=torch.int64, device=self.device)
-            blocks, table = samples.draw(seed)  # waits for the GPU when it moves the table there
-            self.weight_sample = blocks, total, table
 
     def _load_other_weights(self) -> None:
         model, buckets = self._engine_model(), self.weight_buckets

@@ -1,21 +1,23 @@
 """Samples of a sync in which a worker reads the trainer's own memory.
 
 To digest all of it on both ends would take longer than the sync. So both ends hash a few blocks, other ones in each
-sync: the trainer in its own weights, the worker in those that it serves. On a GPU, hashing takes 0.02 ms, but drawing
-and preparing take a millisecond of CPU time or two, and processes take turns there. So the worker draws the next sync's
-sample while its GPU copies. The trainer prepares it while the worker returns, and hashes it before those copies begin.
+sync: the trainer in its own weights, the worker in those that it serves. To draw and to prepare a sample takes a
+millisecond or two of CPU time, so all of them are made in the first sync. What a later one takes is a kernel launch.
 """
+
+from collections.abc import Iterable
 
 import torch
 
 from .copies import BLOCK_WORDS, WORD_BYTES, BatchedCopy, Table, locate, runs_of
 from .lora import LoRAWeight, Merge, refuse_wrong
 
-SAMPLED_BLOCKS = 64
+SAMPLED_BLOCKS = 64  # of each sync
+SYNCS = 1024  # with samples of their own; after them, the first comes again
 
 
 class Samples:
-    """Blocks that copies read from tensors `read` and write to tensors `served`.
+    """Blocks that copies read from tensors `read` and write to tensors `served`, drawn for SYNCS syncs.
 
     A block that is merged counts as read from its base. There are no blocks of what torch copies, nor of what is copied
     to other tensors first, as are weights that are quantized.
@@ -35,62 +37,81 @@ class Samples:
         served_tensor, _ = locate(destination, WORD_BYTES * words, served)
         kept = ((tensor >= 0) & (served_tensor >= 0)).nonzero()[:, 0]
         kept = kept[tensor[kept].argsort(stable=True)]
-        self.runs = torch.stack([tensor, byte, destination, words, read_bytes])[:, kept]
-        _, self.counts = tensor[kept].unique_consecutive(return_counts=True)  # of each tensor's runs
-        # To merge a block takes the trainer a kernel launch.
-        self.blocks = SAMPLED_BLOCKS // (4 if merges else 1) if len(self.counts) else 0
-        self.device = served[0].device
+        runs = torch.stack([tensor, byte, destination, words, read_bytes])[:, kept]
+        _, counts = tensor[kept].unique_consecutive(return_counts=True)  # of each tensor's runs
 
-    def draw(self, seed: int) -> tuple[list[list[int]], Table]:
-        """Draw blocks: lists of their tensors' numbers, first bytes and words, and a table that hashes what is served.
-
-        With consecutive seeds, every tensor has its turn.
-        """
-        n = self.blocks
-        run, block = torch.rand(2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        turn = (seed * n + torch.arange(n)) % max(1, len(self.counts))
-        run = (self.counts.cumsum(0) - self.counts)[turn] + (run * self.counts[turn]).long()
-        tensor, byte, destination, words, read_bytes = self.runs[:, run]
+        # To merge a block takes the trainer a kernel launch. Every tensor has its turn.
+        blocks = SAMPLED_BLOCKS // (4 if merges else 1) if len(counts) else 0
+        number = torch.arange(SYNCS * blocks)
+        turn = number % max(1, len(counts))
+        run, block = torch.rand(2, len(number), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        run = (counts.cumsum(0) - counts)[turn] + (run * counts[turn]).long()
+        tensor, byte, destination, words, read_bytes = runs[:, run]
         begin = (block * (words / BLOCK_WORDS).ceil()).long() * BLOCK_WORDS
         words = (words - begin).clamp(max=BLOCK_WORDS)
-        blocks = torch.stack([tensor, byte + read_bytes * begin, words])
-        address, number = destination + WORD_BYTES * begin, torch.arange(n)
-        return blocks.tolist(), Table.of_blocks(address, words, False, number, self.device)
+        # Of each sync, the blocks' tensors' numbers, their first bytes and their words: int64 [SYNCS, 3, blocks].
+        self.blocks = torch.stack([tensor, byte + read_bytes * begin, words]).view(3, SYNCS, blocks).transpose(0, 1)
+        self.table = Table.of_blocks(destination + WORD_BYTES * begin, words, False, number, served[0].device)
+        self.total = torch.zeros(1, dtype=torch.int64, device=served[0].device)  # of all syncs since the first
+
+    def hash(self, sync: int) -> None:
+        """Queue the hashing of what is served: add the digest of a sync's blocks to `total`."""
+        self.table.run(self.total, columns_of(sync, self.blocks.size(2)))
 
 
-class TrainerSample:
-    """Blocks of the trainer's weights, as `Samples.draw` lists them, in the dtypes that are served."""
+class TrainerSamples:
+    """The blocks that `Samples` has drawn, of the trainer's weights, in the dtypes that are served."""
 
-    def __init__(self, blocks: list[list[int]], weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]):
-        device = getattr(weights[0], "base", weights[0]).device
-        self.merges: list[tuple[Merge, torch.Tensor]] = []  # of rows that have a block
-        self.seed, runs = sum(blocks[1]), {}
-        for number, (tensor, byte, words) in enumerate(zip(*blocks, strict=True)):
-            weight, dtype = weights[tensor], dtypes[tensor]
+    def __init__(self, blocks: list, weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]):
+        self.blocks, self.weights, self.dtypes = torch.tensor(blocks, dtype=torch.int64), weights, dtypes
+        bases = [getattr(weight, "base", weight) for weight in weights]
+        tensor, byte, words = self.blocks.transpose(0, 1).flatten(1)
+        number, n, device = torch.arange(len(tensor)), self.blocks.size(2), bases[0].device
+
+        def of_blocks(values: Iterable) -> torch.Tensor:  # from those of the tensors
+            return torch.tensor(list(values))[tensor]
+
+        address = of_blocks(base.data_ptr() for base in bases) + byte
+        cast = of_blocks(base.dtype != dtype for base, dtype in zip(bases, dtypes, strict=True))
+        merged = of_blocks(isinstance(weight, LoRAWeight) for weight in weights)
+        self.rows: torch.Tensor | None = None  # uint8 [n, m]: the merged rows that have a sync's blocks
+        if merged.any():
+            itemsize, columns = of_blocks(d.itemsize for d in dtypes), of_blocks(base.size(-1) for base in bases)
+            first = byte // of_blocks(base.itemsize for base in bases) % columns  # of the block, in its row
+            nbytes = WORD_BYTES * words + itemsize * (first + columns)  # at most: up to the end of the last row
+            self.rows = torch.empty(n, int(nbytes[merged].max()) // 16 * 16 + 16, dtype=torch.uint8, device=device)
+            slot = self.rows.data_ptr() + number % n * self.rows.size(1)
+            address, cast = torch.where(merged, slot + itemsize * first, address), cast & ~merged
+        self.tables = [  # a block that a table does not hash has no words there
+            Table.of_blocks(address, words * (cast == kind), kind, number, device) for kind in cast.unique().tolist()
+        ]
+        self.total = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def digest(self, sync: int) -> int:
+        """What `Samples.total` is after a sync.
+
+        Raises WeightSyncError if the last of its blocks that is merged is wrong.
+        """
+        if self.rows is not None:
+            self._merge(sync)
+        for table in self.tables:
+            table.run(self.total, columns_of(sync, self.blocks.size(2)))
+        return int(self.total)
+
+    def _merge(self, sync: int) -> None:
+        merge = None
+        for slot, (tensor, byte, words) in zip(self.rows, self.blocks[sync % SYNCS].T.tolist(), strict=True):
+            weight, dtype = self.weights[tensor], self.dtypes[tensor]
             if isinstance(weight, LoRAWeight):
                 columns, begin = weight.shape[1], byte // weight.base.itemsize
                 first, end = begin // columns, -(-(begin + words * WORD_BYTES // dtype.itemsize) // columns)
-                rows = torch.empty(end - first, columns, dtype=dtype, device=device)
-                self.merges.append((Merge(weight, weight.base[first:end], first), rows))
-                address, cast = rows.data_ptr() + (begin - first * columns) * dtype.itemsize, False
-            else:
-                address, cast = weight.data_ptr() + byte, weight.dtype != dtype
-            runs.setdefault(cast, []).append((address, words, number))
-        self.tables = []
-        for cast, addressed in runs.items():
-            address, words, numbers = torch.tensor(addressed).T
-            self.tables.append(Table.of_blocks(address, words, cast, numbers, device))
-        self.total = torch.zeros(1, dtype=torch.int64, device=device)
+                merge = Merge(weight, weight.base[first:end], first)
+                rows = slot.view(dtype)[: (end - first) * columns].view(end - first, columns)
+                merge(rows)
+        if merge:
+            refuse_wrong(int(merge.count_wrong(rows, sync)))
 
-    def digest(self) -> int:
-        """The digest of what the blocks hold. Call it once.
 
-        Raises WeightSyncError if the last one of them that is merged is wrong.
-        """
-        for merge, rows in self.merges:
-            merge(rows)
-        if self.merges:
-            refuse_wrong(int(merge.count_wrong(rows, self.seed)))
-        for table in self.tables:
-            table.run(self.total)
-        return int(self.total)
+def columns_of(sync: int, blocks: int) -> slice:
+    """Which columns of a table are a sync's, if each has so many blocks."""
+    return slice(sync % SYNCS * blocks, (sync % SYNCS + 1) * blocks)

@@ -25,7 +25,7 @@ from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wa
 from .lora import LoRAWeight
 from .packing import Packing
 from .ranks import Ranks, ShardedPart, ranks_of
-from .samples import TrainerSample
+from .samples import TrainerSamples
 from .trace import storage_id
 
 
@@ -63,7 +63,7 @@ class WeightSender:
         self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging: Staging | None = None
-        self.samples: list[TrainerSample] = []  # of the next replay, one for each worker
+        self.samples: list[TrainerSamples] = []  # one for each worker that reads the tensors where they are
         self.buckets: list[list[Piece]] = []
         self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
@@ -205,15 +205,14 @@ class WeightSender:
 
     def _sync(self, started: float) -> SyncReport:
         self.version += 1
-        mode = "replay" if self.loader == "replay" else "reload"
-        answers = self._transmit(mode) if self.loader else self._first_sync()
+        if self.loader:
+            self._transmit("replay" if self.loader == "replay" else "reload")
+        else:
+            self._first_sync()
         seconds = time.perf_counter() - started
         report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
         for link in self.ranks.links:
             link.send(report=asdict(report))
-        if self.loader == "replay" and not self.packing:  # prepare the next sample while the workers return
-            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-            self.samples = [TrainerSample(answer["blocks"], weights, dtypes) for answer in answers]
         return report
 
     def _compare(self) -> dict:
@@ -236,11 +235,8 @@ class WeightSender:
             raise WeightSyncError("rank 0 sends other tensors than this rank has")
         return SyncReport(**message["report"]) if "report" in message else message["found"]
 
-    def _first_sync(self) -> list[dict]:
-        """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did.
-
-        Returns the workers' answers.
-        """
+    def _first_sync(self) -> None:
+        """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did."""
         if refused := self._any_worker([answer["refused"] for answer in self._transmit("record")]):
             self.loader = f"reload ({refused})"
         elif not self._any_worker([not answer["same"] for answer in self._transmit("verify")]):
@@ -251,7 +247,10 @@ class WeightSender:
             raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
         for link in self.links:
             link.send(mode="end")
-        return recv_all(self.links, ANSWER_SECONDS, self.ranks.links)
+        answers = recv_all(self.links, ANSWER_SECONDS, self.ranks.links)
+        if self.loader == "replay" and not self.packing:
+            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
+            self.samples = [TrainerSamples(answer["blocks"], weights, dtypes) for answer in answers]
 
     def _any_worker(self, values: list) -> str:
         """The first true value as text, "" if there is none. `values` has one of each worker.
@@ -283,7 +282,7 @@ class WeightSender:
             total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
             totals = [total] * len(self.links)
         else:  # the workers' copies have hardly begun, so this need not wait for its turn on the GPU
-            totals = [sample.digest() for sample in self.samples]
+            totals = [samples.digest(self.version) for samples in self.samples]
         for link, total in zip(self.links, totals, strict=True):
             link.send(digest=total)  # the worker compares it with its own
         for has_gone in transfers[-STAGING_BUFFERS:]:
