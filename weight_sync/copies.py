@@ -18,7 +18,7 @@ import torch
 
 WORD_BYTES = 4
 BLOCK_WORDS = 1 << 15  # runs are cut at the blocks of a tensor, so that every multiprocessor gets a share
-TILING = {"BLOCK": 1024, "STAGES": 4, "num_warps": 2}  # BLOCK: words per iteration; STAGES: blocks in flight
+TILING = {"BLOCK": 2048, "STAGES": 4, "num_warps": 4}  # BLOCK: words per iteration; STAGES: blocks in flight
 SHORTEST_RUN = 512  # bytes; torch does copies of shorter runs, such as transpositions
 MASK = 0xFFFFFFFF
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B))  # shifts and factors of Wellons' lowbias32, a 32-bit hash
