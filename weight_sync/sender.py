@@ -28,6 +28,8 @@ from .ranks import Ranks, ShardedPart, ranks_of
 from .samples import TrainerSamples
 from .trace import storage_id
 
+SHARDED = DTensor | ShardedPart  # made once: to make it for hundreds of tensors would take longer than to use it
+
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -113,7 +115,8 @@ class WeightSender:
             for link in self.links:
                 link.send(prepare=True)  # workers wake up while this side goes through its tensors
             weights = dict(named_tensors)
-            weights = {name: weights[name] for name in names or weights}
+            if names:
+                weights = {name: weights[name] for name in names}
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
             tensors = weights | {name: weight.base for name, weight in adapted.items()}
             with torch.cuda.device_of(next(iter(tensors.values()), torch.empty(0))):
@@ -312,4 +315,4 @@ def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoR
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a sharded tensor, any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor | ShardedPart) else tensor
+    return tensor.to_local() if isinstance(tensor, SHARDED) else tensor
