@@ -22,7 +22,7 @@ wait. A sync has three phases:
    replay.
 3. Both ends digest every bucket: the trainer what it packs, each worker what has arrived. If the digests are equal,
    the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's own
-   memory, a sample of each replay is compared instead, after the answer.
+   memory, both digest a sample of each replay instead.
 
 The caller pauses the engine and calls `reset_prefix_cache`, since the cache holds keys and values of the old weights.
 If either side fails, the trainer raises the reason, the workers return it, and the session is closed. The engine's

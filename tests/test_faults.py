@@ -1,7 +1,8 @@
 """Faults in a run: it ends within seconds, says what happened, leaves no process, and --resume goes on from there.
 
 pytest tests/test_faults.py            a run that is told to end, a full disk, a taken port
-pytest tests/test_faults.py -m slow    actors, engine cores and workers killed in all scripts; a full disk; interrupts
+pytest tests/test_faults.py -m slow    actors, engine cores and workers killed in all scripts
+pytest tests/test_faults.py -m long    a full disk; interrupts
 """
 
 import json
