@@ -41,7 +41,8 @@ def failed(what: str, error: Exception) -> TaskError:
     """The TaskError for an error that a user's function has raised. Says in which line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
-    return TaskError(f"{what} raised {type(error).__name__}: {error} ({line})")
+    text = " ".join(str(error).split())  # in one line, as errors are shown
+    return TaskError(f"{what} raised {type(error).__name__}: {text} ({line})")
 
 
 def json_object(text: str) -> str:

@@ -282,6 +282,16 @@ def test_an_evaluation_waits_no_longer_for_rewards_than_a_step_does(busy, whose)
         ahead.evaluate(1)
 
 
+def test_an_evaluation_may_take_longer_than_one_prompts_rewards():
+    def reward(completions, **_):
+        time.sleep(0.1)
+        return [1.0] * len(completions)
+
+    ahead = Ahead(reward, max_staleness=0, reward_timeout=0.4, eval_every=1)
+    ahead.task.eval_rows = [Row("held out", {}, "", [5])] * 8
+    assert ahead.evaluate(1)["eval/reward"] == 1.0
+
+
 def test_an_engine_that_fails_ends_the_step_that_waits_for_it():
     ahead = Ahead(max_staleness=2, engines=2)
     ahead.engines.answer = lambda answer, prompts, _: answer.set_exception(ValueError(f"no memory for {prompts[0][0]}"))
@@ -302,6 +312,7 @@ def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
     assert [rollout.prompt_ids.tolist() for rollout in batch.rollouts] == [[99]] * 4
     assert [call.waits for call in ahead.engines.calls] == [True] * 4 + [False] * 2  # two steps', and the others
     assert batch.metrics["dynamic_sampling/replaced"] == 2
+    assert batch.metrics["async/staleness_max"] == 0
 
 
 def test_what_is_left_when_a_run_ends_does_not_start_ray_anew():

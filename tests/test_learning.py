@@ -690,9 +690,13 @@ def test_checkpoint_that_is_cut_short_leaves_the_last_one(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(tmp_path, 2, dies)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000001"]
+    copies = ["checkpoint-000001-good", "checkpoint-best"]  # a user's own
+    for name in copies:
+        (tmp_path / name).mkdir()
     for step in (2, 3):
         write_checkpoint(tmp_path, step, lambda folder: (folder / "weights").write_text("whole"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-000002", "checkpoint-000003"]
+    left = {"checkpoint-000002", "checkpoint-000003", *copies}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 def test_run_without_checkpoint_cannot_be_resumed(tmp_path):

@@ -18,7 +18,7 @@ import rlhf_ppo
 from recipe.errors import RunError
 from recipe.learning.rollout import Rollout
 from recipe.run.folder import RunFolder
-from recipe.run.trackers import as_text
+from recipe.run.trackers import Trackers, as_text
 from recipe.tasks.dataset import Row
 from recipe.tasks.rewards import Batch, Group
 
@@ -95,6 +95,14 @@ def test_completions_of_repeated_steps_are_dropped(tmp_path):
     assert [row["rewards"]["exact"] for row in rows] == [1.0, 0.0, 0.0, None]
     assert [row["advantage"] for row in rows[2:]] == [0, 0]
     assert not (run.path / "tensorboard").exists()
+
+
+def test_rewards_metric_called_step_does_not_change_the_step(tmp_path):
+    args = arguments(tmp_path, "none")
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+        run.log_step(1, batch(1.0, 0.0), REPORT, METRICS | {"step": 7.0})
+    assert json.loads(run.metrics_file.read_text())["step"] == 1
 
 
 def test_completions_of_ppo_have_no_advantage(tmp_path):
@@ -190,6 +198,13 @@ def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, instal
     with RunFolder(args, "test") as run:
         run.start_metrics(1, args)
     assert calls[4:] == [("init", options), ("config", config[1]), ("finish",)]
+
+
+def test_tables_have_columns_of_rewards_that_log_one_for_some_completions():
+    calls, trackers = [], Trackers(["none"])
+    trackers.running = [SimpleNamespace(log_table=lambda name, **table: calls.append(table))]
+    trackers.log_completions(1, [{"step": 1, "a": "A"}, {"step": 1, "b": "B", "a": "A"}])
+    assert calls == [{"columns": ["step", "a", "b"], "data": [[1, "A", None], [1, "A", "B"]], "step": 1}]
 
 
 def test_trackio_has_no_tables(tmp_path, installed, monkeypatch):

@@ -111,6 +111,7 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
         ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: not an object with"),
         ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
+        ('{"prompt": [1], "answer": null}\n', "row 0 of train: not an object with"),
         ("\n", "has no prompts"),
         ("", "cannot load the dataset .*rows.jsonl: "),
     ],
@@ -119,6 +120,22 @@ def test_broken_row_is_named(load, text, message):
     Path("rows.jsonl").write_text(text)
     with pytest.raises(TaskError, match=message):
         load("--prompts", "rows.jsonl")
+
+
+def test_rows_of_a_function_may_hold_anything(load):
+    Path("rows.py").write_text(
+        "import datetime, numpy\n"
+        "def times(split):\n    return [{'prompt': [{'role': 'user', 'content': 'a', 'at': datetime.date.max}]}]\n"
+        "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
+        "def nones(split):\n    return [{'prompt': 'a', 'case': {'input': None}, 'tools': None}]\n"
+        "def calls(split):\n    return [{'prompt': [{'role': 'assistant', 'content': None, 'tool_calls': [1]}]}]\n"
+    )
+    with pytest.raises(TaskError, match=r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"):
+        load("--dataset", "rows:times")
+    with pytest.raises(TaskError, match="row 0 of train: not an object with"):
+        load("--dataset", "rows:arrays")
+    assert load("--dataset", "rows:nones").rows[0].columns == {"case": {"input": None}, "tools": None}
+    assert load("--dataset", "rows:calls").rows[0].text == ""
 
 
 def test_byte_order_mark_is_no_part_of_the_first_prompt(load):
@@ -228,6 +245,21 @@ def test_flags_that_make_no_task_are_usage_errors(load, capsys, flags, message):
     with pytest.raises(SystemExit):
         load(*flags)
     assert message in capsys.readouterr().err
+
+
+def test_flag_for_evaluation_takes_the_place_of_the_tasks_own(load):
+    write_lines("rows.jsonl", {"prompt": "1+1=", "answer": "2"})
+    assert load("--task", "addition", "--eval-share", 0.1).eval_rows
+    assert [row.prompt for row in load("--task", "addition", "--eval-dataset", "rows.jsonl").eval_rows] == ["1+1="]
+
+
+def test_rows_of_an_environment_differ_by_their_columns(load):
+    Path("games.py").write_text(
+        "class Game:\n    def reset(self, seed, **_): pass\n    def get_reward(self): return 0.0\n"
+        "def rows(split):\n    return [{'seed': seed} for seed in range(10)]\n"
+    )
+    task = load("--dataset", "games:rows", "--environment", "games:Game", "--eval-share", 0.2, reward=None)
+    assert (len(task.rows), len(task.eval_rows)) == (8, 2)
 
 
 def test_evaluation_prompts_are_not_learned_from(load, capsys):
@@ -523,6 +555,10 @@ def test_reward_that_does_not_fit_the_columns_is_refused_without_a_call(rewards,
     ("returned", "message"),
     [
         (lambda **_: 1.0, "returned 1.0, which is not a list"),
+        (
+            lambda completions, **_: (int(text) for text in completions),
+            r"raised ValueError: .* \(test_task.py, line ",
+        ),
         (lambda **_: [1.0], "returned 1 values for 2 completions"),
         (lambda **_: [1.0, math.nan], r"returned nan for 'y' \(row 7\)"),
         (lambda **_: [1.0, -math.inf], r"returned -inf for 'y' \(row 7\)"),

@@ -464,6 +464,39 @@ def test_resets_text_is_appended_to_the_last_message_and_rewards_see_it(converse
     assert json.loads(json.dumps(third.messages)) == third.messages  # for completions.jsonl
 
 
+def test_environment_has_its_own_copy_of_a_row(converse, monkeypatch):
+    rows = [{"prompt": MESSAGES, "board": [0]}]
+    monkeypatch.setattr(sys.modules[__name__], "prompts", lambda split: rows)
+    monkeypatch.setattr(Counter, "reset", lambda self, board, **_: board.append(1) or str(board))
+    rollouts = converse(lambda *_: "end", environment="test_tools:Counter")
+    assert {converse.made.tokenizer.decode(own.prompt_ids) for own in rollouts} == {"go[0, 1]:"}
+    assert converse.made.task.rows[0].columns["board"] == [0]
+
+
+def test_text_of_reset_follows_content_in_parts(converse, monkeypatch):
+    content = [{"type": "text", "text": "go"}]
+    rows = [{"prompt": [{"role": "user", "content": content}], "says": " on", "number": 7}]
+    monkeypatch.setattr(sys.modules[__name__], "prompts", lambda split: rows)
+    monkeypatch.setattr(ChatTemplate, "prompt_ids", lambda self, prompt, *_: [len(prompt[-1]["content"])])
+    first, *_ = converse(lambda *_: "end", environment="test_tools:Counter")
+    assert first.prompt_ids == [2]
+    assert first.prompt[-1]["content"] == [*content, {"type": "text", "text": " on"}]
+
+
+def test_reset_that_returns_no_text_is_an_error(converse, monkeypatch):
+    monkeypatch.setattr(Counter, "reset", lambda self, **_: ("seen", {}))
+    with pytest.raises(TaskError, match=r"--environment test_tools:Counter: reset returned \('seen', {}\), and not a"):
+        converse(lambda *_: "end", environment="test_tools:Counter")
+
+
+def test_calls_behind_one_that_timed_out_are_not_waited_for(converse):
+    began = time.monotonic()
+    said = "[wait(), add(number=1), add(number=2), add(number=3)]"
+    rollouts = converse(call_once(said), environment="test_tools:Counter", tool_timeout=0.4, max_tokens=400)
+    assert answers(rollouts[0]) == [str({"error": f"no answer within {seconds} s"}) for seconds in ("0.4",) * 4]
+    assert time.monotonic() - began < 1.2  # not four times 0.4 s
+
+
 def test_environment_whose_call_timed_out_is_thrown_away_and_gives_no_reward(converse):
     before = Counter.made
 

@@ -208,10 +208,10 @@ class RolloutsAhead:
         """As `recipe.rollouts.evaluation.evaluate`, with the rewards in their thread."""
 
         def score(batch: Batch, steps_done: int) -> Batch:
-            scored = Future()
-            compute = partial(self.task.rewards.score, batch, steps_done)
-            self.jobs.put((f"the evaluation after step {step}", compute, scored))
-            return self._wait_for(scored)
+            pending = _PendingBatch(steps_done + 1, [group.row for group in batch.groups], low_priority=False)
+            for i, group in enumerate(batch.groups):
+                self._score(pending, i, group, f"the evaluation after step {step}")
+            return self._wait_for(pending.result)
 
         return evaluate(self.engines, self.task, self.args, step, score)
 
@@ -304,14 +304,16 @@ class RolloutsAhead:
         try:
             answer = call.result()
             group = answer if isinstance(answer, Group) else Group(batch.rows[i], answer)
-            scores = Scores(self.task.rewards, group, batch.step - 1)
-            scores.begin()
+            self._score(batch, i, group, f"step {batch.step}")
         except Exception as error:  # for the main thread
             batch.fail(explain("generating", engine, error))
-        else:
-            scored = Future()
-            scored.add_done_callback(partial(batch.settle, i))
-            self.jobs.put((f"step {batch.step}", lambda: scores.scored(scores.finish()), scored))
+
+    def _score(self, batch: "_PendingBatch", i: int, group: Group, what: str) -> None:
+        """Have the rewards of the group of row `i` computed, which `what` names in errors."""
+        scores, scored = Scores(self.task.rewards, group, batch.step - 1), Future()
+        scores.begin()
+        scored.add_done_callback(partial(batch.settle, i))
+        self.jobs.put((what, lambda: scores.scored(scores.finish()), scored))
 
     def _compute_rewards(self) -> None:
         """The reward thread."""

@@ -53,7 +53,9 @@ class Conversation:
         self.environment, text = await self.tools.open(self.row, self.evaluation)
         if text is not None:
             last = self.prompt[-1]
-            self.prompt = [*self.prompt[:-1], last | {"content": last["content"] + text}]
+            in_parts = isinstance(last["content"], list)
+            content = last["content"] + ([{"type": "text", "text": text}] if in_parts else text)
+            self.prompt = [*self.prompt[:-1], last | {"content": content}]
             self.prompt_ids = self.tools.template.prompt_ids(self.prompt, self.schemas, self.row.origin)
         if self.tools.max_model_len and len(self.prompt_ids) >= self.tools.max_model_len:
             raise TaskError(
@@ -115,14 +117,17 @@ class Conversation:
             result, failed = await self._result(call)
             self.calls += 1
             self.failures += failed
-            content = result if isinstance(result, list) else str(result)
+            in_parts = isinstance(result, list) and all(isinstance(part, dict) and "type" in part for part in result)
+            content = result if result and in_parts else str(result)
             answers.append({"role": "tool", "name": function["name"], "content": content})
         return answers
 
     async def _result(self, call: Future) -> tuple[object, bool]:
         """What this call returned or, as {"error": text}, raised; and whether it raised."""
         waiting = asyncio.wrap_future(call)
-        done, _ = await asyncio.wait([waiting], timeout=self.tools.args.tool_timeout)
+        # After a call that did not return in time, those behind it in the environment's thread will not either.
+        seconds = 0 if self.environment.lost else self.tools.args.tool_timeout
+        done, _ = await asyncio.wait([waiting], timeout=seconds)
         if not done:
             waiting.cancel()  # this ends a coroutine; a function that waits for the thread will not begin
             self.environment.lost = True

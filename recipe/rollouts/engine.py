@@ -333,4 +333,4 @@ def replace_equal_groups(
         for i, group in zip(equal, unequal, strict=False):
             groups[i] = group
             replaced += 1
-    return Batch(groups, {"dynamic_sampling/replaced": replaced} | reward_metrics(groups))
+    return Batch(groups, batch.metrics | {"dynamic_sampling/replaced": replaced} | reward_metrics(groups))

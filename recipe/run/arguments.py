@@ -183,6 +183,8 @@ def task_defaults(cls: type, given: dict) -> dict:
     replaced = ()  # the beginnings of the names of defaults that do not apply
     if "dataset" in given:
         replaced += ("dataset", "eval_")
+    if given.keys() & {"eval_dataset", "eval_split", "eval_share"}:
+        replaced += ("eval_dataset", "eval_split", "eval_share")
     if "reward" in given or "reward_model" in given or ("dataset" in given and "task" not in given):
         replaced += ("reward",)
     return {name: value for name, value in defaults.items() if not name.startswith(replaced)}

@@ -69,7 +69,7 @@ def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], 
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
         flush_to_disk(run_folder)
-        for old in sorted(run_folder.glob("checkpoint-*"))[:-CHECKPOINTS_KEPT]:
+        for old in checkpoints(run_folder)[:-CHECKPOINTS_KEPT]:
             shutil.rmtree(old)
     return final
 
@@ -89,13 +89,17 @@ def empty_folder(folder: Path, rank: int) -> Path:
     return folder
 
 
+def checkpoints(run_folder: Path) -> list[Path]:
+    """The checkpoints that a run has left there, in order. A user's own copies have other names."""
+    return sorted(run_folder.glob(f"checkpoint-{'[0-9]' * 6}"))
+
+
 def last_checkpoint(run_folder: Path, of_model: str) -> Path:
     """The newest checkpoint. Raises RunError if there is none, if one of its files cannot be read, or if it is of
     another model than `of_model`."""
-    checkpoints = sorted(run_folder.glob("checkpoint-*"))
-    if not checkpoints:
+    if not (found := checkpoints(run_folder)):
         raise RunError(f"{run_folder} has no checkpoint to continue from")
-    *older, last = checkpoints
+    *older, last = found
     try:
         check_files(last)
     except RunError as error:

@@ -33,7 +33,7 @@ from ..learning.objectives import advantages
 from ..learning.rollout import known_rewards
 from ..tasks.rewards import Batch
 from .arguments import NOT_SAVED, RunArguments
-from .checkpoint import disk_errors, replace_file
+from .checkpoint import checkpoints, disk_errors, replace_file
 from .trackers import Trackers
 
 SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
@@ -59,7 +59,7 @@ class RunFolder:
     def __init__(self, args: RunArguments, script: str):
         new = Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.path = (args.resume or args.output or new).resolve()
-        if not args.resume and any(self.path.glob("checkpoint-*")):
+        if not args.resume and checkpoints(self.path):
             raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
         self.args, self.steps_done = args, None
         self.trackers = Trackers(args.report_to)  # first: if it raises, no folder is left behind
@@ -88,11 +88,13 @@ class RunFolder:
             self.say(details)
         elif isinstance(error, Exception) and not isinstance(error, (UserError, WeightSyncError, OSError)):
             self.say("".join(traceback.format_exception(error)).rstrip())
-        if error and self.steps_done is not None and any(self.path.glob("checkpoint-*")):
+        if error and self.steps_done is not None and checkpoints(self.path):
             self.say(f"the last checkpoint is whole; to go on: --resume {self.path}")
-        if error is None:
-            self.trackers.finish()  # after an error, trackers themselves see that this process fails
-        self.redirected.__exit__(None, None, None)
+        try:
+            if error is None:
+                self.trackers.finish()  # after an error, trackers themselves see that this process fails
+        finally:
+            self.redirected.__exit__(None, None, None)
         with suppress(OSError):  # the disk may be full
             self.log.close()
         self.lock.close()
@@ -157,7 +159,7 @@ class RunFolder:
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one step's metrics to metrics.jsonl, give them to the trackers, and print the main ones."""
-        self.rows.append({"step": step, **metrics})
+        self.rows.append({"step": step} | metrics | {"step": step})  # whatever a reward calls its metrics
         with disk_errors(self.path):
             with self.metrics_file.open("a") as file:
                 file.write(json.dumps(self.rows[-1]) + "\n")

@@ -52,10 +52,11 @@ class Trackers:
 
     def log_completions(self, step: int, table: list[dict]) -> None:
         """Report the completions of a step: a row each, with the columns of completions.jsonl by name."""
-        rows = [[as_text(value) for value in row.values()] for row in table]
+        columns = list(dict.fromkeys(column for row in table for column in row))  # a reward may log one for some rows
+        rows = [[as_text(row.get(column)) for column in columns] for row in table]
         for tracker in self.running:
             if hasattr(tracker, "log_table"):
-                tracker.log_table("completions", columns=[*table[0]], data=rows, step=step)
+                tracker.log_table("completions", columns=columns, data=rows, step=step)
 
     def finish(self) -> None:
         for tracker in self.running:

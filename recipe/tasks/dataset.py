@@ -26,7 +26,7 @@ class Row:
     @property
     def text(self) -> str:
         """The prompt as it is shown on the screen: the text, or the last message's."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1].get("content", "")
 
 
 def load_rows(
@@ -74,15 +74,19 @@ def _parsed(line: str, origin: str):
 
 
 def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: list[dict] | None) -> Row:
-    record = _without_nones(record)
-    prompt = record.get("prompt", default_prompt) if isinstance(record, dict) else None
-    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
-    if not prompt or not (is_chat or isinstance(prompt, str)):
+    record = dict(record) if isinstance(record, dict) else {}
+    record |= {name: _without_nones(record[name]) for name in ("prompt", "tools") if record.get(name) is not None}
+    prompt = default_prompt if record.get("prompt") is None else record["prompt"]
+    is_chat = isinstance(prompt, list) and all(
+        isinstance(message, dict) and "role" in message and message.keys() & {"content", "tool_calls"}
+        for message in prompt
+    )
+    if not (is_chat or isinstance(prompt, str)) or not prompt:
         raise TaskError(f'{origin}: not an object with a "prompt" that is a text or a list of chat messages')
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise TaskError(f"{origin}: the prompt is not Unicode text ({error})") from error
+    except (UnicodeEncodeError, TypeError) as error:
+        raise TaskError(f"{origin}: the prompt is not Unicode text, or not JSON ({error})") from error
     if taken := record.keys() & set(reserved):
         raise TaskError(f"{origin}: a reward gets {' and '.join(sorted(taken))} from the run itself")
     return Row(prompt, {name: value for name, value in record.items() if name != "prompt"}, origin)

@@ -254,10 +254,12 @@ def _run(call: Callable, future: Future) -> None:
 
 
 def _checked(name: str, returned: Iterable, group: Group) -> list[float | None]:
+    if not isinstance(returned, Iterable):
+        raise TaskError(f"the reward {name} returned {returned!r}, which is not a list")
     try:
         values = list(returned)
-    except TypeError as error:
-        raise TaskError(f"the reward {name} returned {returned!r}, which is not a list") from error
+    except Exception as error:  # of a generator, or of what `map` calls
+        raise failed(f"the reward {name}", error) from error
     if len(values) != len(group.rollouts):
         raise TaskError(f"the reward {name} returned {len(values)} values for {len(group.rollouts)} completions")
     for i, value in enumerate(values):

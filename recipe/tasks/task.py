@@ -179,8 +179,8 @@ def load_task(args: TaskArguments) -> Task:
     eval_rows = _load_eval_rows(args, rows)
     if args.eval_every and not eval_rows:
         raise TaskError("--eval-every: nothing to evaluate on without --eval-dataset, --eval-split or --eval-share")
-    held_out = {_key(row) for row in eval_rows}
-    train_rows = [row for row in rows if _key(row) not in held_out]
+    held_out = {_key(row, environment) for row in eval_rows}
+    train_rows = [row for row in rows if _key(row, environment) not in held_out]
     if not train_rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
     first_rows = [train_rows[0], *eval_rows[:1]]
@@ -203,9 +203,10 @@ def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
         return _load(args, name, args.eval_split or ("train" if name.endswith(FILES) else "test"))
     if not args.eval_share:
         return []
-    prompts = sorted({_key(row) for row in rows})
+    environment = getattr(args, "environment", None)
+    prompts = sorted({_key(row, environment) for row in rows})
     held_out = set(random.Random(f"{args.seed} eval").sample(prompts, max(1, round(args.eval_share * len(prompts)))))
-    return [row for row in rows if _key(row) in held_out]
+    return [row for row in rows if _key(row, environment) in held_out]
 
 
 def _load(args: TaskArguments, name: str | None, split: str) -> list[Row]:
@@ -224,6 +225,6 @@ def _load(args: TaskArguments, name: str | None, split: str) -> list[Row]:
     return rows
 
 
-def _key(row: Row) -> str:
-    """A text that is equal for equal prompts."""
-    return json.dumps(row.prompt, sort_keys=True)
+def _key(row: Row, environment: str | None) -> str:
+    """A text that is equal for equal prompts; with an environment, for rows that are equal to its `reset`."""
+    return json.dumps([row.prompt, row.columns if environment else None], sort_keys=True, default=str)

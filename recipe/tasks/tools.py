@@ -12,6 +12,7 @@ the column `environment` of each row chooses one.
 """
 
 import asyncio
+import copy
 import inspect
 import weakref
 from collections.abc import Callable
@@ -113,10 +114,13 @@ class Tools:
             if environment.instance is None:
                 return environment, None
             columns = {k: v for k, v in row.columns.items() if not (self.rows_choose and k == "environment")}
-            reset = environment.begin(environment.instance.reset, prompt=row.prompt, **columns)
-            return environment, await asyncio.wrap_future(reset)
+            own = copy.deepcopy({"prompt": row.prompt} | columns)  # the environment may change what it gets
+            text = await asyncio.wrap_future(environment.begin(environment.instance.reset, **own))
         except Exception as error:  # the user's code
             raise failed(f"{row.origin}: reset of --environment {self.args.environment}", error) from error
+        if text is not None and not isinstance(text, str):
+            raise TaskError(f"--environment {self.args.environment}: reset returned {text!r}, and not a text or None")
+        return environment, text
 
     def _rewards_of(self, cls: type, environments: list, **_) -> list[float | None]:
         """What `get_reward` returns for those instances that are of this class; None for others, and for a lost one."""
