@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from weight_sync import copies
 from weight_sync.copies import BLOCK_WORDS, BatchedCopy
-from weight_sync.samples import SAMPLED_BLOCKS, SYNCS, Samples, TrainerSamples
+from weight_sync.link import WeightSyncError
+from weight_sync.lora import LoRAWeight, Merge
+from weight_sync.samples import SAMPLED_BLOCKS, SYNCS, Samples, TrainerSamples, columns_of
 
 MAPPED = """
 import itertools
@@ -119,6 +122,26 @@ for _ in range(3):
     assert isinstance(pair.sender.staging, TrainerMemory) and pair.worker.check_weights_changed()
     assert_serves(pair)
 
+weight = pair.trainer["q"]
+weight.lora_B.data = weight.lora_B.data.clone()  # a factor that moves is noticed like any other tensor
+pair.memory["q.B"] = weight.lora_B
+pair.sync()
+assert not isinstance(pair.sender.staging, TrainerMemory)
+assert_serves(pair)
+
+pair = Mapped()
+pair.trainer["tied"] = pair.trainer["q"]
+pair.sync()
+comparing = threading.Thread(target=pair.worker.compare_weights)
+comparing.start()
+try:
+    pair.sender.compare_weights(pair.trainer.items())
+except WeightSyncError as error:
+    assert "none of the engine's weights is quantized" in str(error), error  # after all of them have come
+comparing.join(20)
+pair.sync()
+assert isinstance(pair.sender.staging, TrainerMemory)
+
 pair = Mapped(workers=2)  # two engines on one device
 for _ in range(3):
     pair.sync()
@@ -146,15 +169,37 @@ def test_sample_finds_a_worker_that_reads_other_memory_than_the_trainers():
     subprocess.run([sys.executable, "-c", MAPPED], env=environment, check=True, timeout=120)
 
 
-def drawn(words: list[int]) -> list[list[tuple[int, int, int]]]:
-    """The blocks of each sync of tensors with so many words: tensors' numbers, first bytes and words."""
+def sampled(words: list[int]) -> tuple[Samples, TrainerSamples, list[torch.Tensor]]:
+    """The samples of both ends, for tensors of so many words, and the tensors that the engine serves."""
     read, served = ([torch.zeros(n) for n in words] for _ in range(2))
     samples = Samples([BatchedCopy(torch.device("cpu"), list(zip(served, read, strict=True)))], read, served)
-    return [list(zip(*blocks, strict=True)) for blocks in samples.blocks.tolist()]
+    return samples, TrainerSamples(samples.blocks.tolist(), read, [torch.float32] * len(read)), served
 
 
-def test_every_tensor_and_every_block_has_its_turn(monkeypatch):
+def drawn(words: list[int]) -> list[list[tuple[int, int, int]]]:
+    """The blocks of each sync of tensors with so many words: tensors' numbers, first bytes and words."""
+    samples, _, _ = sampled(words)
+    return [[*map(tuple, samples.blocks[:, columns_of(sync, samples.blocks)].T.tolist())] for sync in range(SYNCS)]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Copies are by the kernel, which adds the numbers of the blocks instead of hashing them."""
     monkeypatch.setattr(copies, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(copies.Table, "of_blocks", lambda address, words, cast, number, device: Numbers(number))
+
+
+class Numbers:
+    """In the place of a table: adds up the numbers of blocks."""
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def run(self, total, columns):
+        total += 1 + self.numbers[columns].sum()
+
+
+def test_every_tensor_and_every_block_has_its_turn(kernel):
     syncs = drawn([2 * BLOCK_WORDS + 3, *range(1, 2 * SAMPLED_BLOCKS)])
     assert {tensor for blocks in syncs[:2] for tensor, *_ in blocks} == set(range(2 * SAMPLED_BLOCKS))
     assert {block[1:] for blocks in syncs for block in blocks if block[0] == 0} == {
@@ -162,16 +207,46 @@ def test_every_tensor_and_every_block_has_its_turn(monkeypatch):
     }  # fmt: skip
 
 
-def test_each_sync_has_a_sample_of_its_own(monkeypatch):
-    monkeypatch.setattr(copies, "_has_kernel", lambda device: True)
-    syncs = drawn([100 * BLOCK_WORDS])
-    assert len({tuple(blocks) for blocks in syncs}) == len(syncs) == SYNCS
-    assert {tuple(blocks) for blocks in drawn([100 * BLOCK_WORDS])} == {tuple(blocks) for blocks in syncs}
+def test_each_sync_of_each_session_has_a_sample_of_its_own(kernel):
+    syncs = {tuple(blocks) for _ in range(2) for blocks in drawn([100 * BLOCK_WORDS])}
+    assert len(syncs) == 2 * SYNCS
 
 
-def test_nothing_to_sample_is_a_digest_of_nothing(monkeypatch):
-    monkeypatch.setattr(copies.Table, "run", lambda table, total, columns: total.add_(table.rows.size(1)))
+def test_after_so_many_syncs_the_first_comes_again(kernel):
+    samples, trainer, _ = sampled([BLOCK_WORDS])
+    totals = []
+    for sync in (5, SYNCS + 5, 2 * SYNCS + 5):
+        samples.hash(sync)
+        totals.append(trainer.digest(sync))
+        assert totals[-1] == int(samples.total)
+    assert totals[0] > 5 * SAMPLED_BLOCKS**2
+    assert totals == [totals[0] * n for n in (1, 2, 3)]
+
+
+def test_nothing_to_sample_is_a_digest_of_nothing():
     weight = torch.zeros(4, dtype=torch.bfloat16)
     samples = Samples([BatchedCopy(torch.device("cpu"), [(weight.clone(), weight)])], [weight], [weight])  # by torch
     samples.hash(1)
     assert TrainerSamples(samples.blocks.tolist(), [weight], [torch.bfloat16]).digest(1) == int(samples.total) == 0
+
+
+def test_a_wrong_merge_of_the_trainers_own_is_found(kernel, monkeypatch):
+    """Any of those that a sync samples, not always the same."""
+    weights = [LoRAWeight(torch.zeros(64, 64), torch.ones(1, 64), torch.ones(64, 1), 1.0) for _ in range(4)]
+    pairs = [(torch.zeros(64, 64), Merge(weight, weight.base)) for weight in weights]
+    bases, served = [weight.base for weight in weights], [out for out, _ in pairs]
+    samples = Samples([BatchedCopy(torch.device("cpu"), pairs)], bases, served)
+    trainer = TrainerSamples(samples.blocks.tolist(), weights, [torch.float32] * 4)
+    for sync in range(20):
+        trainer.digest(sync)
+    checked = set()
+    count_wrong = Merge.count_wrong
+    monkeypatch.setattr(
+        Merge, "count_wrong", lambda merge, *args: checked.add(id(merge.weight)) or count_wrong(merge, *args)
+    )
+    for sync in range(20):
+        trainer.digest(sync)
+    assert len(checked) == len(weights)
+    monkeypatch.setattr(Merge, "__call__", lambda merge, out: out.copy_(merge.merged() + 0.01))
+    with pytest.raises(WeightSyncError):
+        trainer.digest(21)

@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, dtypes=None, fail_at=None):
         self.dtypes, self.fail_at = dtypes or {}, fail_at
-        self.weights, self.version, self.digest, self.expected, self.samples = {}, 0, None, None, None
+        self.weights, self.version, self.digest, self.expected = {}, 0, None, None
 
     def preflight(self, metadata):
         problems = [f"{name}: unknown" for name, _, _ in metadata if name.startswith("unknown")]

@@ -27,6 +27,8 @@ class Staging:
 
     def __init__(self, buffers: list[torch.Tensor], buckets: list[list[Piece]]):
         self.buffers, self.buckets = buffers, buckets
+        # Of a `TrainerMemory` that replays: a worker's `Samples`, or the trainer's `TrainerSamples` for each worker.
+        self.samples = None
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         """The elements [count] of a piece, in the staging buffer of bucket `i`."""

@@ -57,7 +57,6 @@ class EngineModel:
         self.replay_steps: list[list] | None = None  # by bucket
         self.replay_digests = False  # the steps of a replay compute the digest as well
         self.digest_total: torch.Tensor | None = None  # int64 [1]: the sum of their digests
-        self.samples: Samples | None = None  # of what a replay copies from the trainer's own memory
         self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
@@ -183,7 +182,7 @@ class EngineModel:
 
     def record(self, buckets: list[list[Piece]], staging: Staging) -> str | None:
         """Record a load of these buckets as steps for `replay`. Returns the reason if that is impossible."""
-        self.replay_steps, self.replay_digests, self.samples = None, False, None
+        self.replay_steps, self.replay_digests = None, False
         traced, _ = self.trace(wire_of(buckets))
         try:
             recording = Recording(self.model, self._context, traced, buckets, staging)
@@ -194,7 +193,7 @@ class EngineModel:
             served = list(self.served_tensors())
             self.replay_digests = not recording.layers and digest_together(copies, served)
             if isinstance(staging, TrainerMemory):
-                self.samples = Samples(copies, staging.bases, served)
+                staging.samples = Samples(copies, staging.bases, served)
             self.digest_total = torch.zeros(1, dtype=torch.int64, device=recording.device)
             self.replay_steps = capture(steps, self.digest_total) if recording.device.type == "cuda" else steps
         except NotImplementedError as reason:

@@ -70,7 +70,7 @@ class WeightReceiver:
             dtypes, problems = model.preflight(message["metadata"])
             link.send(dtypes=dtypes, problems=problems, version=model.version)
             handshake = link.recv(ANSWER_SECONDS)
-            model.replay_steps = model.samples = self.weight_staging = None  # free their memory before allocating anew
+            model.replay_steps = self.weight_staging = None  # free their memory before allocating anew
             self.weight_buckets = wire_buckets(handshake["wire"], handshake["bucket_bytes"])
             self.weight_staging = self._open_staging(link, handshake)
             message = link.recv(ANSWER_SECONDS)
@@ -91,7 +91,7 @@ class WeightReceiver:
         refused = model.record(self.weight_buckets, self.weight_staging)
         reloaded = None if refused else model.state_digest()
         link.send(refused=refused)
-        while (mode := link.recv(ANSWER_SECONDS)["mode"]) != "end":
+        while (mode := (message := link.recv(ANSWER_SECONDS))["mode"]) != "end":
             if mode == "verify":  # load other weights first, so that an element which replay misses is wrong
                 self._load_other_weights()
             else:
@@ -99,7 +99,10 @@ class WeightReceiver:
             same = self._load(mode) == loaded == model.weights_digest() and model.state_digest() == reloaded
             model.digest = loaded if same else None
             link.send(same=same)
-        link.send(blocks=model.samples.blocks.tolist() if model.samples else None)
+        if not message["replays"]:
+            model.replay_steps = self.weight_staging.samples = None
+        samples = self.weight_staging.samples
+        link.send(blocks=samples and samples.blocks.tolist())
 
     def _message(self, timeout: float) -> dict:
         """The trainer's next message. Skips "prepare", which announces it."""
@@ -133,14 +136,14 @@ class WeightReceiver:
 
     def _replay_mapped(self, version: int) -> int | None:
         """Replay from the trainer's own memory, and compare a sample. Returns the digest of the loaded weights."""
-        model = self._engine_model()
+        samples = self.weight_staging.samples
 
         def arrivals() -> Iterator[int]:
             yield from range(len(self.weight_buckets))
-            model.samples.hash(version)  # queued behind the copies
+            samples.hash(version)  # queued behind the copies
 
-        loaded = model.replay(arrivals())
-        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(model.samples.total):
+        loaded = self._engine_model().replay(arrivals())
+        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(samples.total):
             raise WeightSyncError("a sample of what the engine now serves is not what the trainer has")
         return loaded
 
@@ -154,7 +157,7 @@ class WeightReceiver:
             self.weight_link.close(error)
         self.weight_link = self.weight_staging = None
         if hasattr(self, "weight_model"):
-            self.weight_model.replay_steps = self.weight_model.samples = None
+            self.weight_model.replay_steps = None
 
     def _engine_model(self) -> EngineModel:
         if not hasattr(self, "weight_model"):

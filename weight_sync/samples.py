@@ -1,10 +1,12 @@
 """Samples of a sync in which a worker reads the trainer's own memory.
 
 To digest all of it on both ends would take longer than the sync. So both ends hash a few blocks, other ones in each
-sync: the trainer in its own weights, the worker in those that it serves. To draw and to prepare a sample takes a
-millisecond or two of CPU time, so all of them are made in the first sync. What a later one takes is a kernel launch.
+sync: the trainer in its own weights, the worker in those that it serves. Drawing and preparing a sample takes one or
+two milliseconds of CPU time, so the first sync does it for SYNCS syncs. A later sync only launches the kernel and, if
+there are adapters, merges the sampled rows.
 """
 
+import random
 from collections.abc import Iterable
 
 import torch
@@ -26,7 +28,11 @@ class Samples:
     def __init__(self, copies: list[BatchedCopy], read: list[torch.Tensor], served: list[torch.Tensor]):
         merges = [pair for copy in copies for pair in copy.computed]
         runs_by_cast = [item for copy in copies for item in copy.runs.items()]
-        runs_by_cast += [(out.dtype != merge.base.dtype, runs_of(out, merge.base)) for out, merge in merges]
+        runs_by_cast += [
+            (out.dtype != merge.base.dtype, runs_of(out, merge.base))
+            for out, merge in merges
+            if merge.weight.shape[1] * out.itemsize % WORD_BYTES == 0  # or some rows would begin within a word
+        ]
         rows = [torch.zeros(4, 0, dtype=torch.int64)]
         for cast, runs in runs_by_cast:
             if runs is not None:
@@ -41,22 +47,24 @@ class Samples:
         _, counts = tensor[kept].unique_consecutive(return_counts=True)  # of each tensor's runs
 
         # To merge a block takes the trainer a kernel launch. Every tensor has its turn.
-        blocks = SAMPLED_BLOCKS // (4 if merges else 1) if len(counts) else 0
-        number = torch.arange(SYNCS * blocks)
+        count = SAMPLED_BLOCKS // (4 if merges else 1) if len(counts) else 0  # of each sync
+        number = torch.arange(SYNCS * count)
         turn = number % max(1, len(counts))
-        run, block = torch.rand(2, len(number), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator()
+        generator.seed()  # so that no two sessions have the same blocks
+        run, block = torch.rand(2, len(number), dtype=torch.float64, generator=generator)
         run = (counts.cumsum(0) - counts)[turn] + (run * counts[turn]).long()
         tensor, byte, destination, words, read_bytes = runs[:, run]
-        begin = (block * (words / BLOCK_WORDS).ceil()).long() * BLOCK_WORDS
+        begin = (block * -(-words // BLOCK_WORDS)).long() * BLOCK_WORDS
         words = (words - begin).clamp(max=BLOCK_WORDS)
-        # Of each sync, the blocks' tensors' numbers, their first bytes and their words: int64 [SYNCS, 3, blocks].
-        self.blocks = torch.stack([tensor, byte + read_bytes * begin, words]).view(3, SYNCS, blocks).transpose(0, 1)
+        # The number of each block's tensor, its first byte there and its words: int64 [3, SYNCS * count].
+        self.blocks = torch.stack([tensor, byte + read_bytes * begin, words])
         self.table = Table.of_blocks(destination + WORD_BYTES * begin, words, False, number, served[0].device)
         self.total = torch.zeros(1, dtype=torch.int64, device=served[0].device)  # of all syncs since the first
 
     def hash(self, sync: int) -> None:
         """Queue the hashing of what is served: add the digest of a sync's blocks to `total`."""
-        self.table.run(self.total, columns_of(sync, self.blocks.size(2)))
+        self.table.run(self.total, columns_of(sync, self.blocks))
 
 
 class TrainerSamples:
@@ -65,8 +73,8 @@ class TrainerSamples:
     def __init__(self, blocks: list, weights: list[torch.Tensor | LoRAWeight], dtypes: list[torch.dtype]):
         self.blocks, self.weights, self.dtypes = torch.tensor(blocks, dtype=torch.int64), weights, dtypes
         bases = [getattr(weight, "base", weight) for weight in weights]
-        tensor, byte, words = self.blocks.transpose(0, 1).flatten(1)
-        number, n, device = torch.arange(len(tensor)), self.blocks.size(2), bases[0].device
+        tensor, byte, words = self.blocks
+        number, n, device = torch.arange(len(tensor)), len(tensor) // SYNCS, bases[0].device
 
         def of_blocks(values: Iterable) -> torch.Tensor:  # from those of the tensors
             return torch.tensor(list(values))[tensor]
@@ -74,44 +82,48 @@ class TrainerSamples:
         address = of_blocks(base.data_ptr() for base in bases) + byte
         cast = of_blocks(base.dtype != dtype for base, dtype in zip(bases, dtypes, strict=True))
         merged = of_blocks(isinstance(weight, LoRAWeight) for weight in weights)
-        self.rows: torch.Tensor | None = None  # uint8 [n, m]: the merged rows that have a sync's blocks
+        self.rows: torch.Tensor | None = None  # uint8 [n, m]: slots for the rows, merged, in which a sync's blocks lie
         if merged.any():
             itemsize, columns = of_blocks(d.itemsize for d in dtypes), of_blocks(base.size(-1) for base in bases)
-            first = byte // of_blocks(base.itemsize for base in bases) % columns  # of the block, in its row
+            first = byte // of_blocks(base.itemsize for base in bases) % columns  # where the block begins, in its row
             nbytes = WORD_BYTES * words + itemsize * (first + columns)  # at most: up to the end of the last row
             self.rows = torch.empty(n, int(nbytes[merged].max()) // 16 * 16 + 16, dtype=torch.uint8, device=device)
             slot = self.rows.data_ptr() + number % n * self.rows.size(1)
             address, cast = torch.where(merged, slot + itemsize * first, address), cast & ~merged
-        self.tables = [  # a block that a table does not hash has no words there
+        self.tables = [  # with a column for every block, which has 0 words if the other table hashes it
             Table.of_blocks(address, words * (cast == kind), kind, number, device) for kind in cast.unique().tolist()
         ]
         self.total = torch.zeros(1, dtype=torch.int64, device=device)
 
     def digest(self, sync: int) -> int:
-        """What `Samples.total` is after a sync.
+        """Add a sync's blocks. Returns the sum so far, which must be the worker's `Samples.total`.
 
-        Raises WeightSyncError if the last of its blocks that is merged is wrong.
+        Raises WeightSyncError if one of the merged weights is wrong.
         """
         if self.rows is not None:
             self._merge(sync)
         for table in self.tables:
-            table.run(self.total, columns_of(sync, self.blocks.size(2)))
+            table.run(self.total, columns_of(sync, self.blocks))
         return int(self.total)
 
     def _merge(self, sync: int) -> None:
-        merge = None
-        for slot, (tensor, byte, words) in zip(self.rows, self.blocks[sync % SYNCS].T.tolist(), strict=True):
+        merges = []
+        for slot, (tensor, byte, words) in zip(
+            self.rows, self.blocks[:, columns_of(sync, self.blocks)].T.tolist(), strict=True
+        ):
             weight, dtype = self.weights[tensor], self.dtypes[tensor]
             if isinstance(weight, LoRAWeight):
                 columns, begin = weight.shape[1], byte // weight.base.itemsize
                 first, end = begin // columns, -(-(begin + words * WORD_BYTES // dtype.itemsize) // columns)
-                merge = Merge(weight, weight.base[first:end], first)
                 rows = slot.view(dtype)[: (end - first) * columns].view(end - first, columns)
-                merge(rows)
-        if merge:
+                merges.append((Merge(weight, weight.base[first:end], first), rows))
+                merges[-1][0](rows)
+        if merges:
+            merge, rows = random.Random(sync).choice(merges)
             refuse_wrong(int(merge.count_wrong(rows, sync)))
 
 
-def columns_of(sync: int, blocks: int) -> slice:
-    """Which columns of a table are a sync's, if each has so many blocks."""
-    return slice(sync % SYNCS * blocks, (sync % SYNCS + 1) * blocks)
+def columns_of(sync: int, blocks: torch.Tensor) -> slice:
+    """The columns of a sync's blocks, in tables that have one for each of `blocks`."""
+    count = blocks.size(1) // SYNCS
+    return slice(sync % SYNCS * count, (sync % SYNCS + 1) * count)

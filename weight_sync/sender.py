@@ -28,8 +28,6 @@ from .ranks import Ranks, ShardedPart, ranks_of
 from .samples import TrainerSamples
 from .trace import storage_id
 
-SHARDED = DTensor | ShardedPart  # made once: to make it for hundreds of tensors would take longer than to use it
-
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -62,10 +60,9 @@ class WeightSender:
         self.replay, self.timeout, self.closed, self.version = replay, timeout, False, 0
         self.links: list[Link] = []  # to the workers
         # What the last handshake agreed on:
-        self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor
+        self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor; addresses of factors
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.staging: Staging | None = None
-        self.samples: list[TrainerSamples] = []  # one for each worker that reads the tensors where they are
         self.buckets: list[list[Piece]] = []
         self.ranks = Ranks()  # which hold shards of the tensors
         self.packing: Packing | None = None  # None if workers read the tensors where they are
@@ -93,14 +90,14 @@ class WeightSender:
         """
         if not self.metadata:
             raise WeightSyncError("compare_weights needs a sync before it")
-        return comparison_of(self._in_session(named_tensors, self._compare, [name for name, *_ in self.metadata]))
+        return comparison_of(self._in_session(named_tensors, self._compare, [name for name, *_ in self.sources]))
 
     def close(self, error: str | None = None) -> None:
         """End the session. With `error`, waiting workers raise it."""
         self.closed = True
         for link in (*self.links, *self.ranks.links):
             link.close(error)
-        self.links, self.ranks, self.staging, self.packing = [], Ranks(), None, None
+        self.links, self.ranks, self.sources, self.staging, self.packing = [], Ranks(), None, None, None
         if self.channel:
             self.channel.close(error)
 
@@ -131,6 +128,7 @@ class WeightSender:
         sources = [
             (name, _local(t).data_ptr(), t.dtype, t.shape, t.stride(), adapted.get(name)) for name, t in tensors.items()
         ]
+        sources += [(name, weight.lora_A.data_ptr(), weight.lora_B.data_ptr()) for name, weight in adapted.items()]
         if sources == self.sources:
             return
         if len(devices := {str(tensor.device) for tensor in tensors.values()}) > 1:
@@ -249,11 +247,11 @@ class WeightSender:
         else:
             raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
         for link in self.links:
-            link.send(mode="end")
-        answers = recv_all(self.links, ANSWER_SECONDS, self.ranks.links)
+            link.send(mode="end", replays=self.loader == "replay")
+        answers = recv_all(self.links, min(ANSWER_SECONDS, self.timeout), self.ranks.links)
         if self.loader == "replay" and not self.packing:
             weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-            self.samples = [TrainerSamples(answer["blocks"], weights, dtypes) for answer in answers]
+            self.staging.samples = [TrainerSamples(answer["blocks"], weights, dtypes) for answer in answers]
 
     def _any_worker(self, values: list) -> str:
         """The first true value as text, "" if there is none. `values` has one of each worker.
@@ -284,8 +282,8 @@ class WeightSender:
         if self.staging.is_digested(mode):  # the last buckets are on their way
             total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
             totals = [total] * len(self.links)
-        else:  # the workers' copies have hardly begun, so this need not wait for its turn on the GPU
-            totals = [samples.digest(self.version) for samples in self.samples]
+        else:  # now, while the workers' copies have hardly begun: later, the trainer would wait for its turn on the GPU
+            totals = [samples.digest(self.version) for samples in self.staging.samples]
         for link, total in zip(self.links, totals, strict=True):
             link.send(digest=total)  # the worker compares it with its own
         for has_gone in transfers[-STAGING_BUFFERS:]:
@@ -315,4 +313,4 @@ def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoR
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a sharded tensor, any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, SHARDED) else tensor
+    return tensor.to_local() if isinstance(tensor, (DTensor, ShardedPart)) else tensor  # faster than a union type

@@ -124,7 +124,7 @@ class Replica:
             if models.status_code == httpx.codes.UNAUTHORIZED:
                 raise RunError(f"--engine-url {self.url}: it wants another --api-key")
             if models.is_error:
-                raise refuse("it is no server of vLLM")
+                raise refuse("it has no /v1/models, as a server of vLLM has below http://HOST:PORT")
             world_size = await self.client.get("/get_world_size")
             if world_size.is_error:
                 raise refuse("it runs without VLLM_SERVER_DEV_MODE=1")

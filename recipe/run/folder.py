@@ -253,8 +253,7 @@ def _line(text: str) -> str:
 
 
 def _keep_rows(file: Path, steps_done: int) -> list[dict]:
-    """Drop the rows of a JSON-lines file from the first one on that is of a step after `steps_done`; all, if that is 0.
-    Returns the others."""
+    """Keep only the rows of steps up to `steps_done` in a JSON-lines file; none, if that is 0. Returns them."""
     rows = []
     with file.open("a+b") as lines:
         lines.seek(0)

@@ -47,7 +47,9 @@ class TaskArguments:
     eval_dataset: str | None = HfArg(
         default=None, help="dataset to evaluate on (default: --dataset, if --eval-split is given)"
     )
-    eval_split: str | None = HfArg(default=None, help="split to evaluate on (default: test; of a file: train)")
+    eval_split: str | None = HfArg(
+        default=None, help="split to evaluate on (default: none; with --eval-dataset: test, or train of a file)"
+    )
     eval_share: Annotated[float, Ge(0), Lt(1)] = HfArg(
         default=0.0, help="share of the prompts that is held out to evaluate on"
     )
