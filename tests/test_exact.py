@@ -5,6 +5,8 @@ The kernels themselves are seen on a GPU alone, by every run with --exact: docs/
 pytest tests/test_exact.py
 """
 
+import math
+
 import pytest
 import torch
 from test_learning import CPU, MODELS, config, rollouts, write_model
@@ -119,6 +121,25 @@ def test_operation_that_is_not_known_is_named(tmp_path, architecture, missing):
     options = EXACT.get(architecture) or MODELS[architecture]
     found = exact.missing_operation(AutoConfig.from_pretrained(write_model(architecture, tmp_path, **options)))
     assert found.endswith(missing) and bool(found) == bool(missing)
+
+
+def test_gated_relu_is_not_known(tmp_path):
+    config = AutoConfig.from_pretrained(write_model("Llama", tmp_path, **EXACT["Llama"]))
+    config.hidden_act = "relu"
+    assert exact.missing_operation(config) == "its LlamaMLP"
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.995, 0.9999])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradient_of_a_confident_token_in_bf16_is_that_of_fp32(probability, temperature):
+    gap = temperature * math.log(probability / (1 - probability) * 255)
+    logits = torch.zeros(1, 256, dtype=torch.bfloat16)
+    logits[0, 3] = gap
+    logits, target = logits.requires_grad_(), torch.tensor([3])
+    exact.TokenLogprobs.apply(logits, target, temperature).backward(torch.ones(1))
+    own = logits.detach().float().requires_grad_()
+    (own / temperature).log_softmax(-1)[0, 3].backward()
+    torch.testing.assert_close(logits.grad.float(), own.grad, atol=0, rtol=2**-8)
 
 
 @pytest.mark.parametrize(

@@ -650,6 +650,15 @@ def test_resumed_update_is_bit_for_bit_the_uninterrupted_one(model, tmp_path, ch
         assert a.equal(b), name
 
 
+def test_resumed_optimizer_has_this_runs_epsilon(model, tmp_path):
+    first = GRPOLearner(model, config(), CPU)
+    first.learn(rollouts(first))
+    checkpoint = write_checkpoint(tmp_path, 1, first.save)
+    resumed = GRPOLearner(str(checkpoint), config(adam_eps=1e-3), CPU)
+    resumed.load_state(checkpoint)
+    assert [group["eps"] for group in resumed.optimizer.param_groups] == [1e-3]
+
+
 def test_checkpoint_has_the_models_buffers(tmp_path):
     sizes = {"intermediate_size": 16, "moe_intermediate_size": 16, "q_lora_rank": 16, "kv_lora_rank": 16}
     sizes |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}

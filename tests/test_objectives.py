@@ -17,7 +17,6 @@ from recipe.learning.objectives import (
     kl_estimate,
     loss_weights,
     sequence_mean,
-    token_importance,
     token_losses,
     token_weights,
 )
@@ -172,7 +171,7 @@ def test_cispo_clips_the_ratio_to_the_engine_once_and_keeps_the_gradient():
         weights = torch.tensor([[5.0, 0.01, 1.2]])  # bounded above only
         torch.testing.assert_close(losses.detach(), advantage * weights)
         torch.testing.assert_close(logprobs.grad, -advantage * weights)
-    weights, outside = token_importance(logprobs.detach(), engine, torch.ones(1, 3), config(loss="cispo"))
+    weights, outside = importance_weights(logprobs.detach(), engine, torch.ones(1, 3), config(loss="cispo"))
     torch.testing.assert_close(weights, torch.tensor([[5.0, 0.01, 1.2]]))
     assert outside.tolist() == [[True, False, False]]
     with pytest.raises(ValueError, match="no --mismatch-correction"):

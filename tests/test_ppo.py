@@ -114,6 +114,7 @@ def test_explained_variance():
 def test_coefficient_of_the_kl_moves_towards_its_target(kl, target, factor):
     settings = config(kl_target=target, kl_horizon=128)
     assert ppo.adapted_kl_coef(0.05, kl, 64, settings) == pytest.approx(0.05 * factor)
+    assert ppo.adapted_kl_coef(0.05, 0.0, 10**6, config(kl_target=0.1)) == pytest.approx(0.05 * 0.8)
 
 
 def test_experience_is_what_its_numbers_give_by_hand():

@@ -65,7 +65,7 @@ def missing_operation(config) -> str:
         cls = type(submodule)
         if cls.__name__.endswith("RMSNorm") and not _is_plain_norm(cls):
             return f"its {cls.__name__}"
-        if cls.__name__.endswith("Experts"):
+        if cls.__name__.endswith("Experts") or (hasattr(submodule, "gate_proj") and activation != "silu"):
             return f"its {cls.__name__}"
         rotate = getattr(sys.modules[cls.__module__], "apply_rotary_pos_emb", None)
         if cls.__name__.endswith("Attention") and rotate and not _is_plain_rotation(rotate):
@@ -262,7 +262,8 @@ class TokenLogprobs(torch.autograd.Function):
         logits, targets, logprobs = ctx.saved_tensors
         target_logits = logits.gather(1, targets[:, None])[:, 0].float() / ctx.temperature
         grads = _compiled(_softmax_gradient)(logits, target_logits - logprobs, grad, ctx.temperature)
-        grads.scatter_add_(1, targets[:, None], (grad / ctx.temperature)[:, None].to(grads.dtype))
+        own = -logprobs.expm1() * grad / ctx.temperature  # of the target: bf16 would round 1 - p to 0 for a p near 1
+        grads.scatter_(1, targets[:, None], own[:, None].to(grads.dtype))
         return grads, None, None
 
 

@@ -1,11 +1,12 @@
 """The learning step of GRPO and its near relatives.
 
-It differs from textbook GRPO (Shao et al. 2024, arXiv:2402.03300) in five points:
+It differs from textbook GRPO (Shao et al. 2024, arXiv:2402.03300) in six points:
 
 - The engine samples and the trainer learns, so their log-probabilities may differ. By default, each token's loss is
   weighted by the truncated importance ratio min(p_trainer / p_engine, `importance_cap`).
 - The clip range is asymmetric (clip-higher, Yu et al. 2025, arXiv:2503.14476): [1 - 0.2, 1 + 0.28] by default. It acts
   from the second update of a step on (--num-mini-batches, --num-epochs).
+- The loss is the mean over all tokens of the batch, not over each completion's tokens first (`--loss dapo`).
 - There is no KL penalty by default (`kl_coef` 0), and then no reference model is loaded.
 - An unknown reward (None) stays out of its group's mean and deviation, and nothing is learned from it.
 - Every step proves the sync before it: if the engine's log-probabilities of the sampled tokens are further from the

@@ -21,7 +21,7 @@ from ..errors import DivergenceError, MismatchError
 from .layout import as_tensor
 from .lora import load_adapters
 from .model import Model, ModelConfig, RankBatch
-from .objectives import PolicyLossConfig, kl_estimate, loss_weights, token_importance, token_losses
+from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
 from .sharding import Offload, whole, whole_gradients_fit
@@ -310,7 +310,9 @@ class PolicyLearner(Learner):
             if self.exact == "on":
                 raise MismatchError(f"--exact on: at step {self.step + 1} {difference}{self.example}")
             self.difference_reported = True
-            print(f"step {self.step + 1}: {difference}{self.example}; importance weights correct for that", flush=True)
+            if self.example:  # on this rank
+                remark = f"{difference}{self.example}; importance weights correct for that"
+                print(f"step {self.step + 1}: {remark}", flush=True)
         return {"logprobs/mismatch": mismatch, "logprobs/different_tokens": different}
 
     def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
@@ -401,7 +403,7 @@ class PolicyLearner(Learner):
 def _token_means(tensors: dict[str, torch.Tensor], config: PolicyLossConfig) -> dict[str, torch.Tensor]:
     """Metrics of the policy that a step began with: sums over tokens, by their "mean_weights"."""
     old_logprobs = tensors["old_logprobs"]
-    importance, outside = token_importance(old_logprobs, tensors["engine_logprobs"], tensors["mask"], config)
+    importance, outside = importance_weights(old_logprobs, tensors["engine_logprobs"], tensors["mask"], config)
     values = {"importance/mean": importance, "importance/clipped": outside}
     if "entropies" in tensors:
         values["entropy"] = tensors["entropies"]
@@ -427,4 +429,5 @@ def rate_schedule(config: LearnerConfig, steps: int | None) -> Callable[[int], f
 
 def learning_rate(config: LearnerConfig) -> float:
     """The learning rate that was given, or the default."""
-    return config.learning_rate or (ADAPTERS_LEARNING_RATE if config.lora_rank else LEARNING_RATE)
+    default = ADAPTERS_LEARNING_RATE if config.lora_rank else LEARNING_RATE
+    return default if config.learning_rate is None else config.learning_rate

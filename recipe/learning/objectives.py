@@ -133,14 +133,14 @@ def token_losses(
     engine and, if there is one, the reference. With a reference, the losses include `kl_coef` times the KL. `advantage`
     is [B, 1] or [B, T].
     """
-    low, high = clip_range(config)
     if config.loss == "cispo":
-        losses, clipped = cispo_losses(logprobs, engine_logprobs, advantage, low, high)
+        importance, clipped = importance_weights(logprobs.detach(), engine_logprobs, mask, config)
+        losses = -importance * advantage * logprobs
     else:
         log_ratio = logprobs - old_logprobs
         if config.loss == "gspo":
             log_ratio = logprobs - logprobs.detach() + sequence_mean(log_ratio, mask).detach()
-        losses, clipped = clipped_losses(log_ratio.exp(), advantage, low, high)
+        losses, clipped = clipped_losses(log_ratio.exp(), advantage, *clip_range(config))
         importance, _ = importance_weights(old_logprobs, engine_logprobs, mask, config)
         losses = importance * losses
     if reference_logprobs is not None:
@@ -168,19 +168,6 @@ def clipped_losses(
     return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
-def cispo_losses(
-    logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantage: torch.Tensor, low: float, high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-sg(clip(r, low, high)) A log p with r = p / p_engine, and where r was clipped: [B, T] both.
-
-    sg stops the gradient, so a clipped token has less weight, but keeps its gradient (MiniMax-M1, 2025,
-    arXiv:2506.13585). The ratio is to the engine's probability, as in The Art of Scaling Reinforcement Learning Compute
-    for LLMs, 2025, arXiv:2510.13786.
-    """
-    ratio = (logprobs - engine_logprobs).exp().detach()
-    return -ratio.clamp(low, high) * advantage * logprobs, (ratio < low) | (ratio > high)
-
-
 def sequence_mean(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean of the log-ratio [B, T] over each completion's tokens, repeated at each token: [B, T].
 
@@ -202,8 +189,14 @@ def importance_weights(
     - `sequence_mask`: the product of w over the completion if that is at most the cap, else 0 (When Speed Kills
       Stability, Liu et al. 2025).
     - `none`: 1.
+
+    `cispo` weights its loss with w itself, clipped to its `clip_range` (MiniMax-M1, 2025, arXiv:2506.13585; the ratio
+    to the engine is ScaleRL's, 2025, arXiv:2510.13786): a clipped token has less weight, but keeps its gradient.
     """
     log_ratio, kind = old_logprobs - engine_logprobs, config.mismatch_correction or "tis"
+    if config.loss == "cispo":
+        ratio, (low, high) = log_ratio.exp(), clip_range(config)
+        return ratio.clamp(low, high), (ratio < low) | (ratio > high)
     if kind == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)
     if kind == "sequence_mask":
@@ -214,16 +207,6 @@ def importance_weights(
     floor = config.importance_floor if kind == "icepop" else 0
     outside = (ratio < floor) | (ratio > cap)
     return ratio.masked_fill(outside, 0), outside
-
-
-def token_importance(
-    old_logprobs: torch.Tensor, engine_logprobs: torch.Tensor, mask: torch.Tensor, config: PolicyLossConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `importance_weights`. `cispo` has no such weights: then the clipped ratio of its loss in the first update."""
-    if config.loss != "cispo":
-        return importance_weights(old_logprobs, engine_logprobs, mask, config)
-    ratio, (low, high) = (old_logprobs - engine_logprobs).exp(), clip_range(config)
-    return ratio.clamp(low, high), (ratio < low) | (ratio > high)
 
 
 def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
@@ -253,8 +236,8 @@ def token_weights(mask: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
 def loss_weights(
     mask: torch.Tensor, advantage: torch.Tensor, left_out: torch.Tensor, config: PolicyLossConfig
 ) -> torch.Tensor:
-    """`token_weights` [B, T], but 0 for completions that are `left_out` [B] and, without a KL, where the advantage
-    ([B, 1] or [B, T]) is 0, so that the loss has no gradient.
+    """`token_weights` [B, T], but 0 for completions that are `left_out` [B]. Without a KL, also 0 where the advantage
+    ([B, 1] or [B, T]) is 0: there the loss has no gradient.
 
     Completions that are left out also leave the mean over all tokens, but B still counts them.
     """

@@ -87,8 +87,8 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The values [B, T] less their mean, over their standard deviation, where the mask is 1, and else 0 (Implementation
-    Matters in Deep Policy Gradients, Engstrom et al. 2020, arXiv:2005.12729)."""
+    """The values [B, T] less their mean, over their standard deviation, where the mask is 1, and else 0 (What
+    Matters in On-Policy Reinforcement Learning, Andrychowicz et al. 2020, arXiv:2006.05990)."""
     return (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8) * mask
 
 
@@ -137,18 +137,18 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 
 def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOConfig) -> float:
     """The coefficient for the next step: times 1 + clip(kl / target - 1, ± 0.2) * completions / horizon (Ziegler et al.
-    2019, arXiv:1909.08593, section 2.2). Without a target, it stays."""
+    2019, arXiv:1909.08593, section 2.2), of which the last factor is at most 1 here. Without a target, it stays."""
     if config.kl_target is None:
         return kl_coef
     error = max(-MAX_KL_ERROR, min(MAX_KL_ERROR, kl / config.kl_target - 1))
-    return kl_coef * (1 + error * completions / config.kl_horizon)
+    return kl_coef * (1 + error * min(1.0, completions / config.kl_horizon))
 
 
 def estimate(
     rollouts: list[Rollout], scores: PolicyScores, values: torch.Tensor, config: PPOConfig
 ) -> tuple[Experience, dict[str, float]]:
-    """What the step learns from, and its metrics, by B rollouts, the policy's scores of them, which need
-    `reference_logprobs`, and the critic's values [B, T]."""
+    """What the step learns from, and metrics. Takes B rollouts, the policy's scores of them (with
+    `reference_logprobs`) and the critic's values [B, T]."""
     ones = [torch.ones(len(rollout.completion_ids)) for rollout in rollouts]
     mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
     kl = (scores.logprobs - scores.reference_logprobs) * mask

@@ -36,5 +36,5 @@ def freeze(model, dtype: torch.dtype, except_for: str | None = None) -> None:
     for name, parameter in model.named_parameters():  # not buffers: rotary frequencies stay fp32
         if name.rpartition(".")[0] != except_for:
             parameter.requires_grad_(False)
-            if parameter.dtype != dtype:  # shards were loaded in it
+            if parameter.dtype != dtype:  # a sharded model was loaded in this dtype already
                 parameter.data = parameter.data.to(dtype)

@@ -73,6 +73,7 @@ def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: to
         for name in state["state"].get(i, {}).keys() - {"step"}:
             shards = [rank_moments[i][name] for rank_moments in moments]
             state["state"][i][name] = sharded_like(parameter, _local_rows(parameter, shards))
+    state["param_groups"] = optimizer.state_dict()["param_groups"]  # with this run's flags
     optimizer.load_state_dict(state)
     return saved[0]
 
