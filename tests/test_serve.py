@@ -328,7 +328,7 @@ def test_what_vllm_refuses_ends_the_run(servers):
         ("/get_world_size", "it runs without VLLM_SERVER_DEV_MODE=1; start it with VLLM_SERVER_DEV_MODE=1 vllm serve"),
         ("/inference/v1/generate", "it runs without --enable-scale-out; start it with .* --enable-scale-out"),
         ("/collective_rpc", "its workers are without --worker-extension-cls rlhf_utils.WorkerExtension; start it"),
-        ("/v1/models", "it is no server of vLLM; start it with"),
+        ("/v1/models", "it has no /v1/models, as a server of vLLM has below http://HOST:PORT; start it with"),
     ],
 )
 def test_a_server_that_was_started_wrongly_is_refused_in_a_line_that_says_how_to(servers, lacks, said):
