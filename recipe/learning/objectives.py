@@ -81,8 +81,11 @@ class ObjectiveConfig(PolicyLossConfig):
     )
 
     def __post_init__(self):
-        if self.loss == "cispo" and self.mismatch_correction:
-            raise ValueError("--loss cispo clips the ratio of trainer to engine itself: no --mismatch-correction")
+        if self.loss == "cispo" and (self.mismatch_correction or self.importance_cap):
+            raise ValueError(
+                "--loss cispo clips the ratio of trainer to engine itself, by --clip-high: no --mismatch-correction and"
+                " no --importance-cap"
+            )
 
 
 def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tensor:
