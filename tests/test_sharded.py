@@ -7,8 +7,10 @@ import json
 import os
 import re
 import threading
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -284,6 +286,25 @@ def resume_and_go_on(folder, batches):
 def save(learner, folder):
     folder.mkdir(exist_ok=True)
     learner.save(folder)
+
+
+def learn_with_a_token_that_differs(folder, model, batch):
+    learner = GRPOLearner(model, config(), CPU)
+    learner.exact = "auto"
+    with redirect_stdout(StringIO()) as printed:
+        learner.learn(batch)
+    (folder / f"printed-{learner.model.rank}").write_text(printed.getvalue())
+
+
+def test_a_token_of_any_rank_that_is_not_the_engines_is_named_once(model, tmp_path):
+    batch = rollouts(GRPOLearner(model, config(), CPU), count=4)
+    longest = sorted(range(4), key=lambda i: -len(batch[i].prompt_ids) - len(batch[i].completion_ids))
+    own = longest[1]  # which goes to the second rank
+    batch[own] = replace(batch[own], logprobs=[logprob - 1e-3 for logprob in batch[own].logprobs])
+    on_ranks(2, learn_with_a_token_that_differs, tmp_path, model, batch)
+    first, second = ((tmp_path / f"printed-{rank}").read_text() for rank in range(2))
+    assert f"not the engine's bit for bit: token 0 of completion {own} by 0.001, for one; importance" in first
+    assert not second
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.slow)])

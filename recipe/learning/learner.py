@@ -306,13 +306,17 @@ class PolicyLearner(Learner):
         if self.exact == "off":
             return {"logprobs/mismatch": mismatch}
         if different and not self.difference_reported:
+            examples = [self.example]
+            if self.model.ranks > 1:  # the token may be on another rank
+                examples *= self.model.ranks
+                dist.all_gather_object(examples, self.example)
             difference = f"{different:.0f} of {tokens:.0f} log-probabilities are not the engine's bit for bit"
+            difference += next(filter(None, examples), "")
             if self.exact == "on":
-                raise MismatchError(f"--exact on: at step {self.step + 1} {difference}{self.example}")
+                raise MismatchError(f"--exact on: at step {self.step + 1} {difference}")
             self.difference_reported = True
-            if self.example:  # on this rank
-                remark = f"{difference}{self.example}; importance weights correct for that"
-                print(f"step {self.step + 1}: {remark}", flush=True)
+            if self.model.rank == 0:
+                print(f"step {self.step + 1}: {difference}; importance weights correct for that", flush=True)
         return {"logprobs/mismatch": mismatch, "logprobs/different_tokens": different}
 
     def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
