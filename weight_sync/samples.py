@@ -94,6 +94,8 @@ class TrainerSamples:
             Table.of_blocks(address, words * (cast == kind), kind, number, device) for kind in cast.unique().tolist()
         ]
         self.total = torch.zeros(1, dtype=torch.int64, device=device)
+        if self.rows is not None:
+            self._merge(0)  # or the next sync would wait for the kernel's compilation
 
     def digest(self, sync: int) -> int:
         """Add a sync's blocks. Returns the sum so far, which must be the worker's `Samples.total`.
