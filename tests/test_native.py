@@ -91,7 +91,7 @@ def fault(tmp_path, monkeypatch):
     [
         pytest.param(
             "raise",
-            r"the weight transfer is stuck: .* what the engine's processes said is in run\.log",
+            r"the weight transfer is stuck: .* run\.log has what the engine's processes logged",
             id="raises",
             marks=pytest.mark.long,
         ),
