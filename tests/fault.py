@@ -36,7 +36,7 @@ def wait_with_fault(session: RaySession, phase: str, refs: dict) -> list:
         if fault_begins(phase, refs):
             threading.Thread(target=act_when_started, daemon=True).start()
         return wait(session, phase, refs)
-    if not family:  # look ahead of time: most phases are over in the time that this takes
+    if not family and phase != "loading":  # ahead of time: most phases are over in the time that this takes
         family.extend(psutil.Process().children(recursive=True))
     if fault_begins(phase, refs):
         time.sleep(1 if stopped else 0)  # by now, all that is not stopped is busy with the sync
