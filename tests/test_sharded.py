@@ -23,7 +23,9 @@ from test_learning import CPU, config, gemma2, rollouts, rounding_learner, use_s
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.utils import _to_kwargs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
@@ -50,11 +52,23 @@ def _run_rank(rank, count, function, folder, *args):
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store-{getattr(function, '__name__', 'compiled')}-{count}"), count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    _move_arguments()
     function(folder, *args)
     # Past Python's own way out: FSDP's caches keep the group, and with it gloo's threads, after destroy_process_group.
     # One that has yet to let go of the last collective's tensor needs the GIL for that. Python ends a thread that asks
     # for the GIL on the way out, and C++ answers that with abort().
     os._exit(0)
+
+
+def _move_arguments():
+    """Have FSDP move a forward pass's arguments to the device, as torch 2.11 does on a GPU."""
+    pre_forward = FSDPState._root_pre_forward
+
+    def moving_pre_forward(self, module, args, kwargs):
+        all_args, all_kwargs = _to_kwargs(args, kwargs, torch.device("cpu"), False)
+        return pre_forward(self, module, all_args[0], all_kwargs[0])
+
+    FSDPState._root_pre_forward = moving_pre_forward
 
 
 def weights_of(learner):

@@ -80,17 +80,15 @@ def _trunk_returning(trunk: torch.nn.Module, output) -> Iterator[None]:
 
 
 @torch.no_grad()
-def has_separate_head(model) -> bool:
-    """Whether the head makes the model's logits of each hidden state of its trunk alone: tried on a short prompt.
+def has_separate_head(model, ids: torch.Tensor) -> bool:
+    """Whether the head makes the model's logits of each hidden state of its trunk alone: tried on a prompt [1, S].
 
     This and `token_scores` call the trunk by itself: a sharded model needs them as methods, by `add_forward`.
     """
     trunk = model.get_decoder()
     if trunk is model:
         return False
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, 32), generator=torch.Generator().manual_seed(0)).to(model.device)
-    backwards = torch.arange(31, -1, -1, device=model.device)  # so that a head that looks at a state's neighbours shows
+    backwards = torch.arange(ids.shape[1]).flip(0)  # so that a head that looks at a state's neighbours shows
     logits = model.forward(input_ids=ids, use_cache=False).logits[0, backwards]
     try:
         output = trunk(input_ids=ids, use_cache=False)

@@ -254,7 +254,7 @@ class Model:
         """Find out how this fp32 model, and all models `like` it, compute: by which attention, with a separate head."""
         self.attention = choose_attention(module, self.config.attention)
         add_forward(module, "has_separate_head", has_separate_head)
-        self.separate_head = module.has_separate_head()
+        self.separate_head = module.has_separate_head(random_prompts(module)[:1])
         add_forward(module, "can_share_prompts", can_share_prompts)
         if self.attention.name == "sdpa" and module.can_share_prompts(self.separate_head):
             self.attention = self.attention._replace(name=SHARED)
@@ -291,7 +291,8 @@ class Model:
         ]
         rows, columns = torch.stack(masks).nonzero(as_tuple=True)
         tensors = (*layout.tokens(rows, columns), rows, columns)
-        targets, states_at, rows, columns = (tensor.to(self.device) for tensor in tensors)
+        # Without waiting for the micro-batch before: a blocking copy would leave the GPU idle until the next launch.
+        targets, states_at, rows, columns = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
         with self.autocast():
             scores = self.module.token_scores(layout.inputs_on(self.device), targets, states_at, *args)
         zeros = torch.zeros(len(rollouts), width, device=self.device)

@@ -75,7 +75,7 @@ def fuses_weights(model) -> bool:
 
 def add_forward(model, name: str, method: Callable) -> None:
     """Give the model a method that calls method(model, ...). FSDP treats it as a forward pass and gathers the weights
-    for it."""
+    for it. It needs an argument besides the model: on a GPU, FSDP of torch 2.11 fails without."""
     setattr(model, name, partial(method, model))
     register_fsdp_forward_method(model, name)
 
