@@ -182,31 +182,23 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps, without_residual):
+        normed = rms_norm_kernel(x, weight, eps, without_residual)
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return rms_norm_kernel(x, weight, eps, without_residual)
+        return normed
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + ctx.eps)
-        if x.is_cuda:
-            shape, needed = [x.shape[-1]], [True, ctx.needs_input_grad[1]]
-            grads = torch.ops.aten._fused_rms_norm_backward(grad.contiguous(), x, shape, rstd, weight, needed)
-            return *grads, None, None
-        normed, weighted_grad = x.float() * rstd, grad.float() * weight.float()
-        x_grad = rstd * (weighted_grad - normed * (weighted_grad * normed).mean(-1, keepdim=True))
-        weight_grad = (grad.float() * normed).flatten(0, -2).sum(0)
-        return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None, None
+        return *_compiled(_norm_gradients)(grad, *ctx.saved_tensors, ctx.eps), None, None
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up: forward as transformers computes it, backward in one kernel."""
+    """silu(gate) * up, with the rounding between the two: forward and backward in a kernel each."""
 
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return torch.nn.functional.silu(gate) * up
+        return _compiled(_swiglu)(gate, up)
 
     @staticmethod
     def backward(ctx, grad):
@@ -272,6 +264,20 @@ def _softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, grad: torch.Tenso
     return (-probabilities * (grad / temperature)[:, None]).to(logits.dtype)
 
 
+def _norm_gradients(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    normed, weighted_grad = x.float() * rstd, grad.float() * weight.float()
+    x_grad = rstd * (weighted_grad - normed * (weighted_grad * normed).mean(-1, keepdim=True))
+    weight_grad = (grad.float() * normed).flatten(0, -2).sum(0)
+    return x_grad.to(x.dtype), weight_grad.to(weight.dtype)
+
+
+def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(gate) * up
+
+
 def _swiglu_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     fp32_gate, sigmoid = gate.float(), gate.float().sigmoid()
     gate_grad = grad * up * sigmoid * (1 + fp32_gate * (1 - sigmoid))
@@ -286,7 +292,10 @@ def _entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 @cache
 def _compiled(function: Callable) -> Callable:
     """The function, compiled on a GPU, where it then reads and writes its large tensors once."""
-    return torch.compile(function, dynamic=True) if torch.cuda.is_available() else function
+    if not torch.cuda.is_available():
+        return function
+    # Round where the function does: otherwise inductor keeps what it fuses in fp32.
+    return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
 
 # vLLM's kernels, for which tests/test_exact.py substitutes torch's arithmetic.
@@ -299,8 +308,8 @@ def rms_norm_kernel(x: torch.Tensor, weight: torch.Tensor, eps: float, without_r
         return rms_norm_batch_invariant(x, weight, eps)
     from vllm import _custom_ops as ops
 
-    normed = x.clone()
-    ops.fused_add_rms_norm(normed, torch.zeros_like(x), weight, eps)  # in place
+    normed = torch.zeros_like(x)
+    ops.fused_add_rms_norm(normed, x, weight, eps)  # in place: x becomes 0 + x
     return normed
 
 

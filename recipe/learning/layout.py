@@ -42,7 +42,7 @@ class Layout:
 
     def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The inputs as arguments of the model."""
-        inputs = {name: tensor.to(device) for name, tensor in self.inputs.items()}
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         if self.group_shapes:
             # transformers hands a mask of four dimensions to every attention as it is.
             inputs["attention_mask"] = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
