@@ -454,6 +454,8 @@ class Bench:
 
 
 def main(args: Arguments) -> None:
+    if args.lora_rank and args.trainers > 1:
+        raise RunError("--lora-rank is for one trainer")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
         if args.trainers > 1 or args.engines > 1:

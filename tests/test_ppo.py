@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import time
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -389,6 +390,15 @@ def test_reward_model_without_its_head_is_refused(reward_model, tmp_path):
     with pytest.raises(RunError, match=r"headless lacks score\.weight, so it is no OPTForSequenceClassification"):
         RewardModel(str(folder), config(), CPU)
     assert not CriticLearner(str(folder), config(), CPU).model.module.score.weight.any()  # a critic may begin without
+
+
+def test_nothing_keeps_a_models_memory_after_its_turn(model):
+    critic = rlhf_ppo.Critic(0)
+    critic.shared, critic.model = True, Model(model, PPOConfig(group_size=2, max_tokens=8), CPU)
+    with critic.turn():
+        views = [weakref.ref(view) for view in critic.model.named_tensors().values()]  # as saving does
+    assert views
+    assert not any(view() is not None for view in views)
 
 
 def test_critic_begins_with_a_reward_models_head(reward_model):

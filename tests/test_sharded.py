@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+import weakref
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from recipe.errors import MismatchError
 from recipe.learning import learner as learning
 from recipe.learning import sharding
 from recipe.learning.grpo import GRPOLearner
+from recipe.learning.model import Model
 from recipe.learning.named_tensors import NamedTensors
 from recipe.learning.saving import load_state, write_model
 from recipe.tasks.tiny_model import build_tiny_model
@@ -233,6 +235,25 @@ def load_gemma2(folder):
 def test_ranks_take_the_attention_that_computes_the_model(tmp_path):
     gemma2(tmp_path, 8.0)
     on_ranks(2, load_gemma2, tmp_path)
+
+
+def load_watched(folder, model):
+    """How many models that were loaded before are in memory when the next one is loaded."""
+    loaded, alive, load = [], [], Model._from_pretrained
+
+    def watched(self, *args, **options):
+        alive.append(sum(model() is not None for model in loaded))
+        module = load(self, *args, **options)
+        loaded.append(weakref.ref(module))
+        return module
+
+    Model._from_pretrained = watched
+    GRPOLearner(model, config(kl_coef=0.1), CPU)
+    assert alive == [0, 0, 1]  # the policy, then sharded; the reference beside the policy
+
+
+def test_ranks_load_one_model_at_a_time(model, tmp_path):
+    on_ranks(2, load_watched, tmp_path, model)
 
 
 def load_bounded(folder, model, bound):

@@ -309,7 +309,7 @@ def rms_norm_kernel(x: torch.Tensor, weight: torch.Tensor, eps: float, without_r
     from vllm import _custom_ops as ops
 
     normed = torch.zeros_like(x)
-    ops.fused_add_rms_norm(normed, x, weight, eps)  # in place: x becomes 0 + x
+    ops.fused_add_rms_norm(normed, x.data, weight, eps)  # in place: x becomes 0 + x, of which autograd need not know
     return normed
 
 

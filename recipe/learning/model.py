@@ -200,20 +200,22 @@ class Model:
     def _load(self, path: str, learns: bool, seed: int):
         """The model, or this rank's shards of it. Weights that learn are fp32, others have the compute's precision."""
         measures_rounding = learns and self.has_engine
-        module = self._from_pretrained(path).to(self.device)
-        module.eval()  # no dropout: ratios compare log-probabilities by the same function
+        module = None
         if self.attention is None:
+            module = self._from_pretrained(path).to(self.device)
             self._choose_computation(module)
-        fp32_logprobs = self._prompt_logprobs(module) if measures_rounding else None
-        if self.ranks > 1:
-            choices = [self.attention, self.separate_head]
-            dist.broadcast_object_list(choices, device=self.device)
-            self.attention, self.separate_head = choices
-            # Load again: the first forward pass has fixed FSDP's precision, and which weights learn.
-            module = None  # first, so that no two copies are in memory
+            fp32_logprobs = self._prompt_logprobs(module) if measures_rounding else None
+            if self.ranks > 1:
+                choices = [self.attention, self.separate_head]
+                dist.broadcast_object_list(choices, device=self.device)
+                self.attention, self.separate_head = choices
+                # Load again: the first forward pass has fixed FSDP's precision, and which weights learn.
+                module = None
+                gc.collect()  # its methods refer to it, so it would still be in memory
+        if module is None:
             frozen = bool(not learns or self.config.lora_rank)
-            module = self._from_pretrained(path, mixed_precision=True, frozen=frozen)
-            module.eval()
+            module = self._from_pretrained(path, mixed_precision=True, frozen=frozen).to(self.device)
+        module.eval()  # no dropout: ratios compare log-probabilities by the same function
         self._prepare(module, learns, seed)
         module.config._attn_implementation = self.attention.name
         self._add_token_scores(module)
@@ -243,8 +245,8 @@ class Model:
         return module
 
     def _load_as(self, auto_class, path: str, config, mixed_precision: bool = False, frozen: bool = False) -> tuple:
-        """As `load_model`, with fp32 weights. With `mixed_precision`, a sharded model computes in bf16 on a GPU, where
-        `frozen` weights are bf16 themselves."""
+        """As `load_model`, with fp32 weights. With `mixed_precision`, a sharded model computes in bf16 on a GPU, and
+        `frozen` weights are bf16 there."""
         mixed_precision = mixed_precision and self.device.type == "cuda"
         options = {"dtype": torch.bfloat16 if mixed_precision and frozen else torch.float32}
         options["attn_implementation"] = self.config.attention

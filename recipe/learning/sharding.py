@@ -47,6 +47,7 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
     single rank (precision.py); weights, the optimizer's state and sums of gradients over the ranks stay fp32. Autocast
     remains necessary for what is not a parameter.
     """
+    from transformers import modeling_utils
     from transformers.distributed import DistributedConfig
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -58,6 +59,8 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
         config.base_model_fsdp_plan = dict.fromkeys(names, "free_full_weight")  # after a block's forward pass
         type(model)._fsdp_plan = {}  # no group for the head alone, which would gather it for each chunk of positions
         options["distributed_config"] = DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=mixed_precision)
+        # On a GPU it would first allocate the whole model, if its config has no plan for tensor parallelism.
+        modeling_utils.caching_allocator_warmup = lambda *_: None
     model, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
     if ranks > 1:
         model.set_reshard_after_forward(True, recurse=False)

@@ -176,6 +176,7 @@ class ModelActor:
             self.learner.release_memory(offload_optimizer=True)  # gradients would move with their weights
         if moves:
             self.model.module.to("cpu")
+            self.model.named_tensors.views = {}  # they keep the GPU's memory
             self.model.release_memory()
 
     def device_id(self) -> str:
