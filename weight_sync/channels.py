@@ -9,7 +9,6 @@ import json
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes
 from .copies import Digester
 from .groups import device_id_of, refuse_expandable_segments, shared_buffer, synchronize
-from .link import CONNECT_SECONDS, HELLO_SECONDS, LINK_KEY, Link, WeightSyncError, listen
+from .link import LINK_KEY, Link, WeightSyncError, accept, listen
 from .lora import LoRAWeight, Merge
 
 
@@ -207,26 +206,13 @@ class SharedMemoryChannel:
         self.folder = tempfile.mkdtemp(prefix="weight-sync-")  # mode 0700: no other user reaches the socket
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(f"{self.folder}/link")
-        self.server.listen(workers)
+        self.server.listen()
         self.handles = {device_id_of(device): f"{self.folder}/link"}
 
     def accept(self, links: list[Link]) -> None:
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while len(links) < self.workers:
-            self.server.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                link = Link(self.server.accept()[0])
-            except TimeoutError as error:
-                raise WeightSyncError(
-                    f"{len(links)} of {self.workers} engine workers on {device_id_of(self.device)} connected within"
-                    f" {CONNECT_SECONDS:.3g} s: is receive_weights running there, with this rank's handle?"
-                ) from error
-            try:
-                link.recv_hello(self.folder, HELLO_SECONDS)
-                link.send_hello("the trainer", self.folder)
-                links.append(link)
-            except WeightSyncError:
-                link.close()  # its receive_weights has run into its timeout: keep listening
+        peers = f"engine workers on {device_id_of(self.device)}"
+        hint = "is receive_weights running there, with this rank's handle?"
+        accept(self.server, self.workers, self.folder, links, peers, hint)
         self._stop_listening()
 
     def can_map(self, tensors: Iterable[torch.Tensor]) -> bool:

@@ -151,24 +151,29 @@ def listen(host: str, count: int, announce: Callable[[dict], None], links: list[
 
     Raises WeightSyncError if they have not all connected within CONNECT_SECONDS. It calls them `peers` and adds a hint.
     """
-    token, deadline = os.urandom(16).hex(), time.monotonic() + CONNECT_SECONDS
+    token = os.urandom(16).hex()
     with socket.create_server((host, 0), family=address_family(host), backlog=count) as server:
         announce({"host": host, "port": server.getsockname()[1], "token": token})
-        while len(links) < count:
-            server.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                link = Link(server.accept()[0])
-            except TimeoutError as error:
-                raise WeightSyncError(
-                    f"{count - len(links)} of {count} {peers} did not connect within {CONNECT_SECONDS:.0f} s: {hint}"
-                ) from error
-            try:
-                link.recv_hello(token, HELLO_SECONDS)
-            except WeightSyncError:
-                link.close()  # a stranger: keep listening
-            else:
-                link.send_hello("the trainer", token)
-                links.append(link)
+        accept(server, count, token, links, peers, hint)
+
+
+def accept(server: socket.socket, count: int, token: str, links: list[Link], peers: str, hint: str) -> None:
+    """Append a link to each of `count` peers that connect and know the token. Raises as `listen` does."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while len(links) < count:
+        server.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            link = Link(server.accept()[0])
+        except TimeoutError as error:
+            raise WeightSyncError(
+                f"{count - len(links)} of {count} {peers} did not connect within {CONNECT_SECONDS:.3g} s: {hint}"
+            ) from error
+        try:
+            link.recv_hello(token, HELLO_SECONDS)
+            link.send_hello("the trainer", token)
+            links.append(link)
+        except WeightSyncError:
+            link.close()  # a stranger, or a peer whose own limit has passed: keep listening
 
 
 def connect(endpoint: dict, role: str) -> Link:
@@ -203,18 +208,12 @@ def connect_group(group, role: str, timeout: float) -> Link:
 
 def connect_path(path: str, rank: int, timeout: float) -> Link:
     """The worker's side of `SharedMemoryChannel.accept`. The trainer must accept within `timeout` seconds."""
-    socket_, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + timeout
+    socket_ = socket.socket(socket.AF_UNIX)
     socket_.settimeout(timeout)
-    while True:
-        try:
-            socket_.connect(path)
-            break
-        except BlockingIOError as error:  # earlier connections fill the queue: the trainer has not accepted them
-            if time.monotonic() > deadline:
-                raise WeightSyncError(f"no trainer called send_weights within {timeout:.3g} s") from error
-            time.sleep(0.01)
-        except OSError as error:
-            raise WeightSyncError(f"the trainer is gone: {error}") from error
+    try:
+        socket_.connect(path)
+    except OSError as error:
+        raise WeightSyncError(f"the trainer is gone: {error}") from error
     link = Link(socket_)
     link.send_hello(f"engine worker {rank}", os.path.dirname(path))
     link.recv_hello(os.path.dirname(path), timeout)

@@ -239,8 +239,8 @@ def token_weights(mask: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
 def loss_weights(
     mask: torch.Tensor, advantage: torch.Tensor, left_out: torch.Tensor, config: PolicyLossConfig
 ) -> torch.Tensor:
-    """`token_weights` [B, T], but 0 for completions that are `left_out` [B]. Without a KL, also 0 where the advantage
-    ([B, 1] or [B, T]) is 0: there the loss has no gradient.
+    """`token_weights` [B, T], but 0 for completions that are `left_out` [B]. With a `kl_coef` of 0, also where the
+    advantage ([B, 1] or [B, T]) is 0: there the loss has no gradient.
 
     Completions that are left out also leave the mean over all tokens, but B still counts them.
     """

@@ -122,7 +122,7 @@ class ActorGroup:
         return self.session.wait(phase, {name: getattr(actor, method).remote(*args)})[0]
 
 
-class ModelActor:
+class LearnerActor:
     """A Ray actor around one rank of a model, which may learn.
 
     Where models share a device (`shared`), each is on it for its turn, and in host memory the rest of the time. With
@@ -194,10 +194,6 @@ class ModelActor:
         sizes |= {"in_use": total - free, "gpu": total}
         return {"device": self.device_id()} | {name: size / 1e9 for name, size in sizes.items()}
 
-
-class LearnerActor(ModelActor):
-    """A Ray actor around one rank of a learner."""
-
     def resume(self, checkpoint: Path | None) -> tuple[int, str]:
         """Go on from this checkpoint's training state, if there is one. Returns the number of steps done, and lines to
         print about the learner."""
@@ -209,8 +205,8 @@ class LearnerActor(ModelActor):
     def mismatch(self, rollouts: list[Rollout]) -> float:
         return self.learner.mismatch(rollouts)
 
-    def make_exact(self, exactly: str) -> None:
-        self.learner.make_exact(exactly)
+    def make_exact(self, exact: str) -> None:
+        self.learner.make_exact(exact)
 
     def save(self, run_folder: Path) -> None:
         """Write a checkpoint. All ranks call this; each writes its part."""

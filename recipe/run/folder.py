@@ -178,9 +178,9 @@ class RunFolder:
         interval = self.args.save_every
         return interval > 0 and (step % interval == 0 or step == self.args.steps)
 
-    def show(self, batch: Batch, count: int = 3) -> None:
-        """Print the first completion of each of so many prompts, in a line."""
-        for group in batch.groups[:count]:
+    def show(self, batch: Batch) -> None:
+        """Print the first completion of each of three prompts, in a line."""
+        for group in batch.groups[:3]:
             first = group.rollouts[0]
             reward = "" if first.reward is None else f"{first.reward:5.2f}  "
             prompt = first.prompt[-1]["content"] if first.prompt else group.row.text

@@ -1,11 +1,8 @@
 """The built-in model: a small OPT with random weights and a byte tokenizer, for machines without a GPU or network.
 
-    python recipe/tasks/tiny_model.py FOLDER [SEED]
-
-writes a Hugging Face model folder that transformers, vLLM and the scripts load like any other.
+It is a Hugging Face model folder that transformers, vLLM and the scripts load like any other.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -104,7 +101,3 @@ def teach(folder: Path, example: Callable[[], list[Part]], target: float) -> int
     torch.set_num_threads(threads)
     model.save_pretrained(folder)
     return steps
-
-
-if __name__ == "__main__":
-    build_tiny_model(sys.argv[1], *map(int, sys.argv[2:]))
