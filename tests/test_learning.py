@@ -187,37 +187,13 @@ def test_gradient_is_that_of_all_logits(tmp_path, monkeypatch, architecture, gra
     monkeypatch.setattr("recipe.learning.logprobs.CHUNK", 7)
     path = write_model(architecture, tmp_path, **MODELS[architecture])
     learner = assert_gradient_is_the_plain_one(path, gradient_checkpointing=gradient_checkpointing)
-    assert learner.model.separate_head
     assert (learner.model.attention[0] == "eager") == (architecture == "Gemma2")
 
 
-def test_gradient_of_a_model_whose_head_wants_more_than_its_trunk(tmp_path, monkeypatch):
-    class Loud(transformers.LlamaForCausalLM):
-        def forward(self, input_ids, **options):
-            return super().forward(inputs_embeds=2 * self.model.embed_tokens(input_ids), **options)
-
-    path = write_model("Llama", tmp_path, **LLAMA)
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", Loud.from_pretrained)
-    assert not assert_gradient_is_the_plain_one(path).model.separate_head
-
-
-def test_gradient_of_a_model_whose_head_looks_at_a_states_neighbours(tmp_path, monkeypatch):
-    class Blends(torch.nn.Linear):
-        """Of each state and the one before it."""
-
-        def forward(self, states):
-            return super().forward(states + states.roll(1, -2))
-
-    path = write_model("Llama", tmp_path, **LLAMA)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-
-    def load_blending(*args, **options):
-        loaded, report = load(*args, **options)
-        loaded.lm_head.__class__ = Blends
-        return loaded, report
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load_blending)
-    assert not GRPOLearner(path, config(), CPU).model.separate_head
+def test_model_without_a_trunk_is_refused(model, monkeypatch):
+    monkeypatch.setattr(transformers.OPTForCausalLM, "get_decoder", lambda self: self)  # as Llama 4's text model
+    with pytest.raises(RunError, match=r"OPTForCausalLM is not of a trunk and a head"):
+        GRPOLearner(model, config(), CPU)
 
 
 def test_only_completions_go_through_the_head_and_again_in_backward(model, monkeypatch):

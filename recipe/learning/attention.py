@@ -67,9 +67,9 @@ def choose_attention(module, requested: str | None = None, forward: Callable | N
 
 
 @torch.no_grad()
-def can_share_prompts(module, separate_head: bool) -> bool:
+def can_share_prompts(module, ids: torch.Tensor) -> bool:
     """Whether this fp32 model gives completions behind one prompt (layout.py) the same log-probabilities as in rows of
-    their own. Its attention is sdpa.
+    their own, tried on `random_prompts`. Its attention is sdpa.
 
     They differ if anything but attention reaches from one completion to the next, such as the state of a Mamba layer,
     or if a model makes its own positions.
@@ -78,14 +78,14 @@ def can_share_prompts(module, separate_head: bool) -> bool:
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:  # windows may exceed these prompts
         return False
     register_shared()
-    first, second = random_prompts(module).tolist()
+    first, second = ids.tolist()
     pair = [Rollout(first[:32], first[32:], []), Rollout(first[:32], second[:16], [])]
 
     def logprobs(layout: Layout) -> torch.Tensor:
         tokens = layout.tokens(torch.tensor([0] * 32 + [1] * 16), torch.tensor([*range(32), *range(16)]))
         targets, states_at = (tensor.to(module.device) for tensor in tokens)
         inputs = layout.inputs_on(module.device)
-        return token_scores(module, inputs, targets, states_at, 1.0, False, separate_head, scores_of_logits)[0]
+        return token_scores(module, inputs, targets, states_at, 1.0, False, scores_of_logits)[0]
 
     expected = logprobs(separate_rows(pair))
     with _nudged_embeddings(module):

@@ -23,27 +23,22 @@ def token_scores(
     states_at: torch.Tensor,
     temperature: float,
     entropy: bool,
-    separate_head: bool,
     score_logits: Callable,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities [N] of the targets [N] and, if `entropy`, entropies [N] of their distributions; else None.
 
     The inputs are the model's, from layout.py. They have no mask for padding on the right, since plain causal attention
     is faster. `states_at` [N] are the positions, in `input_ids.flatten()`, of the states that predict the targets.
-    Without a `separate_head` (`has_separate_head`), logits are computed at all positions. `score_logits` is
-    `scores_of_logits`, or a function like it.
+    `score_logits` is `scores_of_logits`, or a function like it.
+
+    This calls the trunk by itself: a sharded model needs it as a method, by `add_forward`.
     """
-    if separate_head:
-        output = model.get_decoder()(**inputs, use_cache=False)
-        states = output.last_hidden_state
-    else:
-        states = model.forward(**inputs, use_cache=False).logits
+    output = model.get_decoder()(**inputs, use_cache=False)
 
     def score(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits = _head(model, type(output), states, targets) if separate_head else states
-        return score_logits(logits, targets, temperature, entropy)
+        return score_logits(_head(model, type(output), states, targets), targets, temperature, entropy)
 
-    states = states.flatten(0, 1)[states_at]
+    states = output.last_hidden_state.flatten(0, 1)[states_at]
     chunks = [
         checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(states.split(CHUNK), targets.split(CHUNK), strict=True)
@@ -77,22 +72,3 @@ def _trunk_returning(trunk: torch.nn.Module, output) -> Iterator[None]:
         yield
     finally:
         del trunk.forward
-
-
-@torch.no_grad()
-def has_separate_head(model, ids: torch.Tensor) -> bool:
-    """Whether the head makes the model's logits of each hidden state of its trunk alone: tried on a prompt [1, S].
-
-    This and `token_scores` call the trunk by itself: a sharded model needs them as methods, by `add_forward`.
-    """
-    trunk = model.get_decoder()
-    if trunk is model:
-        return False
-    backwards = torch.arange(ids.shape[1]).flip(0)  # so that a head that looks at a state's neighbours shows
-    logits = model.forward(input_ids=ids, use_cache=False).logits[0, backwards]
-    try:
-        output = trunk(input_ids=ids, use_cache=False)
-        head_logits = _head(model, type(output), output.last_hidden_state[0, backwards], ids[0])
-    except (AttributeError, KeyError, TypeError, ValueError):  # it has no such trunk, or the head needs more of it
-        return False
-    return head_logits.shape == logits.shape and bool((head_logits - logits).abs().max() <= 1e-4 * logits.abs().max())

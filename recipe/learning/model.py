@@ -18,10 +18,11 @@ import torch.distributed as dist
 from annotated_types import Ge
 from transformers.hf_argparser import HfArg
 
+from ..errors import RunError
 from . import exact
 from .attention import AttentionChoice, can_share_prompts, choose_attention, random_prompts
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
-from .logprobs import has_separate_head, scores_of_logits, token_scores
+from .logprobs import scores_of_logits, token_scores
 from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
@@ -66,8 +67,8 @@ class Model:
     """A causal language model of transformers, or one rank of it. All ranks call every method together.
 
     `path` is a Hugging Face model or a checkpoint; with adapters, always the model that they adapt. A model that does
-    not learn is frozen and has no adapters. If another model is given as `like`, this one computes as that does, with
-    the same attention and head.
+    not learn is frozen and has no adapters. If another model is given as `like`, this one computes with the same
+    attention.
     """
 
     new_head: str | None = None  # the head that a subclass adds: beside adapters, it learns without one
@@ -89,7 +90,6 @@ class Model:
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.attention: AttentionChoice | None = like.attention if like else None
-        self.separate_head: bool | None = like.separate_head if like else None
         self.rounding = 0.0  # how far bf16 moves the log-probabilities on average, measured if the model learns
         self.exact = False  # whether the model computes what an engine computes, bit for bit
         self.module = self._load(path, learns, seed)
@@ -206,9 +206,9 @@ class Model:
             self._choose_computation(module)
             fp32_logprobs = self._prompt_logprobs(module) if measures_rounding else None
             if self.ranks > 1:
-                choices = [self.attention, self.separate_head]
+                choices = [self.attention]
                 dist.broadcast_object_list(choices, device=self.device)
-                self.attention, self.separate_head = choices
+                (self.attention,) = choices
                 # Load again: the first forward pass has fixed FSDP's precision, and which weights learn.
                 module = None
                 gc.collect()  # its methods refer to it, so it would still be in memory
@@ -253,12 +253,12 @@ class Model:
         return load_model(auto_class, path, config, mixed_precision, **options)
 
     def _choose_computation(self, module) -> None:
-        """Find out how this fp32 model, and all models `like` it, compute: by which attention, with a separate head."""
+        """Find out by which attention this fp32 model, and all models `like` it, compute."""
+        if module.get_decoder() is module:
+            raise RunError(f"{type(module).__name__} is not of a trunk and a head, which the trainer calls apart")
         self.attention = choose_attention(module, self.config.attention)
-        add_forward(module, "has_separate_head", has_separate_head)
-        self.separate_head = module.has_separate_head(random_prompts(module)[:1])
         add_forward(module, "can_share_prompts", can_share_prompts)
-        if self.attention.name == "sdpa" and module.can_share_prompts(self.separate_head):
+        if self.attention.name == "sdpa" and module.can_share_prompts(random_prompts(module)):
             self.attention = self.attention._replace(name=SHARED)
 
     def _measure_rounding(self, fp32_logprobs: torch.Tensor) -> None:
@@ -281,8 +281,7 @@ class Model:
         score_logits = exact.scores_of_logits if self.exact else scores_of_logits
         if not self.exact and (self.config.compile or self.device.type == "cuda"):
             score_logits = torch.compile(score_logits, dynamic=True)  # fewer passes over the logits, the largest tensor
-        options = {"separate_head": self.separate_head, "score_logits": score_logits}
-        add_forward(module, "token_scores", partial(token_scores, **options))
+        add_forward(module, "token_scores", partial(token_scores, score_logits=score_logits))
 
     def _token_scores(self, rollouts: list[Rollout], width: int, *args) -> tuple[torch.Tensor | None, ...]:
         """The results of the module's `token_scores` for the tokens that the policy sampled, as tensors [b, width] with
