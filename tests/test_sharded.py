@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 from test_learning import CPU, config, gemma2, rollouts, rounding_learner, use_sgd
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.utils import _to_kwargs
@@ -31,7 +30,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from recipe.errors import MismatchError
-from recipe.learning import learner as learning
 from recipe.learning import sharding
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.model import Model
@@ -124,32 +122,6 @@ def test_two_ranks_learn_what_one_learns_also_from_shares_of_unequal_size(model,
         assert change > 0.01 * changes.get("num_epochs", 2)
         assert difference < 1e-5 * change
         assert metrics[0]["grad_norm"] > 0.01  # so clipping was seen
-
-
-def learn_reducing(folder, model, batch):
-    """A step in one micro-batch, and in several with gradients reduced once an update, and after each micro-batch."""
-    reductions, reduce = [], _fsdp_param_group.foreach_reduce
-    _fsdp_param_group.foreach_reduce = lambda *args, **options: reductions.append(1) or reduce(*args, **options)
-    ends = []
-    for tokens, room in ((1000, True), (20, True), (20, False)):
-        if not room:
-            learning.whole_gradients_fit = lambda *_: False
-        learner = GRPOLearner(model, config(num_epochs=2, micro_batch_tokens=tokens), CPU)
-        use_sgd(learner)
-        reductions.clear()
-        learner.learn(batch)
-        ends.append((len(reductions), weights_of(learner)))
-    (least, expected), (once, same), (each, also) = ends
-    assert least == once == 2 * 3  # updates, and groups of weights: two blocks and the rest
-    assert each >= 2 * once
-    for name, tensor in expected.items():
-        torch.testing.assert_close(same[name], tensor, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(also[name], tensor, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_gradients_are_reduced_once_an_update_where_they_fit(model, tmp_path):
-    on_ranks(2, learn_reducing, tmp_path, model, rollouts(GRPOLearner(model, config(), CPU), count=8))
 
 
 def learn_compiled(folder, model, batches, **changes):

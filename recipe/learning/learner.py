@@ -24,7 +24,7 @@ from .model import Model, ModelConfig, RankBatch
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
-from .sharding import Offload, whole, whole_gradients_fit
+from .sharding import Offload, whole
 
 MERGED = "merged"  # a checkpoint's folder with the whole model, of --save-merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
@@ -157,18 +157,12 @@ class Learner:
         """Compute the gradient of a mini-batch's loss. Returns the loss, and the means of `_losses`' other tensors over
         the mini-batch's tokens, to which rollouts that are not learned from add 0."""
         model, width = self.model, batch.tensors["mask"].shape[1]
-        reduce_once = False
-        if model.ranks > 1:
-            (ranks_with_room,) = model.sum_over_ranks(whole_gradients_fit(self.parameters, model.device))
-            reduce_once = ranks_with_room == model.ranks
         self.optimizer.zero_grad(set_to_none=True)
         sums = {}
         # If nothing is learned, make gradients of 0: momentum moves the weights all the same.
         micro_batches = batch.micro_batches or batch.forward_only[:1]
         with model.computing():
             for micro_batch in micro_batches:
-                if model.ranks > 1:
-                    model.module.set_requires_gradient_sync(micro_batch is micro_batches[-1] or not reduce_once)
                 tensors = {name: tensor[micro_batch] for name, tensor in batch.tensors.items()}
                 losses = self._losses(batch.rollouts[micro_batch], width, tensors)
                 loss = (losses.pop("loss") * tensors["loss_weights"]).sum()

@@ -107,18 +107,6 @@ def _blocks(model, needed_by: str = "shards") -> list[torch.nn.Module]:
     return blocks
 
 
-def whole_gradients_fit(parameters: list[torch.nn.Parameter], device: torch.device) -> bool:
-    """Whether the unsharded fp32 gradients of these parameters take less than half of this rank's free memory.
-
-    Then each rank can add up the gradients of its micro-batches, and ranks reduce them once.
-    """
-    if device.type == "cpu":
-        return True
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    gradient_bytes = 4 * sum(parameter.numel() for parameter in parameters)
-    return 2 * gradient_bytes < free
-
-
 def whole(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
     """The whole tensor, gathered if this rank holds a shard of it. All ranks call this."""
     if isinstance(tensor, ShardedPart):
