@@ -5,6 +5,7 @@ pytest tests/test_engine.py
 """
 
 import os
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from recipe.errors import RunError
 from recipe.rollouts import engine
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, known_options, llm_options
 from recipe.tasks.dataset import Row
 from recipe.tasks.tiny_model import MAX_LENGTH, build_tiny_model
 from rlhf_utils import WeightSyncError
@@ -30,6 +31,17 @@ def args(monkeypatch):
     args = EngineArguments(tensor_parallel_size=1)
     args.seed = 0
     return args
+
+
+def test_options_that_vllm_refuses_are_errors_with_its_reason_alone(args, tmp_path):
+    from vllm import EngineArgs
+
+    model, unknown = str(build_tiny_model(tmp_path)), "unexpected keyword argument 'max_num_seqz'$"
+    with pytest.raises(RunError, match=f"^--engine-args: .* {unknown}"), known_options():
+        EngineArgs(model, max_num_seqz=5)
+    refused = "vLLM refuses these options of the engine: Value error, Total number of attention heads (4) must be"
+    with pytest.raises(RunError, match=f"^{re.escape(refused)}"), known_options():
+        EngineArgs(model, tensor_parallel_size=3, enforce_eager=True).create_engine_config()
 
 
 def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):

@@ -703,6 +703,13 @@ def test_corrupt_checkpoint_names_its_file_and_the_checkpoint_before_it(model, t
         last_checkpoint(tmp_path, model)
 
 
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunFolder(RunArguments(), "test") as one, RunFolder(RunArguments(), "test") as other:
+        assert one.path != other.path
+    assert {path.name[:5] for path in (tmp_path / "runs").iterdir()} == {"test-"}
+
+
 def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     args = RunArguments(output=tmp_path / "run", steps=3, save_every=7)
     args.given = ["save_every"]

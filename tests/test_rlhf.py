@@ -38,7 +38,9 @@ def timeless(run):
 def default_run(tmp_path_factory):
     """The folder of a run with the default arguments."""
     folder, seed = tmp_path_factory.mktemp("default"), str(random.randrange(1000))
-    text = Script(folder, sys.executable, str(ROOT / "rlhf.py"), "--seed", seed, "--output", "run").finish(180)
+    run = Script(folder, sys.executable, str(ROOT / "rlhf.py"), "--seed", seed, "--output", "run")
+    text = run.finish(180)
+    assert not [path for path in run.temporary.iterdir() if path.is_socket()]
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "the trainer's attention: sdpa, whose logits are eager's but for rounding\n" in text
     assert not [line for line in text.splitlines() if "INFO" in line or "pid=" in line], text

@@ -666,7 +666,7 @@ def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
     async def fails(**_):
         raise KeyError("no")
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(TaskError, match=r"the reward mine raised SystemExit: 3 \(test_task.py, line"):
         score(rewards(quick=quick, slow=slow, waiting=waiting, mine=leaves), group("a"))
     with pytest.raises(TaskError, match=r"the reward mine raised KeyError: 'no' \(test_task.py, line"):
         score(rewards(quick=quick, slow=slow, waiting=waiting, mine=fails), group("a"))

@@ -39,7 +39,7 @@ class PolicyLossConfig:
 
     loss: ClassVar[str] = "ppo"
     max_tokens: Annotated[int, Ge(1)] = HfArg(default=16, help="largest number of tokens in a completion (T)")
-    clip_low: Annotated[float | None, Gt(0)] = HfArg(
+    clip_low: Annotated[float | None, Gt(0), Le(1)] = HfArg(
         default=None, help="the loss clips the probability ratio at 1 minus this (default: 0.2; gspo: 3e-4; cispo: 1)"
     )
     clip_high: Annotated[float | None, Gt(0)] = HfArg(

@@ -40,7 +40,14 @@ from ..tasks.environment import event_loop
 from ..tasks.rewards import Batch, Group, Scores, reward_metrics
 from ..tasks.task import Task
 from .conversation import Conversation, group_of
-from .engine import labelled_rollouts_of, replace_equal_groups, sampling_options, sampling_params, turn_options
+from .engine import (
+    known_options,
+    labelled_rollouts_of,
+    replace_equal_groups,
+    sampling_options,
+    sampling_params,
+    turn_options,
+)
 from .evaluation import evaluate
 
 PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too much to have a bound
@@ -80,8 +87,10 @@ class AsyncEngineActor:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         options = {"scheduling_policy": "priority", "disable_log_stats": True} | options
-        # The context is that of vllm.LLM: that of AsyncLLM has larger batches.
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model, **options), usage_context=UsageContext.LLM_CLASS)
+        with known_options():
+            arguments = AsyncEngineArgs(model, **options)
+            # The context is that of vllm.LLM: that of AsyncLLM has larger batches.
+            self.llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         die_with_children(unless=lambda: self.leaving)
         self.since = self.resumed = time.perf_counter()
         return self.llm.model_config.max_model_len

@@ -3,7 +3,8 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
@@ -11,7 +12,7 @@ from typing import Annotated
 import numpy as np
 import psutil
 from annotated_types import Ge, Gt, Le
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationError
 from transformers.hf_argparser import HfArg
 
 from rlhf_utils import WeightSyncError
@@ -52,6 +53,19 @@ class EngineArguments:
     ignore_eos: bool = field(default=False, init=False)  # no flag: completions go on to `max_tokens`
 
 
+@contextmanager
+def known_options() -> Iterator[None]:
+    """Raise RunError, with vLLM's reason alone, if it refuses an engine's options."""
+    try:
+        yield
+    except ValidationError as error:
+        raise RunError(f"vLLM refuses these options of the engine: {error.errors()[0]['msg']}") from error
+    except TypeError as error:
+        if "EngineArgs" not in str(error):
+            raise
+        raise RunError(f"--engine-args: {error}") from error
+
+
 class EngineActor:
     """A Ray actor around vllm.LLM. It reserves no GPU: vLLM's workers use bundles of its placement group."""
 
@@ -62,7 +76,8 @@ class EngineActor:
         """Start the engine. Returns the tokens that a prompt and its completion may have."""
         from vllm import LLM  # only now: `llm_options` has set its environment variables
 
-        self.llm = LLM(model, **options)
+        with known_options():
+            self.llm = LLM(model, **options)
         die_with_children(unless=lambda: self.leaving)
         return self.llm.model_config.max_model_len
 

@@ -120,7 +120,7 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
         try:
             given, remarks = resumed(cls, json.loads((folder / "args.json").read_text()), given)
         except (OSError, ValueError, KeyError) as error:
-            parser.error(f"--resume {folder}: not a run folder ({error!r})")
+            parser.error(f"--resume {folder}: not a run folder, which has args.json and checkpoints ({error!r})")
     try:
         args = adapter.validate_python(task_defaults(cls, given) | given)
     except TaskError as error:

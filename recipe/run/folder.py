@@ -49,6 +49,16 @@ ON_SCREEN = {  # the metrics in a step's line
 }
 
 
+def new_folder(parent: Path, script: str) -> Path:
+    """A new folder for a run that begins now."""
+    while True:
+        path = parent / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+        with suppress(FileExistsError):  # of a run that began in the same second
+            path.mkdir()
+            return path
+        time.sleep(0.1)
+
+
 class RunFolder:
     """A run's folder. While it is open, sys.stderr is run.log.
 
@@ -57,14 +67,16 @@ class RunFolder:
     """
 
     def __init__(self, args: RunArguments, script: str):
-        new = Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path = (args.resume or args.output or new).resolve()
+        folder = args.resume or args.output
+        self.path = (folder or Path("runs")).resolve()
         if not args.resume and checkpoints(self.path):
             raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
         self.args, self.steps_done = args, None
         self.trackers = Trackers(args.report_to)  # first: if it raises, no folder is left behind
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if not folder:
+                self.path = new_folder(self.path, script)
             self.lock = (self.path / "lock").open("w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.log = (self.path / "run.log").open("a", buffering=1)
@@ -141,6 +153,8 @@ class RunFolder:
             file.writelines(json.dumps(row, default=str) + "\n" for row in completions)
         self.trackers.log_completions(step, completions)
         self.log_metrics(step, metrics | {"time/step": seconds, "tokens/s": tokens / seconds})
+        if all(rollout.reward is None for rollout in batch.rollouts):
+            self.say(f"step {step}: no completion has a reward, so nothing is learned")
         if step in (self.steps_done + 1, self.args.steps):
             self.show(batch)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +30,8 @@ ROOT = Path(__file__).parents[2]  # the folder in which vLLM's workers find rlhf
 
 
 class RaySession:
-    """A context in which Ray runs, started here or joined at --ray-address. Its end leaves no process behind.
+    """A context in which Ray runs, started here or joined at --ray-address. Its end leaves no process behind, and a Ray
+    that was started here no socket of vLLM's.
 
     Every wait for actors calls `progress(phase, seconds)` every second, and takes no longer than --timeout.
     """
@@ -46,6 +48,8 @@ class RaySession:
         if self.address is None:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False}
+            self.sockets = tempfile.TemporaryDirectory(prefix="rlhf-", ignore_cleanup_errors=True)
+            variables["VLLM_RPC_BASE_PATH"] = self.sockets.name
         try:
             address = self.address or ""
             if "//" not in address and (address.count(":") == 1 or "[" in address):
@@ -75,6 +79,8 @@ class RaySession:
             with suppress(psutil.Error):
                 process.kill()
         _running(family, 3)  # a killed process takes a moment to go
+        if self.address is None:
+            self.sockets.cleanup()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
 

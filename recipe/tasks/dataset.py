@@ -82,7 +82,10 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
         for message in prompt
     )
     if not (is_chat or isinstance(prompt, str)) or not prompt:
-        raise TaskError(f'{origin}: not an object with a "prompt" that is a text or a list of chat messages')
+        raise TaskError(
+            f'{origin}: not an object with a "prompt" that is a text, or a list of chat messages with "role" and'
+            ' "content", and not empty'
+        )
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError) as error:

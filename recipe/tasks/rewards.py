@@ -216,7 +216,7 @@ def finish(functions: dict[str, Callable], arguments: dict, started: dict[str, F
     wait(futures.values(), return_when=FIRST_EXCEPTION)
     for name, future in futures.items():
         if future.done() and (error := future.exception()):  # the user's code can raise anything
-            raise failed(f"the reward {name}", error) if isinstance(error, Exception) else error
+            raise failed(f"the reward {name}", error) if isinstance(error, Exception | SystemExit) else error
     return {name: futures[name].result() for name in functions}
 
 
