@@ -111,6 +111,11 @@ def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monk
     assert sync.device_kind() == ("NVIDIA H200", 81559 << 20)
 
 
+def test_adapters_are_timed_with_one_trainer_alone(sync):
+    with pytest.raises(RunError, match="--lora-rank is for one trainer"):
+        sync.main(sync.Arguments(lora_rank=4, trainers=2))
+
+
 @pytest.mark.parametrize("fault", ["raises", "waits"])
 def test_way_that_would_wait_for_ever_ends(sync, monkeypatch, fault):
     def get(call, timeout):

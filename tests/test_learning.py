@@ -192,7 +192,7 @@ def test_gradient_is_that_of_all_logits(tmp_path, monkeypatch, architecture, gra
 
 def test_model_without_a_trunk_is_refused(model, monkeypatch):
     monkeypatch.setattr(transformers.OPTForCausalLM, "get_decoder", lambda self: self)  # as Llama 4's text model
-    with pytest.raises(RunError, match=r"OPTForCausalLM is not of a trunk and a head"):
+    with pytest.raises(RunError, match=r"trunk and its head separately, and OPTForCausalLM has no such trunk"):
         GRPOLearner(model, config(), CPU)
 
 
@@ -809,6 +809,7 @@ def flags(monkeypatch):
         (["--updates", "2"], "unrecognized arguments: --updates 2"),
         (["--num-epochs", "0"], "argument --num-epochs: Input should be greater than or equal to 1, not 0"),
         (["--timeout", "0"], "argument --timeout: Input should be greater than 0, not 0.0"),
+        (["--clip-low", "2"], "argument --clip-low: Input should be less than or equal to 1, not 2.0"),
         (["--loss", "cispo", "--mismatch-correction", "tis"], "clips the ratio of trainer to engine itself"),
         (["--resume", "nowhere"], "--resume nowhere: not a run folder"),
         (["--resume", "nowhere", "--output", "here"], "--resume continues in that run's folder: it takes no --output"),

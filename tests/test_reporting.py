@@ -142,7 +142,9 @@ def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys
         run.log_step(1, batch(None, None), REPORT, unknown)
         assert run.summary(batch(1.0, 0.0), 1e-7).startswith("OK: reward nan -> 0.500 in 1 steps")
         assert run.draw().exists()
-    assert capsys.readouterr().out.startswith("step 1/3  mismatch 1.0e-07")
+    said = capsys.readouterr().out
+    assert said.startswith("step 1/3  mismatch 1.0e-07")
+    assert "\nstep 1: no completion has a reward, so nothing is learned\n" in said
 
 
 def test_samples_on_the_screen_are_cut_to_a_line_each(tmp_path, capsys):

@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.utils import _to_kwargs
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_utils
 
 from recipe.errors import MismatchError
 from recipe.learning import sharding
@@ -219,7 +219,10 @@ def load_watched(folder, model):
         loaded.append(weakref.ref(module))
         return module
 
-    Model._from_pretrained = watched
+    def warm_up(*_):
+        raise AssertionError("on a GPU, this would allocate the whole model")
+
+    Model._from_pretrained, modeling_utils.caching_allocator_warmup = watched, warm_up
     GRPOLearner(model, config(kl_coef=0.1), CPU)
     assert alive == [0, 0, 1]  # the policy, then sharded; the reference beside the policy
 

@@ -255,7 +255,8 @@ class Model:
     def _choose_computation(self, module) -> None:
         """Find out by which attention this fp32 model, and all models `like` it, compute."""
         if module.get_decoder() is module:
-            raise RunError(f"{type(module).__name__} is not of a trunk and a head, which the trainer calls apart")
+            name = type(module).__name__
+            raise RunError(f"the trainer calls a model's trunk and its head separately, and {name} has no such trunk")
         self.attention = choose_attention(module, self.config.attention)
         add_forward(module, "can_share_prompts", can_share_prompts)
         if self.attention.name == "sdpa" and module.can_share_prompts(random_prompts(module)):
