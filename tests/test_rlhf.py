@@ -129,7 +129,9 @@ def assert_shows_only_what_a_user_prints(text):
     for what in ("self.learner.learn", "self.take_weights", "the reward"):
         assert f"printed by {what}" in text
     actors = [line for line in text.splitlines() if "pid=" in line and "ray::" not in line]  # but for a traceback
-    assert all("printed by" in line for line in actors), actors
+    # Ray's workers write a text and its newline apart. When Ray reads in between, it passes an empty line on.
+    strangers = [line for line in actors if "printed by" not in line and not line.endswith(")\x1b[0m ")]
+    assert strangers == []
     assert "INFO" not in text
 
 
