@@ -9,7 +9,7 @@ import torch
 from .link import WeightSyncError
 
 SAMPLED_ROWS = 4  # rows of a merged weight that are computed again
-TILING = {"ROWS": 64, "COLUMNS": 64, "RANKS": 16, "num_warps": 4}  # of the kernel
+TILING = {"ROWS": 32, "COLUMNS": 64, "RANKS": 16, "num_warps": 2}  # of the kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ class Merge:
     def _by_kernel(self, out: torch.Tensor) -> None:
         (rows, columns), (left, right) = self.base.shape, self._factors()
         strides = [stride for tensor in (self.base, left, right, out) for stride in tensor.stride()]
-        _kernel()[(-(-rows // TILING["ROWS"]), -(-columns // TILING["COLUMNS"]))](
+        _kernel()[(-(-columns // TILING["COLUMNS"]), -(-rows // TILING["ROWS"]))](
             *(self.base, left, right, out, -self.weight.scaling, rows, columns, right.shape[0], *strides),
             **TILING,
             enable_fp_fusion=False,  # torch rounds a product before it adds
@@ -121,16 +121,17 @@ def _kernel():
         base_row, base_column, left_row, left_rank, right_rank, right_column, out_row, out_column,
         ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
     ):  # fmt: skip
-        i = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-        j = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-        inside = (i < rows) & (j < columns)
-        weight = tl.load(base + i * base_row + j * base_column, inside, 0.0).to(tl.float32)
+        # Programs that run at the same time have the same rows, which lie together in memory.
+        i = (tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+        j = (tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         delta = tl.zeros([ROWS, COLUMNS], tl.float32)
         for begin in range(0, rank, RANKS):
             k = begin + tl.arange(0, RANKS)
             a = tl.load(left + i * left_row + k[None, :] * left_rank, (i < rows) & (k < rank)[None, :], 0.0)
             b = tl.load(right + k[:, None] * right_rank + j * right_column, (k < rank)[:, None] & (j < columns), 0.0)
             delta = tl.dot(a.to(tl.float32), b.to(tl.float32), delta, input_precision="ieee")  # in the order of k
+        inside = (i < rows) & (j < columns)
+        weight = tl.load(base + i * base_row + j * base_column, inside, 0.0).to(tl.float32)  # late: saves registers
         merged = weight - (delta * factor + 0.0)
         tl.store(out + i * out_row + j * out_column, merged.to(out.dtype.element_ty), inside)
 
