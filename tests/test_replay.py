@@ -19,7 +19,7 @@ from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel, pack_experts_when_loaded
-from weight_sync.example_protocols import CollectedWeights
+from weight_sync.receiver import CollectedWeights
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {

@@ -4,74 +4,14 @@ A worker keeps the weights that arrive. Once it has all that the engine needs, i
 the engine serves its old weights, and the new ones take the memory of one more copy of what the worker was sent.
 """
 
-from collections.abc import Callable
-
 import torch
 
-from .buckets import dtype_name
-from .engine_model import EngineModel
 from .groups import rebuild_ipc, synchronize
-from .link import CONNECT_SECONDS, Link, WeightSyncError, reason_of
+from .link import CONNECT_SECONDS, WeightSyncError, reason_of
 from .receiver import WeightReceiver
-from .trace import Write
 
 
-class CollectedWeights:
-    """The tensors that have arrived so far. One that arrives again replaces the first."""
-
-    def __init__(self, model: EngineModel):
-        self.model, self.weights = model, {}
-        self.traced: dict[str, list[Write]] = {}  # what loading each of them writes
-
-    def add(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Keep these tensors. Raises WeightSyncError for one that the engine cannot load."""
-        traced, problems = self.model.trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
-        if problems:
-            raise WeightSyncError(problems[0])
-        for name, weight in weights:
-            if traced[name]:  # else the weight is not for this worker
-                self.traced[name], self.weights[name], self.model.digest = traced[name], weight, None
-
-    def load_if_complete(self) -> None:
-        """Load the weights if none is missing. Raises WeightSyncError if vLLM's loader leaves something out."""
-        expected = self.model.expected_writes(self.traced)
-        if self.weights and not self.model.missing(expected):
-            weights = list(self.weights.items())
-            self.weights, self.traced = {}, {}
-            self.model.reload([weights], expected)
-            self.model.mark_complete(self.model.version + 1, self.model.weights_digest())
-
-
-class CollectingReceiver(WeightReceiver):
-    """Keeps weights until they are complete. A sync of a `WeightSender`, or the end of a session, drops them."""
-
-    collected_weights: CollectedWeights | None = None
-
-    def load_parameter(self, name: str, tensor: torch.Tensor) -> None:
-        """Take one whole tensor, named as in the checkpoint. The last one completes the next weight version.
-
-        Keeps the tensor itself until then: do not overwrite it. Raises WeightSyncError for a tensor that does not fit,
-        and with the last one if vLLM's loader leaves something out.
-        """
-        collected = self._collection()
-        collected.add([(name, tensor)])
-        collected.load_if_complete()
-
-    def _collection(self) -> CollectedWeights:
-        if self.collected_weights is None:
-            self.collected_weights = CollectedWeights(self._engine_model())
-        return self.collected_weights
-
-    def _run_sync(self, timeout: float, connect: Callable[[], Link]) -> int:
-        self.collected_weights = None
-        return super()._run_sync(timeout, connect)
-
-    def _close_link(self, error: str | None = None) -> None:
-        super()._close_link(error)
-        self.collected_weights = None
-
-
-class BroadcastProtocol(CollectingReceiver):
+class BroadcastProtocol(WeightReceiver):
     """The protocol of vLLM's example for engines on GPUs of their own."""
 
     def update_weight(self, name: str, dtype_name: str, shape) -> None:
@@ -85,7 +25,7 @@ class BroadcastProtocol(CollectingReceiver):
         self.load_parameter(name, weight)
 
 
-class SharedMemoryProtocols(CollectingReceiver):
+class SharedMemoryProtocols(WeightReceiver):
     """The protocols of vLLM's examples for engines on the trainer's GPUs."""
 
     def update_weights_from_ipc(self, zmq_handles: dict[str, str], timeout: float = 600.0) -> None:

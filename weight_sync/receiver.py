@@ -5,12 +5,39 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from .buckets import STAGING_BUFFERS, Piece, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
+from .buckets import STAGING_BUFFERS, Piece, dtype_name, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
 from .channels import Staging
 from .comparison import compare_quantized
 from .engine_model import EngineModel
 from .groups import device_id_of
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
+from .trace import Write
+
+
+class CollectedWeights:
+    """The tensors that have arrived so far. One that arrives again replaces the first."""
+
+    def __init__(self, model: EngineModel):
+        self.model, self.weights = model, {}
+        self.traced: dict[str, list[Write]] = {}  # what loading each of them writes
+
+    def add(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Keep these tensors. Raises WeightSyncError for one that the engine cannot load."""
+        traced, problems = self.model.trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
+        if problems:
+            raise WeightSyncError(problems[0])
+        for name, weight in weights:
+            if traced[name]:  # else the weight is not for this worker
+                self.traced[name], self.weights[name], self.model.digest = traced[name], weight, None
+
+    def load_if_complete(self) -> None:
+        """Load the weights if none is missing. Raises WeightSyncError if vLLM's loader leaves something out."""
+        expected = self.model.expected_writes(self.traced)
+        if self.weights and not self.model.missing(expected):
+            weights = list(self.weights.items())
+            self.weights, self.traced = {}, {}
+            self.model.reload([weights], expected)
+            self.model.mark_complete(self.model.version + 1, self.model.weights_digest())
 
 
 class WeightReceiver:
@@ -19,6 +46,7 @@ class WeightReceiver:
     channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_link: Link | None = None
     weight_staging: Staging | None = None
+    collected_weights: CollectedWeights | None = None  # until a sync of a `WeightSender`, or the end of a session
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -41,6 +69,16 @@ class WeightReceiver:
         model = self._engine_model()
         return model.weights_digest(buffers=False), model.state_digest()
 
+    def load_parameter(self, name: str, tensor: torch.Tensor) -> None:
+        """Take one whole tensor, named as in the checkpoint. The last one completes the next weight version.
+
+        Keeps the tensor itself until then: do not overwrite it. Raises WeightSyncError for a tensor that does not fit,
+        and with the last one if vLLM's loader leaves something out.
+        """
+        collected = self._collection()
+        collected.add([(name, tensor)])
+        collected.load_if_complete()
+
     def compare_weights(self) -> None:
         """Take part in one `WeightSender.compare_weights`. Errors are raised by the trainer, not here."""
         try:
@@ -61,7 +99,7 @@ class WeightReceiver:
 
     def _run_sync(self, timeout: float, connect: Callable[[], Link]) -> int:
         """Take part in one sync. Returns the version of the weights."""
-        model = self._engine_model()
+        self.collected_weights, model = None, self._engine_model()
         if self.weight_link is None:
             self.weight_link = connect()
         link = self.weight_link
@@ -155,9 +193,14 @@ class WeightReceiver:
         """Leave the session. With `error`, a waiting trainer raises it."""
         if self.weight_link is not None:
             self.weight_link.close(error)
-        self.weight_link = self.weight_staging = None
+        self.weight_link = self.weight_staging = self.collected_weights = None
         if hasattr(self, "weight_model"):
             self.weight_model.replay_steps = None
+
+    def _collection(self) -> CollectedWeights:
+        if self.collected_weights is None:
+            self.collected_weights = CollectedWeights(self._engine_model())
+        return self.collected_weights
 
     def _engine_model(self) -> EngineModel:
         if not hasattr(self, "weight_model"):
