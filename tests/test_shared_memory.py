@@ -128,6 +128,13 @@ def test_fifty_syncs_leave_memory_and_files_as_they_were():
     assert not os.path.exists(channel.folder)
 
 
+def test_channel_that_nobody_used_leaves_no_folder():
+    channel = SharedMemoryChannel(CPU)
+    folder = channel.folder
+    del channel
+    assert not os.path.exists(folder)
+
+
 def test_file_of_a_shared_buffer_closes_with_its_tensor():
     buffer = shared_buffer(1 << 12, CPU)
     _, (path, *_) = share_tensor(buffer)

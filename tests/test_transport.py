@@ -10,15 +10,19 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from conftest import ROOT
 from torch.distributed import TCPStore, rendezvous
 
 from recipe.learning.sharding import join_ranks
@@ -374,9 +378,38 @@ def test_group_that_does_not_come_together_is_an_error(monkeypatch):
     monkeypatch.setattr(groups_module, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    for rank in (0, 1):
-        with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}: "):
+    for rank, reason in [(0, "Timed out .* waiting for clients"), (1, "The client socket has timed out")]:
+        with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}: {reason}"):
             stateless_init_process_group("127.0.0.1", port, rank, 2, torch.device("cpu"))
+
+
+def test_second_sender_on_a_group_is_refused_and_leaves_the_first_alone():
+    trainer, other = groups(2)
+    receiving = Receiving(Worker(Engine(), other), syncs=2)
+    sender = WeightSender(trainer)
+    for version in (1, 2):
+        assert sender.send_weights([("w", torch.ones(4))]).version == version
+        with pytest.raises(WeightSyncError, match="has a WeightSender: call that one"):
+            WeightSender(trainer)
+    receiving.join(10)
+    assert receiving.error is None
+
+
+LEAVES_DURING_A_BROADCAST = """
+import torch
+from test_transport import groups
+
+trainer, other = groups(2)
+trainer.start_broadcast(torch.zeros(1 << 26), src=0)
+trainer.destroy()
+other.destroy()
+"""
+
+
+def test_process_that_leaves_a_group_during_a_broadcast_and_ends_does_not_abort():
+    paths = os.pathsep.join(map(str, [Path(__file__).parent, ROOT]))
+    command = [sys.executable, "-c", LEAVES_DURING_A_BROADCAST]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=True)
 
 
 def test_workers_that_keep_a_tensor_in_different_dtypes_are_an_error():

@@ -9,6 +9,7 @@ import json
 import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -204,6 +205,7 @@ class SharedMemoryChannel:
             refuse_expandable_segments()
         self.device, self.workers = device, workers
         self.folder = tempfile.mkdtemp(prefix="weight-sync-")  # mode 0700: no other user reaches the socket
+        self.remove_folder = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(f"{self.folder}/link")
         self.server.listen()
@@ -229,4 +231,4 @@ class SharedMemoryChannel:
 
     def _stop_listening(self) -> None:
         self.server.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.remove_folder()

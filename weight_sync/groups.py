@@ -42,7 +42,7 @@ class GlooCommunicator:
     def destroy(self) -> None:
         """Leave the group, in a thread: gloo waits for unfinished broadcasts until its timeout."""
         only_reference = [vars(self).pop("_gloo", None)]  # whoever drops it waits
-        threading.Thread(target=only_reference.clear, daemon=True).start()
+        threading.Thread(target=only_reference.clear).start()  # no daemon: a process that ends meanwhile would abort
 
 
 def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device):
@@ -61,7 +61,9 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
             options["listen_socket"] = socket.create_server((master_address, master_port), family=family)
         group = StatelessProcessGroup.create(master_address, master_port, rank, world_size, **options)
     except (OSError, torch.distributed.DistError) as error:  # rank 0 cannot listen there, or a rank is missing
-        raise WeightSyncError(f"no group at {host_and_port(master_address, master_port)}: {error}") from error
+        # If a rank is missing, vLLM closes a socket that TCPStore has closed, and fails at that.
+        reason = error.__context__ if isinstance(error.__context__, torch.distributed.DistError) else error
+        raise WeightSyncError(f"no group at {host_and_port(master_address, master_port)}: {reason}") from error
     if torch.device(device).type == "cpu":
         return GlooCommunicator(group)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator

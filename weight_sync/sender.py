@@ -51,12 +51,16 @@ class WeightSender:
     `SharedMemoryChannel` to the workers on the same device. If rank 0 of a sharded trainer has a communicator, the
     other ranks pass None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a
     worker has failed if an answer, or one pass over the weights, takes longer than so many seconds. Without, the limit
-    depends on the size of the weights.
+    depends on the size of the weights. A channel serves one sender: another one on it raises WeightSyncError.
     """
 
     def __init__(self, channel, replay: bool = True, timeout: float = math.inf):
         is_communicator = channel is not None and not isinstance(channel, SharedMemoryChannel)
         self.channel = BroadcastChannel(channel) if is_communicator else channel
+        if getattr(channel, "has_sender", False):
+            raise WeightSyncError("this channel has a WeightSender: call that one, or make a new channel on both sides")
+        if channel:
+            channel.has_sender = True
         self.replay, self.timeout, self.closed, self.version = replay, timeout, False, 0
         self.links: list[Link] = []  # to the workers
         # What the last handshake agreed on:
