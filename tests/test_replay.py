@@ -480,6 +480,17 @@ def test_elements_that_a_loader_writes_twice_count_once():
     assert engine.model.embed.weight[:20].equal(2 * rows)
 
 
+def test_tensors_that_only_the_engine_ties_are_refused():
+    class Tied(Padded):
+        def get_parameter(self, name):
+            return super().get_parameter(name.replace("head", "embed"))
+
+    engine = BracketedEngine(Tied())
+    metadata = [(name, "float32", (PADDED, HIDDEN)) for name in ("embed.weight", "head.weight")]
+    assert engine.preflight(metadata)[1] == ["embed.weight and head.weight: the engine has one weight for them"]
+    assert engine.preflight(metadata[:1])[1] == []
+
+
 class WithScale(Padded):
     def __init__(self):
         super().__init__()

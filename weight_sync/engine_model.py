@@ -68,7 +68,7 @@ class EngineModel:
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
         self.expected = self.expected_writes(traced)
         problems = problems or [f"nothing is sent for the engine's {name}" for name in self.missing(self.expected)]
-        return dtypes, problems
+        return dtypes, problems + _untied(traced)
 
     def expected_writes(self, traced: dict[str, list[Write]]) -> ExpectedWrites:
         """What a load of the traced tensors is to write."""
@@ -316,6 +316,15 @@ class EngineModel:
                 yield
         finally:
             logger.setLevel(level)
+
+
+def _untied(traced: dict[str, list[Write]]) -> list[str]:
+    """Problems: tensors that the engine ties and the trainer does not. The last one loaded would win."""
+    sent = {}  # by region
+    for name, writes in traced.items():
+        for region in {write.region for write in writes if isinstance(write.value, torch.Tensor)}:
+            sent.setdefault(region, []).append(name)
+    return [f"{' and '.join(names)}: the engine has one weight for them" for names in sent.values() if names[1:]]
 
 
 def repack_tied_layers(model: torch.nn.Module) -> None:
