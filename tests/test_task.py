@@ -358,6 +358,8 @@ def test_gsm8k_asks_the_hub_for_both_splits_and_lets_completions_end(load, monke
         ("#### $1,234.50", 1234.5),
         ("#### 5\nNo: #### -6.\nDone in 2 steps", -6),
         (r"So \boxed{\$1,000} for 3 people", 1000),
+        (r"So \boxed{\$1{,}000} for 3 people", 1000),
+        (r"$1{,}234{,}567.5$", 1234567.5),
         (r"\boxed{\text{7 apples}}, not \boxed{8}", 8),
         ("5 apples and 3,000 pears.", 3000),
         ("10-3", 3),

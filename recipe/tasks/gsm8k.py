@@ -28,7 +28,7 @@ def correct(completions: list, answer: list[str], **_) -> list[float]:
 
 def final_number(text: str) -> Decimal | None:
     r"""The number after the last "####", else the one in the last \boxed{}, else the last number, if there is any."""
-    text = text.replace("\N{MINUS SIGN}", "-")
+    text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")  # LaTeX: 1{,}000
     for pattern in (rf"####[^\d\n]*?{NUMBER}", rf"\\boxed{{[^\d}}]*?{NUMBER}", NUMBER):
         if numbers := re.findall(pattern, text):
             return Decimal(re.sub("[$,]", "", numbers[-1]))
