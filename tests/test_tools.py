@@ -4,10 +4,12 @@ pytest tests/test_tools.py
 """
 
 import asyncio
+import functools
 import importlib
 import json
 import re
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -194,6 +196,29 @@ async def whisper(text: str) -> str:
     return text.lower()
 
 
+def sing(text: str) -> str:
+    """
+    Say it with a melody.
+
+    Args:
+        text: What to sing.
+    """
+    return whisper(f"~{text}~")  # a coroutine
+
+
+class Wrapped:
+    """A function, as an object that is called like it."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+
+    async def __call__(self, **arguments):
+        return await self.__wrapped__(**arguments)
+
+
+hum = Wrapped(whisper)
+
+
 def fail(kind: str) -> str:
     """
     Go wrong.
@@ -368,6 +393,13 @@ def test_several_calls_of_a_turn_sync_and_async_are_answered_in_their_order(conv
     assert converse.made.tokenizer.decode(first.completion_ids).endswith("</s>=a=BB:done</s>")
 
 
+@pytest.mark.parametrize(("tool", "answer"), [("whisper", "a"), ("hum", "a"), ("sing", "~a~")])
+def test_coroutines_are_awaited_whatever_makes_them(converse, tool, answer):
+    called = "sing" if tool == "sing" else "whisper"
+    first, *_ = converse(call_once(f'[{called}(text="A")]'), tools=[f"test_tools:{tool}"])
+    assert answers(first) == [answer]
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -509,6 +541,25 @@ def test_environment_whose_call_timed_out_is_thrown_away_and_gives_no_reward(con
     assert Counter.made - before == 5
 
 
+HANGS = """
+import threading
+from concurrent.futures import wait
+from test_tools import MESSAGES, Counter, load_task, rlhf
+from recipe.rollouts.conversation import together
+from recipe.tasks.dataset import Row
+
+tools = load_task(rlhf.Arguments(environment="test_tools:Counter", dataset=None, reward=[])).tools
+Counter.__init__ = lambda self: threading.Event().wait()
+row = Row(MESSAGES, {}, "row 0")
+opening = together(tools.open(row, evaluation=False) for _ in range(2))  # one of them is there
+assert not wait([opening], timeout=0.5).done
+"""
+
+
+def test_process_ends_although_an_environment_is_never_made():
+    subprocess.run([sys.executable, "-c", HANGS], timeout=60, check=True, cwd=Path(__file__).parent)
+
+
 def test_row_chooses_among_several_environments(converse, monkeypatch):
     rows = [{"prompt": MESSAGES, "environment": name} for name in BOTH]
     monkeypatch.setattr(sys.modules[__name__], "prompts", lambda split: rows)
@@ -536,6 +587,7 @@ def test_environment_needs_no_dataset(converse, monkeypatch):
     ("flags", "error"),
     [
         ({"tools": ["test_tools:Undocumented"]}, "Undocumented"),
+        ({"tools": ["test_tools:NAMELESS"]}, "the tool .*Wrapped object.*: .*is not a module, class, method"),
         ({"environment": "test_tools:MESSAGES"}, "not a factory"),
         ({"environment": "test_tools:Engines"}, "raised TypeError"),
         ({"environment": "test_tools:SimpleNamespace"}, "has no method reset"),
@@ -651,6 +703,7 @@ class AsyncEngines(Engines):
         return SimpleNamespace(future=lambda: answer)
 
 
+NAMELESS = object.__new__(Wrapped)
 HELD = threading.Event()
 
 

@@ -19,22 +19,31 @@ def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
     return loop
 
 
+def is_async(function: Callable) -> bool:
+    """Whether this is a coroutine function, or an object whose `__call__` is one."""
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+
 class Environment:
     """The tools of one conversation at a time: functions and, if there is a `factory`, the methods of the instance that
-    it makes. The instance has a thread of its own, since a database's connection belongs to one."""
+    it makes. The instance has a thread of its own, since a database's connection belongs to one, and is there when the
+    future `made` is done. The thread is a daemon: a process ends although one of its calls does not."""
 
     def __init__(self, factory: Callable | None, functions: list[Callable], pool: list["Environment"]):
-        self.pool, self.lost = pool, False  # lost: a call has not returned in time
+        self.pool, self.lost, self.instance = pool, False, None  # lost: a call has not returned in time
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
-        self.instance = self.begin(factory).result() if factory else None
+        self.made = self.begin(self._make, factory=factory, functions=functions)
+
+    def _make(self, factory: Callable | None, functions: list[Callable]) -> None:
+        self.instance = _result(factory) if factory else None
         members = inspect.getmembers(type(self.instance), inspect.isfunction)  # of the class: no property is evaluated
         names = [name for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
         self.tools = {tool.__name__: tool for tool in [*functions, *(getattr(self.instance, name) for name in names)]}
 
     def begin(self, function: Callable, /, **arguments) -> Future:
         """Call a function in this environment's thread, or a coroutine function in the users' event loop."""
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
 
             async def call():  # so that wrong arguments are an error of the call
                 return await function(**arguments)
@@ -56,11 +65,17 @@ class Environment:
             job()
 
 
+def _result(call: Callable):
+    """What a call returns or, if that is a coroutine, what it returns in the users' event loop."""
+    result = call()
+    return asyncio.run_coroutine_threadsafe(result, event_loop()).result() if inspect.iscoroutine(result) else result
+
+
 def _run(call: Callable, future: Future) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(call())
+        future.set_result(_result(call))
     except BaseException as error:  # also an exit, which is for the one who waits
         # An event loop passes on no exits and no StopIteration.
         passes = isinstance(error, Exception) and not isinstance(error, StopIteration)

@@ -25,7 +25,7 @@ from ..errors import TaskError
 from ..functions import failed, named_function
 from ..learning.rollout import Rollout
 from .dataset import Row
-from .environment import Environment, event_loop
+from .environment import Environment, event_loop, is_async
 
 OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -195,7 +195,7 @@ def begin(functions: dict[str, Callable], arguments: dict) -> dict[str, Future]:
     return {
         name: asyncio.run_coroutine_threadsafe(function(**arguments), event_loop())
         for name, function in functions.items()
-        if _is_async(function)
+        if is_async(function)
     }
 
 
@@ -240,10 +240,6 @@ def _check_signature(name: str, function: Callable, arguments: list[str]) -> Non
         raise TaskError(f"--reward {name} cannot be called as {call}, all by name: {error}") from error
     except ValueError:
         pass  # a builtin without a signature
-
-
-def _is_async(function: Callable) -> bool:
-    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def _run(call: Callable, future: Future) -> None:

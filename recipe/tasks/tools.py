@@ -54,6 +54,8 @@ class Tools:
     def __init__(self, args: ToolArguments):
         self.args, self.max_model_len = args, None  # the tokens that an engine takes, once it has started
         self.functions = [named_function("--tools", name) for name in args.tools or ()]
+        for function in self.functions:
+            _schema(function)  # raises for what is no documented function
         factory = named_value("--environment", args.environment) if args.environment else None
         self.rows_choose = isinstance(factory, dict)
         self.factories = factory if self.rows_choose else {None: factory}
@@ -66,6 +68,7 @@ class Tools:
         for name, factory in self.factories.items():
             try:
                 environment = Environment(factory, self.functions, self.pools[name, False])
+                environment.made.result()
             except Exception as error:  # the user's code
                 raise failed(f"--environment {args.environment}", error) from error
             self.environments[id(environment.instance)], cls = environment, type(environment.instance)
@@ -109,7 +112,8 @@ class Tools:
             if pool:
                 environment = pool.pop()
             else:
-                environment = await asyncio.to_thread(Environment, self.factories[name], self.functions, pool)
+                environment = Environment(self.factories[name], self.functions, pool)
+                await asyncio.wrap_future(environment.made)
                 self.environments[id(environment.instance)] = environment
             if environment.instance is None:
                 return environment, None
