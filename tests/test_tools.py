@@ -677,6 +677,26 @@ def test_tokens_of_answers_are_trls(name, trls, eos):
         assert template.answer_ids(some, tokenizer.eos_token_id) == GRPOTrainer._get_tool_suffix_ids(trainer, some)
 
 
+@pytest.mark.parametrize(
+    ("name", "end", "begins"),
+    [
+        ("glm4moe", "<|endoftext|>", "<|observation|>\n<tool_response>\nfound it"),
+        ("glm4moe", "<|observation|>", "\n<tool_response>\nfound it"),  # which the policy has sampled
+        ("glm4moe", "<|user|>", "<|observation|>\n<tool_response>\nfound it"),
+        ("gemma4", "<|tool_response>", "response:look{value:"),
+        ("gemma4", "<turn|>", "response:look{value:"),
+        ("llama3_1", "<|eom_id|>", "<|start_header_id|>ipython<|end_header_id|>"),
+    ],
+)
+def test_answers_follow_a_turn_that_another_token_has_ended(name, end, begins):
+    """It comes once, and nothing of the placeholders for the turns before is in the answers."""
+    tokenizer = of_template(name, {"glm4moe": "<|endoftext|>", "gemma4": "<eos>", "llama3_1": "<|eot_id|>"}[name])
+    tokenizer.add_tokens([end], special_tokens=True)
+    messages = [{"role": "tool", "name": "look", "content": "found it"}]
+    ids = ChatTemplate(tokenizer, {}).answer_ids(messages, tokenizer.convert_tokens_to_ids(end))
+    assert tokenizer.decode(ids).startswith(begins)
+
+
 @pytest.mark.parametrize("name", ["llama3", "phi3"])
 def test_template_that_is_not_made_for_tools_is_refused(name):
     with pytest.raises(TaskError, match="the chat template"):

@@ -46,6 +46,7 @@ class ChatTemplate:
             turn["tool_calls"] = [{"type": "function", "function": function}]
             before = [{"role": "user", "content": "?"}, turn]
             try:
+                begin = len(self._encode(self._render(before[:1])))  # of the turn
                 prefix = self._encode(self._render(before))
                 whole = self._encode(self._render([*before, *answers], add_generation_prompt=True))
             except Exception as error:  # templates raise what they like
@@ -53,10 +54,11 @@ class ChatTemplate:
                 continue
             # What the template writes after a turn's end, such as a line break, was not sampled.
             ends = (self.tokenizer.eos_token_id, end)  # the last `end` counts or, without one, the last EOS
-            lengths = [i + 1 for last in ends for i, token in enumerate(prefix) if token == last]
+            lengths = [i + 1 for last in ends for i in range(begin, len(prefix)) if prefix[i] == last]
             prefix = prefix[: lengths[-1]] if lengths else prefix
             if whole[: len(prefix)] == prefix:
-                return whole[len(prefix) :]
+                ids = whole[len(prefix) :]
+                return ids[1:] if ids[:1] == [end] else ids  # GLM ends a turn by the token that answers begin with
         raise TaskError(
             f"the chat template cannot add a tool's answer to a conversation ({problem}): --chat-template-kwargs takes"
             ' another one, as {"chat_template": "..."}'
