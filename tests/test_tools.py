@@ -26,6 +26,7 @@ from conftest import cpu_only
 from test_extending import code_of
 from test_learning import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
+from vllm.tool_parsers import ToolParser, ToolParserManager
 
 import rlhf
 import rlhf_async
@@ -594,10 +595,12 @@ def test_environment_needs_no_dataset(converse, monkeypatch):
         ({"environment": "test_tools:BOTH", "dataset": None}, "--dataset"),
         ({"environment": "test_tools:Silent", "reward": None}, "--reward is missing"),
         ({"tools": ["test_tools:shout"], "tool_parser": "nobody"}, "--tool-parser nobody"),
+        ({"tools": ["test_tools:shout"], "tool_parser": "abstract"}, "--tool-parser abstract: vLLM finds these calls"),
         ({"tools": ["test_tools:shout"], "dataset": "recipe.tasks.uppercase:prompts"}, "chat messages, not for a text"),
     ],
 )
-def test_what_cannot_be_used_is_said_before_the_engine_starts(converse, flags, error):
+def test_what_cannot_be_used_is_said_before_the_engine_starts(converse, monkeypatch, flags, error):
+    monkeypatch.setitem(ToolParserManager.tool_parsers, "abstract", ToolParser)  # as gpt-oss's and Cohere's are
     with pytest.raises(TaskError, match=error):
         converse(lambda *_: "end", **flags)
 

@@ -81,13 +81,19 @@ class Tools:
 
     def prepare(self, template: ChatTemplate) -> None:
         """Prepare for conversations in this chat template."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
         self.template = template
         self.template.check_tools()
+        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}])
         try:
             self.parser = ToolParserManager.get_tool_parser(self.args.tool_parser)
-            self.parser(template.tokenizer)
+            self.parser(template.tokenizer).extract_tool_calls("", request)
+        except NotImplementedError as error:  # gpt-oss's, for example
+            raise TaskError(
+                f"--tool-parser {self.args.tool_parser}: vLLM finds these calls only in its server"
+            ) from error
         except Exception as error:  # an unknown name, or a tokenizer without the parser's tokens
             raise TaskError(f"--tool-parser {self.args.tool_parser}: {error}") from error
 
