@@ -29,7 +29,7 @@ from recipe.rollouts.engine import complete, resample
 from recipe.run.arguments import parse
 from recipe.tasks.dataset import Row
 from recipe.tasks.gsm8k import final_number
-from recipe.tasks.rewards import Batch, Group, Rewards, reward_metrics
+from recipe.tasks.rewards import Batch, Group, Rewards, completion_text, reward_metrics
 from recipe.tasks.task import load_task
 from recipe.tasks.tiny_model import byte_tokenizer
 from recipe.tasks.uppercase import uppercase
@@ -491,6 +491,23 @@ def test_tools_reach_the_chat_template_as_they_are_in_their_row(load, suffix):
         "</s><user>Hi<assistant>",
     ]
     assert [row.columns["tools"] for row in task.rows] == tools
+
+
+def test_content_in_parts_is_text_for_template_screen_and_rewards_or_an_error(load):
+    tokenizer = chat_tokenizer()
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    save_model(tokenizer)
+    write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": parts}]})
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model")
+    assert task.rows[0].text == "Hi there"
+    assert completion_text([{"role": "tool", "content": parts}]) == "Hi there"
+    assert completion_text([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
+    strict = "{% for message in messages if message.content is string %}{{ message.content }}{% endfor %}!"
+    tokenizer.chat_template = strict  # as Qwen3's: other content is no content
+    save_model(tokenizer)
+    with pytest.raises(TaskError, match=r"rows.jsonl, row 0 of train: the chat template leaves out content in parts"):
+        task.tokenize("model")
 
 
 def test_system_prompt_goes_before_messages_that_have_none(load):

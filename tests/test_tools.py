@@ -421,10 +421,72 @@ def test_tool_that_fails_answers_its_error_and_the_conversation_goes_on(converse
     assert converse.made.batch.metrics["tools/failure_frequency"] == 1
 
 
-@pytest.mark.parametrize("text", ["[shout(text=]", "shout", "[1]", "[shout(text=open)]"])
-def test_what_is_no_call_is_text_and_ends_the_conversation(converse, text):
-    first, *_ = converse(lambda *_: text, tools=["test_tools:shout"])
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        *(("pythonic", text) for text in ("[shout(text=]", "shout", "[1]", "[shout(text=open)]")),
+        ("internlm", "<|action_start|><|plugin|>[shout]"),  # vLLM's parser raises
+    ],
+)
+def test_what_is_no_call_is_text_and_ends_the_conversation(converse, parser, text):
+    first, *_ = converse(lambda *_: text, tools=["test_tools:shout"], tool_parser=parser)
     assert first.messages == [{"role": "assistant", "content": text}]
+
+
+class Deep(ToolParser):
+    """Finds a call whose arguments are nested as deeply as a policy that repeats itself may nest them."""
+
+    def extract_tool_calls(self, model_output, request):
+        function = SimpleNamespace(name="shout", arguments="[" * 5000)
+        return SimpleNamespace(tools_called=True, tool_calls=[SimpleNamespace(function=function)], content=None)
+
+
+def test_arguments_that_json_cannot_read_are_an_error_of_the_call(converse, monkeypatch):
+    monkeypatch.setitem(ToolParserManager.tool_parsers, "deep", Deep)
+    first, *_ = converse(lambda *_: "go", tools=["test_tools:shout"], tool_parser="deep")
+    assert first.truncated  # by the error's text
+    assert converse.made.batch.metrics["tools/failure_frequency"] == 1
+
+
+def test_reasoning_is_no_content_and_calls_no_tools(converse):
+    call = '<tool_call>{"name": "shout", "arguments": {"text": "%s"}}</tool_call>'
+    said = (
+        f"<think>\nPerhaps {call % 'a'}.\n</think>\n\nSo: {call % 'b'}",
+        "Hm.</think>It said B.",
+        "<think>\n\n</think>\n\nB",
+    )
+
+    def says(text, number):
+        return said[1 + number % 2] if "=B" in text else said[0]
+
+    first, second, *_ = converse(says, tools=["test_tools:shout"], tool_parser="hermes", max_tokens=220)
+    turn, answer, end = first.messages
+    assert (turn["reasoning_content"], turn["content"]) == (f"Perhaps {call % 'a'}.", "So: ")
+    assert answer["content"] == "B"
+    assert end == {"role": "assistant", "reasoning_content": "Hm.", "content": "It said B."}
+    assert second.messages[-1] == {"role": "assistant", "content": "B"}
+    assert converse.made.tokenizer.decode(first.completion_ids) == f"{said[0]}</s>=B:{said[1]}</s>"
+
+
+def parts() -> list[dict]:
+    """
+    Answer in parts.
+    """
+    return [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
+
+
+def halves() -> str:
+    """
+    Answer with half an emoji.
+    """
+    return "a\ud83d"
+
+
+@pytest.mark.parametrize(("tool", "answer"), [("parts", "one, two"), ("halves", "a?")])
+def test_answers_are_text_that_any_template_takes(converse, tool, answer):
+    first, *_ = converse(call_once(f"[{tool}()]"), tools=[f"test_tools:{tool}"])
+    assert answers(first) == [answer]
+    assert f"={answer}:" in converse.made.tokenizer.decode(first.completion_ids)
 
 
 @pytest.mark.parametrize(("limit", "turns"), [(0, 1), (2, 3), (None, 4)])

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import TaskError
 from ..learning.rollout import Rollout
-from ..tasks.dataset import Row
+from ..tasks.dataset import Row, content_text
 from ..tasks.environment import Environment, event_loop
 from ..tasks.rewards import Group
 from ..tasks.tools import Tools
@@ -53,8 +53,8 @@ class Conversation:
         self.environment, text = await self.tools.open(self.row, self.evaluation)
         if text is not None:
             last = self.prompt[-1]
-            in_parts = isinstance(last["content"], list)
-            content = last["content"] + ([{"type": "text", "text": text}] if in_parts else text)
+            content = last.get("content", "")
+            content = content + ([{"type": "text", "text": text}] if isinstance(content, list) else text)
             self.prompt = [*self.prompt[:-1], last | {"content": content}]
             self.prompt_ids = self.tools.template.prompt_ids(self.prompt, self.schemas, self.row.origin)
         if self.tools.max_model_len and len(self.prompt_ids) >= self.tools.max_model_len:
@@ -117,8 +117,11 @@ class Conversation:
             result, failed = await self._result(call)
             self.calls += 1
             self.failures += failed
-            in_parts = isinstance(result, list) and all(isinstance(part, dict) and "type" in part for part in result)
-            content = result if result and in_parts else str(result)
+            in_parts = isinstance(result, list) and all(
+                isinstance(part, dict) and part.get("type") == "text" for part in result
+            )
+            content = content_text(result) if result and in_parts else str(result)
+            content = content.encode(errors="replace").decode()  # half a character, which no tokenizer takes, is a "?"
             answers.append({"role": "tool", "name": function["name"], "content": content})
         return answers
 
@@ -182,26 +185,40 @@ def together(coroutines: Iterable) -> Future:
 
 
 def parse(tools: Tools, schemas: list[dict], ids: list[int], truncated: bool) -> dict:
-    """A turn of the policy as a message. What vLLM's parser does not recognize as calls of tools is plain text."""
+    """A turn of the policy as a message. Reasoning calls no tools, and what vLLM's parser does not recognize as calls
+    is plain text."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     tokenizer = tools.template.tokenizer
     text = tokenizer.decode(ids if truncated else ids[:-1], skip_special_tokens=False)  # which may delimit calls
     request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=schemas or None)
-    parsed = tools.parser(tokenizer, request.tools).extract_tool_calls(text, request)
-    if not parsed.tools_called:
-        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    message, said = _without_reasoning(text)
+    try:
+        parsed = tools.parser(tokenizer, request.tools).extract_tool_calls(said, request)
+    except Exception:  # of some parsers, for calls that are malformed or nested too deeply
+        parsed = None
+    if not parsed or not parsed.tools_called:
+        message, said = _without_reasoning(tokenizer.decode(ids, skip_special_tokens=True))
+        return message | {"content": said}
     calls = []
     for call in parsed.tool_calls:
         function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
         calls.append({"type": "function", "function": function})
-    return {"role": "assistant", "content": parsed.content or "", "tool_calls": calls}
+    return message | {"content": parsed.content or "", "tool_calls": calls}
+
+
+def _without_reasoning(text: str) -> tuple[dict, str]:
+    """The assistant's message with its reasoning, if there is any, and the text after that."""
+    reasoning, end, said = text.partition("</think>")
+    reasoning = reasoning.replace("<think>", "", 1).strip()
+    message = {"role": "assistant"} | ({"reasoning_content": reasoning} if end and reasoning else {})
+    return message, said.lstrip() if end else text
 
 
 def _arguments(text: str):
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text  # for which `_call` answers an error
 
 

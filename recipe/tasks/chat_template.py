@@ -29,6 +29,9 @@ class ChatTemplate:
             text = self._render(messages, tools=tools or None, **options)
         except Exception as error:  # templates raise what they like
             raise TaskError(f"{origin}: the chat template raised {type(error).__name__}: {error}") from error
+        content = messages[-1].get("content")
+        if isinstance(content, list) and not all(part.get("text", "").strip() in text for part in content):  # Qwen3's
+            raise TaskError(f"{origin}: the chat template leaves out content in parts: it takes a text")
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
     def answer_ids(self, answers: list[dict], end: int) -> list[int]:
@@ -81,10 +84,8 @@ class ChatTemplate:
     def _render(self, messages: list[dict], **options) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **self.options)
 
-    def _marked(self, content):
+    def _marked(self, content: str) -> str:
         """A tool's content, with marks in place of special tokens."""
-        if isinstance(content, list):  # of parts, as {"type": "text", "text": "..."}
-            return [part | {"text": self._marked(part["text"])} if "text" in part else part for part in content]
         return self.special_text.sub(lambda match: f"\ue000{self.special.index(match[0])}\ue001", content)
 
     def _encode(self, text: str) -> list[int]:

@@ -26,7 +26,12 @@ class Row:
     @property
     def text(self) -> str:
         """The prompt as it is shown on the screen: the text, or the last message's."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1].get("content", "")
+        return self.prompt if isinstance(self.prompt, str) else content_text(self.prompt[-1].get("content"))
+
+
+def content_text(content: str | list[dict] | None) -> str:
+    """The text of a message's content, which may be in parts, as {"type": "text", "text": "..."}. None is no text."""
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""
 
 
 def load_rows(

@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import TaskError
 from ..functions import failed, named_function
 from ..learning.rollout import Rollout
-from .dataset import Row
+from .dataset import Row, content_text
 from .environment import Environment, event_loop, is_async
 
 OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
@@ -69,7 +69,7 @@ class Batch:
 
 def completion_text(completion: str | list[dict]) -> str:
     """The text of a completion, as a reward gets it; the last message's, if it is a conversation."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    return completion if isinstance(completion, str) else content_text(completion[-1].get("content"))
 
 
 class Rewards:
