@@ -37,6 +37,7 @@ from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import RolloutsAhead
 from recipe.rollouts.conversation import Turn
 from recipe.rollouts.engine import NEXT_TURN, complete, sampling_options, turn_options
+from recipe.rollouts.evaluation import evaluate
 from recipe.run.arguments import parse
 from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
@@ -534,6 +535,23 @@ def test_each_completion_has_an_environment_of_its_own_that_is_used_again(conver
     assert tools == ["add", "wait"]
     converse(says, evaluation=True)
     assert Counter.made - before == 8
+
+
+def held_out(split):
+    return [{"prompt": MESSAGES, "number": 100 + i} for i in range(7)]
+
+
+def test_evaluation_has_no_more_environments_at_a_time_than_a_step(converse):
+    def says(text, _):
+        return "end" if "=sum" in text else "[add(number=1)]"
+
+    flags = {"eval_dataset": "test_tools:held_out", "eval_every": 1, "eval_samples": 2}
+    converse(says, environment="test_tools:Counter", **flags)
+    before, made = Counter.made, converse.made
+    metrics = evaluate(made.engines, made.task, made.args, 0)
+    assert Counter.made - before == 4  # for two prompts, of seven
+    assert (metrics["eval/reward"], metrics["eval/turns/mean"]) == (1, 2)
+    assert len(made.engines.turns) == 2 * (4 + 14)
 
 
 def test_resets_text_is_appended_to_the_last_message_and_rewards_see_it(converse, monkeypatch):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ..run.actors import ActorGroup
-from ..tasks.rewards import Batch
+from ..tasks.rewards import Batch, reward_metrics
 from ..tasks.task import Task
 from .engine import complete
 
@@ -30,8 +30,13 @@ def evaluate(
     started, samples = time.perf_counter(), args.eval_samples or 1
     temperature = args.temperature if args.eval_samples else 0.0
     sampling = dataclasses.replace(args, group_size=samples, temperature=temperature)
-    batch = complete(engines, task.eval_rows, sampling, step=0, evaluation=True, tools=task.tools)
-    batch = (score or task.rewards.score)(batch, step)
+    rows, groups = task.eval_rows, []
+    # Each conversation has a thread and an environment: no more at a time than in a step of training.
+    at_once = max(1, args.prompts_per_step * args.group_size // samples) if task.tools else len(rows)
+    for part, first in enumerate(range(0, len(rows), at_once)):
+        batch = complete(engines, rows[first : first + at_once], sampling, -part, evaluation=True, tools=task.tools)
+        groups += (score or task.rewards.score)(batch, step).groups
+    batch = Batch(groups, reward_metrics(groups))
     return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}
 
 
