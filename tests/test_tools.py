@@ -235,6 +235,13 @@ def fail(kind: str) -> str:
     raise {"stop": StopIteration("stopped"), "value": ValueError("no good")}[kind]
 
 
+async def cancel() -> str:
+    """
+    Give up.
+    """
+    raise asyncio.CancelledError
+
+
 async def sleep() -> str:
     """
     Answer late.
@@ -412,10 +419,11 @@ def test_coroutines_are_awaited_whatever_makes_them(converse, tool, answer):
         ('[fail(kind="exit")]', "SystemExit: gone"),
         ('[fail(kind="sleep")]', "no answer within 0.2 s"),
         ("[sleep()]", "no answer within 0.2 s"),
+        ("[cancel()]", "cancelled"),
     ],
 )
 def test_tool_that_fails_answers_its_error_and_the_conversation_goes_on(converse, call, error):
-    tools = ["test_tools:shout", "test_tools:fail", "test_tools:sleep"]
+    tools = [f"test_tools:{name}" for name in ("shout", "fail", "sleep", "cancel")]
     rollouts = converse(call_once(call), tools=tools, tool_timeout=0.2, max_tokens=150)
     assert answers(rollouts[0]) == [str({"error": error})]
     assert {rollout.messages[-1]["content"] for rollout in rollouts} == {"done"}

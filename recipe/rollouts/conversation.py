@@ -135,6 +135,8 @@ class Conversation:
             waiting.cancel()  # this ends a coroutine; a function that waits for the thread will not begin
             self.environment.lost = True
             return {"error": f"no answer within {self.tools.args.tool_timeout:g} s"}, True
+        if waiting.cancelled():  # by the tool itself, as clients that use anyio may
+            return {"error": "cancelled"}, True
         if error := waiting.exception():
             return {"error": str(error)}, True
         return waiting.result(), False
