@@ -151,7 +151,8 @@ class Engines:
     """Stands for engines whose policy says `says(text, number)` after a prompt of this text, as tokens of its own."""
 
     def __init__(self, tokenizer, says, count=2):
-        self.tokenizer, self.says, self.count, self.session, self.turns = tokenizer, says, count, self, []
+        self.tokenizer, self.says, self.count, self.session = tokenizer, says, count, self
+        self.turns, self.seeds = [], []
 
     def __len__(self):
         return self.count
@@ -164,6 +165,7 @@ class Engines:
         step, number = divmod(sampling["seed"], 4)  # as `turn_options` makes it, of four completions
         turn = Turn(prompt_ids, number, step // NEXT_TURN, sampling["max_tokens"])
         self.turns.append(turn)
+        self.seeds.append(sampling["seed"])
         said = self.says(self.tokenizer.decode(prompt_ids), number)
         ids = said if isinstance(said, list) else self.tokenizer.encode(f"{said}</s>")
         cut = ids[: turn.max_tokens]
@@ -549,17 +551,20 @@ def held_out(split):
     return [{"prompt": MESSAGES, "number": 100 + i} for i in range(7)]
 
 
-def test_evaluation_has_no_more_environments_at_a_time_than_a_step(converse):
+@pytest.mark.parametrize("samples", [1, 2])
+def test_evaluation_has_no_more_environments_at_a_time_than_a_step(converse, samples):
     def says(text, _):
         return "end" if "=sum" in text else "[add(number=1)]"
 
-    flags = {"eval_dataset": "test_tools:held_out", "eval_every": 1, "eval_samples": 2}
+    flags = {"eval_dataset": "test_tools:held_out", "eval_every": 1, "eval_samples": samples}
     converse(says, environment="test_tools:Counter", **flags)
     before, made = Counter.made, converse.made
     metrics = evaluate(made.engines, made.task, made.args, 0)
-    assert Counter.made - before == 4  # for two prompts, of seven
+    assert Counter.made - before == 4  # for 4 / samples of the seven prompts
     assert (metrics["eval/reward"], metrics["eval/turns/mean"]) == (1, 2)
-    assert len(made.engines.turns) == 2 * (4 + 14)
+    assert len(made.engines.turns) == 2 * (4 + 7 * samples)
+    seeds = made.engines.seeds[2 * 4 :]
+    assert len(set(seeds)) == len(seeds)
 
 
 def test_resets_text_is_appended_to_the_last_message_and_rewards_see_it(converse, monkeypatch):
