@@ -1,5 +1,5 @@
-"""docs/extending.md and the README's snippet as they are printed, and what is copied of this project into another; a
-copied script runs in test_rlhf.py.
+"""The Python of docs/extending.md, docs/cluster.md and the README's sync, as printed, and what is copied into another
+project; a copied script runs in test_rlhf.py.
 
 pytest tests/test_extending.py
 """
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from conftest import ROOT, Script, cpu_only
@@ -17,6 +18,7 @@ from conftest import ROOT, Script, cpu_only
 from recipe.tasks.tiny_model import build_tiny_model
 
 SYNC = ("rlhf_utils.py", "weight_sync")  # all that the sync needs
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
 
 PRELUDE = """
 import os
@@ -36,6 +38,57 @@ if __name__ == "__main__":
     options |= {"distributed_executor_backend": "mp", "load_format": "dummy"}
     model, device = AutoModelForCausalLM.from_pretrained(path), torch.device("cpu")
     prompts, layer_name = ["Hello"], "model.decoder.final_layer_norm"
+"""
+
+ASYNC = """
+import asyncio
+
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rlhf_utils import WeightSender, stateless_init_process_group
+
+
+async def main():
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(path, worker_extension_cls="rlhf_utils.WorkerExtension", **options))
+    try:
+        arguments = address, port, 1, world_size
+        joining = asyncio.create_task(llm.collective_rpc("init_weight_update_group", args=arguments))
+        group = await asyncio.to_thread(stateless_init_process_group, address, port, 0, world_size, device)
+        sender, params = WeightSender(group), SamplingParams(max_tokens=200, ignore_eos=True)
+        await joining
+        async for output in llm.generate("Hello", params, "request"):
+            if len(output.outputs[0].token_ids) in (1, 50):
+                await sync(llm, sender, model)
+        assert len(output.outputs[0].token_ids) == 200
+        print("OK", flush=True)
+    finally:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+TRAINER = """
+import os
+import sys
+
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+dist.init_process_group("gloo")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+fully_shard(model)
+sender = connect(torch.device("cpu"))
+for _ in range(2):
+    sync(sender, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+print("OK", flush=True)
+dist.barrier()
+os._exit(0)  # not through Python's own way out: gloo's threads may still want the GIL
 """
 
 
@@ -73,16 +126,58 @@ distance = float((torch.tensor(activations) - expected).abs().max())
 assert torch.tensor(activations).shape == expected.shape
 assert 0 < distance < 0.3, distance  # not exact: int8
 print("OK", flush=True)
-llm.llm_engine.engine_core.shutdown()
 """
     folder = copy(tmp_path / "project", *SYNC)
     (folder / "my_extension.py").write_text(extension)
-    body = "".join(f"    {line}\n" if line else "\n" for line in (snippet + use + check).splitlines())
-    (folder / "main.py").write_text(PRELUDE + body)
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(folder)}
-    text = Script(folder, sys.executable, "main.py", str(path), **environment).finish()
+    snippet, end = snippet.split("    finally:")
+    body = snippet + indent(use + check, " " * 8) + "    finally:" + end
+    (folder / "main.py").write_text(PRELUDE + indent(body, " " * 4))
+    text = Script(folder, sys.executable, "main.py", str(path), **ENVIRONMENT, PYTHONPATH=str(folder)).finish()
     assert "\nOK\n" in text, text[-3000:]
     assert "[{'version': 1}, {'version': 1}]" in text
+
+
+@cpu_only
+@pytest.mark.slow
+def test_readmes_sync_of_an_async_llm_in_the_middle_of_a_completion(tmp_path):
+    path, folder = build_tiny_model(tmp_path / "model"), copy(tmp_path / "project", *SYNC)
+    (snippet,) = (code for code in code_of("README.md") if code.startswith("async def sync("))
+    (folder / "main.py").write_text(PRELUDE + snippet + ASYNC)
+    text = Script(folder, sys.executable, "main.py", str(path), **ENVIRONMENT, PYTHONPATH=str(folder)).finish()
+    assert "\nOK\n" in text, text[-3000:]
+    assert "[{'version': 1}, {'version': 1}]" in text
+    assert "[{'version': 2}, {'version': 2}]" in text
+
+
+@cpu_only
+@pytest.mark.slow
+def test_trainer_of_ones_own_brings_its_shards_to_two_servers(tmp_path):
+    from vllm.utils.network_utils import get_open_port
+
+    path, folder = build_tiny_model(tmp_path / "model"), copy(tmp_path / "project", *SYNC)
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1", "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--enable-scale-out"]
+    command += ["--worker-extension-cls", "rlhf_utils.WorkerExtension", "--dtype", "float32", "--enforce-eager"]
+    command += ["--load-format", "dummy", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(64 << 20)]
+    ports, servers = [get_open_port(), get_open_port()], []
+    for i, port in enumerate(ports):
+        own = environment | {"VLLM_CPU_OMP_THREADS_BIND": str(i)}
+        servers.append(Script(folder, *command, "--port", str(port), **own))
+    (trainer,) = code_of("docs/cluster.md")
+    for port, name in zip(ports, "ab", strict=True):
+        given = f'"http://{name}:8000": 2'
+        assert given in trainer
+        trainer = trainer.replace(given, f'"http://127.0.0.1:{port}": 1')
+    given = '"10.0.0.1", 29600'
+    assert given in trainer
+    (folder / "trainer.py").write_text(trainer.replace(given, f'"127.0.0.1", {get_open_port()}') + TRAINER)
+    for server in servers:
+        server.wait_for("Application startup complete")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "trainer.py"]
+    text = Script(folder, *run, str(path), **environment).finish()
+    assert text.count("OK\n") == 2, text[-3000:]
+    assert "[[{'version': 1}], [{'version': 1}]]" in text
+    assert "[[{'version': 2}], [{'version': 2}]]" in text
 
 
 def test_installed_sync_is_found_from_anywhere(tmp_path):
