@@ -173,6 +173,34 @@ def test_shards_reach_every_worker_or_everyone_says_why_not(monkeypatch, fault, 
     assert not fault or all(re.search(reason, thread.error) for thread in receiving), [t.error for t in receiving]
 
 
+def _replicated_rank(rank, port, trainer_port):
+    store = TCPStore("127.0.0.1", trainer_port, is_master=False, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2 * RANKS, timeout=timedelta(seconds=60))
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("replicas", "shards")))
+    if rank < RANKS:
+        WeightSender(None if rank else join(port, 0)).send_weights(model.named_parameters())
+    dist.barrier()
+    os._exit(0)  # whatever gloo still waits for
+
+
+def test_ranks_of_one_replica_send_for_all():
+    group, trainer = (TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=_replicated_rank, args=(i, group.port, trainer.port)) for i in range(2 * RANKS)]
+    for process in ranks:
+        process.start()
+    with ThreadPoolExecutor(WORLD - 1) as threads:
+        receiving = list(threads.map(lambda i: Receiving(worker_of(group.port, i)), range(WORLD - 1)))
+    for each in (*receiving, *ranks):
+        each.join(60)
+    assert [process.exitcode for process in ranks] == [0] * len(ranks)
+    assert [thread.error for thread in receiving] == [None] * len(receiving)
+    for thread in receiving:
+        received = thread.worker.weight_model.weights
+        assert all(same_bits(received[name], tensor.detach()) for name, tensor in Model().named_parameters())
+
+
 def test_rank_that_helps_nobody_says_so():
     with pytest.raises(WeightSyncError, match=r"trainer rank 0 has no broadcast group: every rank .* rank 0 with the"):
         WeightSender(None).send_weights([("w", torch.ones(3))])
