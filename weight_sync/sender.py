@@ -77,7 +77,8 @@ class WeightSender:
         """Send these weights to every engine worker. Names are those of the Hugging Face checkpoint; any dtype.
 
         Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors must be sharded by rows,
-        as FSDP2 shards them; they are gathered a bucket at a time, so every rank of their mesh calls this together.
+        as FSDP2 shards them. They are gathered a bucket at a time, so all ranks that hold shards call this together;
+        with HSDP and a communicator, only those of rank 0's replica.
         Raises WeightSyncError with the reason of the side that failed. The session is then closed, and a new one needs
         a new channel on both sides.
         """
