@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .link import CONNECT_SECONDS, Link, WeightSyncError, connect, listen, wait_until
 
 REASON_BYTES = 1000  # longest text that one rank tells the others
-HINT = "every rank of the trainer calls send_weights, rank 0 with the broadcast group and the others with None"
+HINT = "every rank of rank 0's replica calls send_weights, rank 0 with the broadcast group and the others with None"
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ from rlhf_utils import SyncReport, WeightSyncError
 from ..errors import RunError, UserError
 from ..learning.objectives import advantages
 from ..learning.rollout import known_rewards
+from ..tasks.dataset import content_text
 from ..tasks.rewards import Batch
 from .arguments import NOT_SAVED, RunArguments
 from .checkpoint import checkpoints, disk_errors, replace_file
@@ -197,7 +198,7 @@ class RunFolder:
         for group in batch.groups[:3]:
             first = group.rollouts[0]
             reward = "" if first.reward is None else f"{first.reward:5.2f}  "
-            prompt = first.prompt[-1]["content"] if first.prompt else group.row.text
+            prompt = content_text(first.prompt[-1].get("content")) if first.prompt else group.row.text
             self.say(f"  {reward}{_line(prompt)} -> {_line(first.text)}")
 
     def summary(self, batch: Batch, mismatch: float) -> str:
