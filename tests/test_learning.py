@@ -874,7 +874,7 @@ def test_resumed_run_says_in_a_line_each_which_flags_are_gone_and_which_differ(f
         pass
     assert capsys.readouterr().out.splitlines() == [
         "that run had --lora-dropout, --updates, --advantage rloo, which this script does not know: left out",
-        "not as in that run: --group-size 2 (4), --steps 40 (30)",
+        "not as in that run: --steps 40 (30), --group-size 2 (4)",
     ]
     args = flags(rlhf, "--resume", tmp_path, "--reward", "e:f")  # whose weight is another matter
     assert (args.reward, args.reward_weights) == (["e:f"], None)

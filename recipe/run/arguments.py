@@ -94,14 +94,8 @@ class Parser(HfArgumentParser):
 
     def given(self) -> dict:
         """The values of the flags on the command line, and no others."""
-        for action in self._actions:
-            action.shown_default, action.default = action.default, argparse.SUPPRESS
-        return vars(self.parse_args())
-
-    def format_help(self) -> str:
-        for action in self._actions:
-            action.default = getattr(action, "shown_default", action.default)
-        return super().format_help()
+        unset = argparse.Namespace(**{action.dest: None for action in self._actions})  # or it would get the defaults
+        return {name: value for name, value in vars(self.parse_args(namespace=unset)).items() if value is not None}
 
 
 def parse(cls: type[RunArguments], description: str) -> RunArguments:
