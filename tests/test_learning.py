@@ -438,6 +438,22 @@ def test_batch_of_equal_rewards_moves_the_weights_by_momentum_alone(model):
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_step_that_learns_nothing_has_the_metrics_of_one_that_does(model, loss, epochs):
+    settings = config(loss=loss, num_epochs=epochs, learning_rate=0.01, mask_truncated_completions=True)
+    learner = GRPOLearner(model, settings, CPU)
+    learned = learner.learn(rollouts(learner, seed=1))  # its momentum moves the weights in all later updates
+    batch = [replace(r, logprobs=[p - 9 for p in r.logprobs], truncated=True) for r in rollouts(learner, seed=2)]
+    for rewards in [0.1, 0.2, 0.3, 0.4], [0.5] * 4, [None] * 4:
+        metrics = learner.learn(graded(batch, *rewards))
+        assert learned.keys() - metrics.keys() <= {"reward/mean", "reward/std"}
+        assert ("reward/mean" in metrics) == (rewards[0] is not None)
+        assert all(map(math.isfinite, metrics.values()))
+        assert {metrics[name] for name in ("loss", "grad_norm", "clip_fraction", "approx_kl")} == {0}
+        assert metrics["importance/clipped"] == pytest.approx(1)  # of all tokens
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
 def test_importance_metrics_are_of_all_tokens(model, epochs):
     learner = GRPOLearner(model, config(mismatch_correction="icepop", num_epochs=epochs), CPU)
     batch = rollouts(learner, count=4)

@@ -158,16 +158,15 @@ class Learner:
         the mini-batch's tokens, to which rollouts that are not learned from add 0."""
         model, width = self.model, batch.tensors["mask"].shape[1]
         self.optimizer.zero_grad(set_to_none=True)
-        sums = {}
+        sums, learns = {}, bool(batch.micro_batches)
         # If nothing is learned, make gradients of 0: momentum moves the weights all the same.
-        micro_batches = batch.micro_batches or batch.forward_only[:1]
         with model.computing():
-            for micro_batch in micro_batches:
+            for micro_batch in batch.micro_batches or batch.forward_only[:1]:
                 tensors = {name: tensor[micro_batch] for name, tensor in batch.tensors.items()}
                 losses = self._losses(batch.rollouts[micro_batch], width, tensors)
                 loss = (losses.pop("loss") * tensors["loss_weights"]).sum()
                 (loss * model.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
-                means = {name: (values * tensors["mean_weights"]).sum() for name, values in losses.items()}
+                means = {name: (values * tensors["mean_weights"]).sum() * learns for name, values in losses.items()}
                 for name, value in ({"loss": loss} | means).items():
                     sums[name] = sums.get(name, 0.0) + value.detach()  # a tensor: reading it would wait for the GPU
         return dict(zip(sums, model.sum_over_ranks(*sums.values()), strict=True))
