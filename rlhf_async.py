@@ -13,7 +13,7 @@
 2. Connect the trainer's rank 0 with all workers, and sync once: now the engines serve the trainer's weights.
 3. Each step: take rollouts, learn, sync. The engines generate all the time, except during a sync: unfinished
    completions go on with the new weights. vLLM labels every token with the version of its weights. No token is more
-   than --max-staleness updates old when a step learns from it. The newest ones prove the sync: the engines'
+   than --max-staleness steps old when a step learns from it. The newest ones prove the sync: the engines'
    log-probabilities of them must equal the trainer's but for rounding, or the run ends with an error. For older ones,
    importance weights correct the loss (recipe/learning/objectives.py).
 4. Generate once more to prove the last sync, and print.

@@ -29,7 +29,7 @@ from recipe.learning.grpo import GRPOLearner
 from recipe.learning.rollout import Rollout
 from recipe.rollouts import async_rollouts
 from recipe.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
-from recipe.rollouts.engine import sampling_options
+from recipe.rollouts.engine import NEXT_ROUND, sampling_options
 from recipe.run.checkpoint import Models
 from recipe.run.session import RaySession
 from recipe.tasks.dataset import Row
@@ -133,7 +133,7 @@ def test_the_engine_begins_with_what_will_not_be_too_old_and_with_nothing_else(m
 def test_labels_that_cannot_be_are_an_error(version, ages):
     ahead = Ahead(max_staleness=2)
     ahead.engines.version = version
-    with pytest.raises(RunError, match=rf"step 1: .* tokens are {ages} updates old, and not 0 to 2"):
+    with pytest.raises(RunError, match=rf"step 1: .* tokens are {ages} steps old, and not 0 to 2"):
         ahead.take(1)
 
 
@@ -152,7 +152,9 @@ def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait(
     assert all(call.waits for call in ahead.engines.calls)
     resampling = beside(ahead.resample, equal, 1)
     wait_until(lambda: len(ahead.engines.calls) == 5)
-    assert [(call.prompts, call.waits) for call in ahead.engines.calls[3:]] == [([[99]], False)] * 2
+    assert [(call.prompts, call.sampling, call.waits) for call in ahead.engines.calls[3:]] == [
+        ([[99]], [sampling_options(ahead.args, 1 + NEXT_ROUND, i)], False) for i in range(2)
+    ]
     ahead.engines.free.set()
     assert len(taking.result(timeout=30).rollouts) == len(resampling.result(timeout=30).rollouts) == 4
     wait_until(lambda: not any(ahead.in_flight.values()))
@@ -313,6 +315,30 @@ def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
     assert [call.waits for call in ahead.engines.calls] == [True] * 4 + [False] * 2  # two steps', and the others
     assert batch.metrics["dynamic_sampling/replaced"] == 2
     assert batch.metrics["async/staleness_max"] == 0
+
+
+def test_metrics_are_of_what_is_learned_from_and_not_of_what_was_replaced():
+    def reward(prompts, completions, log_metric, **_):
+        log_metric(f"length of {prompts[0]}", 1.0)
+        return [float(i) if prompts[0] == "other" else 1.0 for i in range(len(completions))]
+
+    def resampled(rows: int, version: int) -> Batch:
+        """Step 2, by weights a step old. So many of its two prompts are replaced, by weights of this version."""
+        ahead = Ahead(reward, max_staleness=1, dynamic_sampling=1)
+        ahead.task.draw_others = lambda *_: [Row("other", {}, "", [99])] * rows
+        ahead.take(1)
+        batch = ahead.take(2)
+        assert batch.metrics["async/staleness_mean"] == 1
+        ahead.engines.version = version
+        return ahead.resample(batch, 2)
+
+    for replaced, others in (1, ["length of 2"]), (2, []):
+        metrics = resampled(replaced, version=1).metrics
+        ages = metrics["async/staleness_mean"], metrics["async/staleness_max"]
+        assert ages == (1 - replaced / 2, 2 - replaced)
+        assert {name for name in metrics if name.startswith("length of")} == {*others, "length of other"}
+    with pytest.raises(RunError, match=r"step 2: .* tokens are -1 to 1 steps old, and not 0 to 1"):
+        resampled(1, version=2)
 
 
 def test_what_is_left_when_a_run_ends_does_not_start_ray_anew():

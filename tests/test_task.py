@@ -880,7 +880,10 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     def content(batch):
         return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]
 
-    seen, counts = set(), set()
+    def seeds_of(engine):
+        return [options["seed"] for _, sampling, _ in engine.calls[0] for options in sampling]
+
+    seen, counts, seeds = set(), set(), []
     for step in range(1, 20):
         engine = Engines(its_number)
         batch = batch_of(engine, step)
@@ -893,10 +896,15 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
         assert batch.metrics["steps done"] == step - 1
         seen.add(tuple(len(prompts) for prompts, *_ in engine.calls[0]))
         counts.add(sum(not group.is_equal for group in batch.groups))
+        seeds += seeds_of(engine)
+        again = Engines(its_number)
+        batch_of(again, step)
+        assert seeds_of(again) == seeds_of(engine)
         two = batch_of(Engines(its_number, its_number), step)
         assert content(two) == content(batch)  # whatever was drawn before, and however many engines there are
     assert asked in (None, seen)
     assert counts == differ
+    assert len(set(seeds)) == len(seeds)  # of all steps and rounds
 
 
 def test_built_in_reward():

@@ -1,7 +1,7 @@
 """Rollouts for the next steps, generated while the trainer learns, and the weights that each token comes from.
 
 Weights have a version: the number of learning steps behind them. Step s learns with weights of version s - 1. A token
-that was sampled from version v is (s - 1) - v updates old then, its staleness.
+that was sampled from version v is (s - 1) - v steps old then, its staleness.
 
 Every step learns from its own prompts, in the order of the data. It does not take whichever completions are finished:
 these would be the short ones. So the prompts of step s may start as soon as the engines serve version
@@ -59,7 +59,7 @@ class AsyncArguments:
 
     max_staleness: Annotated[int, Ge(0)] = HfArg(
         default=2,
-        help="limit of the updates between the weights that sample a token and those that learn from it; 0: on-policy",
+        help="how many steps old the weights that sampled a token may be when a step learns from it; 0: on-policy",
     )
     in_flight: Annotated[int | None, Ge(1)] = HfArg(
         default=None, help="limit of the prompts whose completions are generated at a time (default: two steps')"
@@ -189,35 +189,27 @@ class RolloutsAhead:
         """The prompts of this step, with completions and their rewards. The engines serve version `step` - 1 by now.
 
         So they may begin with the prompts of step `step` + `max_staleness`. Raises what the reward raised; TaskError if
-        it takes too long; RunError if a token's label is older than allowed, or newer than the weights.
+        it takes too long; RunError as `_with_staleness` does.
         """
         while self.last_begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
             self.last_begun += 1
-            self.batches.append(self._begin(self.last_begun, self.task.draw(self.last_begun), low_priority=True))
-        batch = self._wait_for(self.batches.popleft().result)
-        ages = step - 1 - np.concatenate([rollout.versions[rollout.mask] for rollout in batch.rollouts])
-        oldest, newest = int(ages.max()), int(ages.min())
-        if newest < 0 or oldest > self.args.max_staleness:
-            raise RunError(
-                f"step {step}: by the engine's labels, tokens are {newest} to {oldest} updates old, and not 0 to"
-                f" {self.args.max_staleness}"
-            )
-        batch.metrics |= {"async/staleness_mean": float(ages.mean()), "async/staleness_max": oldest}
-        return batch
+            rows = self.task.draw(self.last_begun)
+            self.batches.append(self._begin(self.last_begun, rows, self.last_begun, low_priority=True))
+        return self._with_staleness(self._wait_for(self.batches.popleft().result), step)
 
     def resample(self, batch: Batch, step: int) -> Batch:
         """As `recipe.rollouts.engine.resample`, by groups that go before all others."""
 
-        def complete_and_score(rows: list[Row]) -> Batch:
-            return self._wait_for(self._begin(step, rows, low_priority=False).result)
+        def complete_and_score(rows: list[Row], seed_step: int) -> Batch:
+            return self._wait_for(self._begin(step, rows, seed_step, low_priority=False).result)
 
-        return replace_equal_groups(self.task, batch, self.args, step, complete_and_score)
+        return self._with_staleness(replace_equal_groups(self.task, batch, self.args, step, complete_and_score), step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """As `recipe.rollouts.evaluation.evaluate`, with the rewards in their thread."""
 
         def score(batch: Batch, steps_done: int) -> Batch:
-            pending = _PendingBatch(steps_done + 1, [group.row for group in batch.groups], low_priority=False)
+            pending = _PendingBatch(steps_done + 1, [group.row for group in batch.groups], 0, low_priority=False)
             for i, group in enumerate(batch.groups):
                 self._score(pending, i, group, f"the evaluation after step {step}")
             return self._wait_for(pending.result)
@@ -243,9 +235,22 @@ class RolloutsAhead:
         sampling = [sampling_options(short, step, number) for number in range(len(prompts))]
         return list(itertools.chain(*self.engines.call("proving", "sample", prompts, sampling)))
 
-    def _begin(self, step: int, rows: list[Row], low_priority: bool) -> "_PendingBatch":
+    def _with_staleness(self, batch: Batch, step: int) -> Batch:
+        """This batch of a step, with metrics of how many steps old its tokens are. Raises RunError if a token's label
+        is older than allowed, or newer than the weights."""
+        ages = step - 1 - np.concatenate([rollout.versions[rollout.mask] for rollout in batch.rollouts])
+        oldest, newest = int(ages.max()), int(ages.min())
+        if newest < 0 or oldest > self.args.max_staleness:
+            raise RunError(
+                f"step {step}: by the engine's labels, tokens are {newest} to {oldest} steps old, and not 0 to"
+                f" {self.args.max_staleness}"
+            )
+        batch.metrics |= {"async/staleness_mean": float(ages.mean()), "async/staleness_max": oldest}
+        return batch
+
+    def _begin(self, step: int, rows: list[Row], seed_step: int, low_priority: bool) -> "_PendingBatch":
         """Begin a batch of these rows: at once or, with `low_priority`, when fewer groups are in flight."""
-        batch = _PendingBatch(step, rows, low_priority)
+        batch = _PendingBatch(step, rows, seed_step, low_priority)
         groups = [(batch, i) for i in range(len(rows))]
         if low_priority:
             self.queued.extend(groups)
@@ -279,7 +284,7 @@ class RolloutsAhead:
         """Have this engine's actor sample the completions of row `i`, or their group, if they are conversations."""
         if self.task.tools:
             return asyncio.run_coroutine_threadsafe(self._conversations(batch, i, actor), event_loop("conversations"))
-        sampling = sampling_options(self.args, batch.step, i)
+        sampling = sampling_options(self.args, batch.seed_step, i)
         return actor.sample.remote([batch.rows[i].prompt_ids], [sampling], False, batch.low_priority).future()
 
     async def _conversations(self, batch: "_PendingBatch", i: int, actor) -> Group:
@@ -299,7 +304,7 @@ class RolloutsAhead:
                 if self.closed:
                     raise RunError("the run has ended")
                 turn = conversation.turn
-                sampling = turn_options(self.args, batch.step, turn)
+                sampling = turn_options(self.args, batch.seed_step, turn)
                 low_priority = batch.low_priority and not turn.index  # what has begun goes before what has not
                 call = actor.sample.remote([turn.prompt_ids], [sampling], False, low_priority)
             (sampled,) = await asyncio.wrap_future(call.future())
@@ -343,6 +348,7 @@ class _PendingBatch:
 
     step: int
     rows: list[Row]
+    seed_step: int  # the step whose seeds they are sampled with
     low_priority: bool
     result: Future = field(default_factory=Future)
     groups: dict[int, Group] = field(default_factory=dict)  # those that are complete, by row

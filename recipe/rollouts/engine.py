@@ -28,7 +28,8 @@ from ..tasks.task import Task
 from ..tasks.tools import Tools
 from .conversation import Conversation, Turn, group_of, together
 
-NEXT_TURN = 500_009  # steps from one turn's seeds to the next one's: no run has as many
+# Steps from the seeds of one round, or turn, to those of the next: no run has as many, or 24 rounds of a step.
+NEXT_ROUND, NEXT_TURN = 20_011, 500_009
 # vLLM's default compiles the model as well, for a longer start and no faster rollouts.
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
@@ -327,25 +328,27 @@ def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> 
     """The batch, in which groups whose rewards are all equal are replaced by groups of other prompts, in at most
     --dynamic-sampling rounds (Yu et al. 2025, arXiv:2503.14476). What is still equal after that stays."""
 
-    def complete_and_score(rows: list[Row]) -> Batch:
-        return task.rewards.score(complete(engines, rows, args, step, tools=task.tools), step - 1)
+    def complete_and_score(rows: list[Row], seed_step: int) -> Batch:
+        return task.rewards.score(complete(engines, rows, args, seed_step, tools=task.tools), step - 1)
 
     return replace_equal_groups(task, batch, args, step, complete_and_score)
 
 
 def replace_equal_groups(
-    task: Task, batch: Batch, args, step: int, complete_and_score: Callable[[list[Row]], Batch]
+    task: Task, batch: Batch, args, step: int, complete_and_score: Callable[[list[Row], int], Batch]
 ) -> Batch:
-    """As `resample`, where `complete_and_score` returns the completions of rows, with their rewards."""
+    """As `resample`, where `complete_and_score(rows, seed_step)` returns the completions of rows, with their rewards.
+    They are sampled with the seeds of another step, which no step and no other round has."""
     groups, drawn, replaced = list(batch.groups), [group.row for group in batch.groups], 0
-    for _ in range(args.dynamic_sampling):
+    for number in range(1, args.dynamic_sampling + 1):
         equal = [i for i, group in enumerate(groups) if group.is_equal]
         rows = task.draw_others(step, len(equal), drawn)
         if not rows:  # no group is equal, or all prompts have been tried
             break
         drawn = drawn + rows
-        unequal = [group for group in complete_and_score(rows).groups if not group.is_equal]
+        completed = complete_and_score(rows, step + number * NEXT_ROUND)
+        unequal = [group for group in completed.groups if not group.is_equal]
         for i, group in zip(equal, unequal, strict=False):
             groups[i] = group
             replaced += 1
-    return Batch(groups, batch.metrics | {"dynamic_sampling/replaced": replaced} | reward_metrics(groups))
+    return Batch(groups, {"dynamic_sampling/replaced": replaced} | reward_metrics(groups))
