@@ -27,6 +27,7 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 
 import gc
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -119,16 +120,9 @@ class Rank(LearnerActor):
     """A Ray actor around one rank of a model. The models take turns where they share devices."""
 
     def load(
-        self,
-        address: tuple[str, int],
-        ranks: int,
-        path: str,
-        state: Path | None,
-        args: Arguments,
-        device: str,
-        shared: bool,
+        self, address: tuple[str, int], ranks: int, path: str, state: Path | None, args: Arguments, device: str
     ) -> tuple[int, str]:
-        self.shared = shared
+        self.shared = device == "cuda" and args.placement == "colocated"
         self.make(path, args, self.join(address, ranks, device, AT_ONCE))
         resumed = self.resume(state) if self.learner else (0, "")
         with self.turn():
@@ -244,7 +238,11 @@ def main(args: Arguments) -> None:
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
         max_model_len = engine.first("starting", "start", paths["trainer"], args, device, each=engine.bundles)
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
-        (steps_done, remarks), *_ = load(session, models, paths, states, args, device, shared)
+        loading = (  # a generator: the port of each address is asked for just before its model loads
+            (group, "load", group.rank_0("loading", "address"), len(group), paths[name], states.get(name), args, device)
+            for name, group in models.items()
+        )
+        (steps_done, remarks), *_ = call_models(session, "loading", loading, shared)
         reward = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args).score
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
@@ -271,7 +269,7 @@ def main(args: Arguments) -> None:
             scores, values = score(session, models, batch.known_rollouts(), shared)
             clock.end("score")
             experience, estimates = estimate(batch.known_rollouts(), scores, values, args)
-            learning = [(models["critic"], "learn", experience), (models["trainer"], "learn", experience)]
+            learning = [(models[name], "run", "learn", experience) for name in ("critic", "trainer")]
             critic, policy = call_models(session, "learning", learning, shared)
             clock.end("train")
             report = sync(models["trainer"], engine, receive_arguments)
@@ -289,38 +287,17 @@ def main(args: Arguments) -> None:
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
         engine.call("sleeping", "sleep", args.sleep)
         batch = reward(batch, args.steps)
-        (mismatch,) = call_models(session, "proving", [(models["trainer"], "mismatch", batch.rollouts)], shared)
+        mismatch = models["trainer"].first("proving", "run", "mismatch", batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
 
 
-def load(
-    session: RaySession,
-    models: dict[str, ActorGroup],
-    paths: dict[str, str],
-    states: dict[str, Path],
-    args: Arguments,
-    device: str,
-    shared: bool,
-) -> list[tuple[int, str]]:
-    """Load all models from their paths, and the training states of some: in turn, if they share devices. Returns, for
-    each model, what `Rank.load` returned on its first rank."""
-    loading = []
-    for name, group in models.items():
-        address = group.rank_0("loading", "address")
-        calls = group.begin("load", address, len(group), paths[name], states.get(name), args, device, shared)
-        loading.append(calls)
-        if shared:
-            session.wait("loading", calls)
-    return [session.wait("loading", calls)[0] for calls in loading]
-
-
-def call_models(session: RaySession, phase: str, calls: list[tuple], shared: bool) -> list:
-    """Make these calls, each a tuple of a model's actors, a method of the model or its learner, and arguments. They run
-    at the same time or, if the models share devices, one after the other. Returns each call's result on rank 0."""
+def call_models(session: RaySession, phase: str, calls: Iterable[tuple], shared: bool) -> list:
+    """Make these calls, each a tuple of a model's actors, a method of theirs, and arguments. They run at the same time
+    or, if the models share devices, one after the other. Returns each call's result on rank 0."""
     if shared:
-        return [group.first(phase, "run", *call) for group, *call in calls]
-    running = [group.begin("run", *call) for group, *call in calls]
+        return [group.first(phase, *call) for group, *call in calls]
+    running = [group.begin(*call) for group, *call in calls]
     refs = {actor: ref for call_refs in running for actor, ref in call_refs.items()}
     results = dict(zip(refs, session.wait(phase, refs), strict=True))
     return [results[next(iter(call_refs))] for call_refs in running]
@@ -330,9 +307,9 @@ def score(
     session: RaySession, models: dict[str, ActorGroup], rollouts: list[Rollout], shared: bool
 ) -> tuple[PolicyScores, torch.Tensor]:
     """The policy's scores of these rollouts, with the reference's log-probabilities, and the critic's values."""
-    calls = [(models["trainer"], "score", rollouts), (models["critic"], "values", rollouts)]
+    calls = [(models["trainer"], "run", "score", rollouts), (models["critic"], "run", "values", rollouts)]
     if "reference" in models:
-        calls.append((models["reference"], "score_all", rollouts))
+        calls.append((models["reference"], "run", "score_all", rollouts))
     scores, values, *reference = call_models(session, "scoring", calls, shared)
     for (logprobs,) in reference:  # a policy with adapters has no reference: it has scored without them as well
         scores.reference_logprobs = logprobs

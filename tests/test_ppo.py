@@ -595,6 +595,31 @@ def test_expandable_segments_are_refused_on_shared_gpus(monkeypatch):
         rlhf_ppo.place(rlhf_ppo.Arguments())
 
 
+@pytest.mark.parametrize(("shared", "order"), [(True, "a called, b called"), (False, "a begun, b begun, waited")])
+def test_models_that_share_devices_are_called_in_turn_and_others_at_once(shared, order):
+    seen = []
+
+    def group(name):
+        def begin(method, *args):
+            seen.append(f"{name} begun")
+            return {f"{name} {rank}": f"{name}{rank} {method} {args}" for rank in range(2)}
+
+        def first(phase, method, *args):
+            seen.append(f"{name} called")
+            return f"{name}0 {method} {args}"
+
+        return SimpleNamespace(begin=begin, first=first)
+
+    def wait(phase, refs):
+        seen.append("waited")
+        return list(refs.values())
+
+    calls = ((group(name), "load", len(seen)) for name in "ab")  # what is asked for one model is asked in its turn
+    results = rlhf_ppo.call_models(SimpleNamespace(wait=wait), "loading", calls, shared)
+    assert results == ["a0 load (0,)", "b0 load (1,)"]
+    assert ", ".join(seen) == order
+
+
 # --- Whole runs -------------------------------------------------------------------------------------------------------
 
 
