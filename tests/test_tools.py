@@ -36,7 +36,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import RolloutsAhead
 from recipe.rollouts.conversation import Turn
-from recipe.rollouts.engine import NEXT_TURN, complete, sampling_options, turn_options
+from recipe.rollouts.engine import NEXT_ROUND, NEXT_TURN, complete, sampling_options, turn_options
 from recipe.rollouts.evaluation import evaluate
 from recipe.run.arguments import parse
 from recipe.tasks import lookup
@@ -720,8 +720,9 @@ def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch,
 def test_each_turn_of_each_completion_has_a_seed_of_its_own():
     args = rlhf.Arguments(group_size=4, prompts_per_step=8, max_tokens=100)
     turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
-    options = [turn_options(args, step, turn) for step in (1, 2) for turn in turns]
-    assert len({own["seed"] for own in options}) == 2 * len(turns)
+    steps = [step + number * NEXT_ROUND for number in range(24) for step in (1, 2)]  # with rounds of dynamic sampling
+    options = [turn_options(args, step, turn) for step in steps for turn in turns]
+    assert len({own["seed"] for own in options}) == len(steps) * len(turns)
     assert {(own["n"], own["max_tokens"]) for own in options} == {(1, 50)}
     alone = [sampling_options(args, 1, i)["seed"] for i in range(8)]
     assert alone == [own["seed"] for own in options[: len(turns) : 16]]  # of the first turn: those of one without tools
