@@ -66,8 +66,10 @@ class Engines(ReplicaPool):
         if replica.shares_device:
             replica.arguments = (await self.trainer.share_memory.remote(replica.name),)
             return
+        # The servers that this run has started listen on 127.0.0.1, maybe on another node than the trainer's.
+        host = ray.util.get_node_ip_address() if self.servers else replica.host
         world_size = 1 + replica.workers
-        address = await self.trainer.init_weight_update_group.remote(replica.name, replica.host, world_size)
+        address = await self.trainer.init_weight_update_group.remote(replica.name, host, world_size)
         await replica.rpc("init_weight_update_group", *address, 1, world_size)
 
     async def sync(self, replicas: list[Replica]) -> None:
@@ -91,7 +93,7 @@ class Engines(ReplicaPool):
                 raise ReplicaError("it does not serve what was sent")
             await replica.call("/update_weight_version", {"new_version": str(version)})  # while paused
             await replica.call("/resume")
-            self.serve(replica, report)
+            replica.begin_serving(report)
 
         await self.together(replicas, prove)
 
@@ -125,8 +127,9 @@ class Trainer(LearnerActor):
 
     def set_sender(self, name: str, make_sender: Callable[[], WeightSender]) -> None:
         """From now on, the server of this name gets its weights by the sender that this function makes in a thread."""
-        if name in self.senders:
-            self.threads.submit(lambda sender: sender.result().close(), self.senders.pop(name))
+        if name in self.senders:  # closed with a reason, a sender gives back its group's memory on the GPU as well
+            reason = "this server gets a new group"
+            self.threads.submit(lambda sender: sender.result().close(reason), self.senders.pop(name))
         self.senders[name] = self.threads.submit(make_sender)
 
     def send_weights(self, names: list[str]) -> tuple[int, dict[str, SyncReport | str]]:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import ROOT, Script, cpu_only
+from torch.distributed import HashStore
 
 import rlhf_serve
 from recipe.errors import RunError
@@ -27,7 +29,7 @@ from recipe.rollouts.engine import sampling_options
 from recipe.rollouts.replicas import Replica, ReplicaError, flags_of
 from recipe.run.arguments import parse
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
-from rlhf_utils import SyncReport
+from rlhf_utils import SyncReport, WeightSender
 
 REPORT = SyncReport(1, 36, 1000, 0.1, "replay")
 
@@ -38,7 +40,7 @@ class Server:
     def __init__(self):
         self.version, self.paused, self.silent, self.reason = "default", False, threading.Event(), "stop"
         self.silent.set()  # while it is not, nothing is answered
-        self.refuses = None  # a path
+        self.refuses = self.redirects = None  # a path
         self.lacks, self.calls, self.proof, self.channel = None, [], "True", "broadcast"
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
@@ -88,6 +90,8 @@ class Server:
         self.calls.append((path, body))
         if path == self.lacks:
             return 500 if path == "/collective_rpc" else 404, {"detail": "Not Found"}
+        if path == self.redirects:
+            return 307, {}
         if path == self.refuses:
             return 400, {"error": "not now"}
         if path == "/inference/v1/generate":
@@ -207,6 +211,13 @@ def test_a_server_serves_after_its_proof_and_its_label_and_prompts_are_shared(se
     assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
 
 
+def test_a_proxy_in_the_environment_is_not_asked(servers, monkeypatch):
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    rollouts, _ = pool_of(servers, sample)
+    assert len(rollouts) == 8
+
+
 def test_a_server_on_the_trainers_device_maps_its_memory(servers):
     servers[1].channel = "shared memory"
     _, trainer = pool_of(servers, sample)
@@ -294,6 +305,46 @@ def test_with_none_left_a_run_waits_for_one_to_return(servers, capsys):
     assert "no engine is left: the run waits for one to return" in capsys.readouterr().out
 
 
+def test_a_run_whose_own_servers_have_all_ended_ends_as_well(servers):
+    async def act(pool, args):
+        running, ended = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)
+        pool.servers = [ended, running]
+        for server in servers:
+            server.die()
+        await until(lambda: not pool._serving())
+        syncing, sampling = asyncio.ensure_future(pool.take_weights()), asyncio.ensure_future(sample(pool, args))
+        await asyncio.sleep(0.2)
+        assert not syncing.done()
+        assert not sampling.done()
+        pool.servers = [ended, ended]
+        with pytest.raises(RunError, match="all servers that this run has started have ended"):
+            await syncing
+        with pytest.raises(RunError, match="all servers that this run has started have ended"):
+            await sampling
+
+    pool_of(servers, act)
+
+
+def test_servers_that_the_run_has_started_join_the_trainer_from_any_node(servers, monkeypatch):
+    monkeypatch.setattr(rlhf_serve.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+
+    async def act(pool, args):
+        pool.servers = [SimpleNamespace(poll=lambda: 1)]
+        await pool.connect(pool.replicas[0])
+
+    _, trainer = pool_of(servers, act)
+    assert trainer.joined[-1] == ("engine 0", "10.0.0.7", 2)
+
+
+def test_a_new_sender_gives_back_the_memory_of_the_one_before():
+    ended, trainer = threading.Event(), rlhf_serve.Trainer(0)
+    communicator = SimpleNamespace(group=SimpleNamespace(store=HashStore()), destroy=ended.set)
+    trainer.senders, trainer.threads = {}, ThreadPoolExecutor(1)
+    trainer.set_sender("engine 0", lambda: WeightSender(communicator))
+    trainer.set_sender("engine 0", lambda: None)
+    assert ended.wait(10)
+
+
 @pytest.mark.parametrize("fault", ["transfer", "proof"])
 def test_a_server_that_a_sync_did_not_reach_serves_nothing_until_one_does(servers, fault):
     async def act(pool, args):
@@ -343,6 +394,9 @@ def test_an_address_without_a_server_and_a_wrong_key_are_refused(servers):
         pool_of(servers, sample)
     with pytest.raises(RunError, match=r"^--engine-url \S+: it wants another --api-key$"):
         pool_of(servers[:1], sample, api_key="other")
+    servers[0].redirects = "/v1/models"
+    with pytest.raises(RunError, match=r"^--engine-url \S+: it has no /v1/models"):
+        pool_of(servers[:1], sample)
     with pytest.raises(RunError, match=r"^--engine-url localhost:8000: nobody answers there .*protocol"):
         pool_of([SimpleNamespace(url="localhost:8000")], sample)
 
@@ -383,6 +437,25 @@ def test_a_server_that_refuses_the_sync_of_its_return_is_asked_again(servers, ca
         await until(lambda: len(pool._serving()) == 2)
 
     pool_of(servers, act)
+
+
+def test_a_server_whose_return_fails_in_the_trainer_is_asked_again(servers, capsys):
+    async def act(pool, args):
+        servers[0].die()
+        await until(lambda: len(pool._serving()) == 1)
+        join, errors = pool.trainer.join, [OSError("no route to host")]
+
+        async def fails_once(*arguments):
+            if errors:
+                raise errors.pop()
+            return await join(*arguments)
+
+        pool.trainer.init_weight_update_group.remote = fails_once
+        servers[0].restart()
+        await until(lambda: len(pool._serving()) == 2)
+
+    pool_of(servers, act)
+    assert "answers, and cannot return: no route to host" in capsys.readouterr().out
 
 
 def test_a_reset_connection_is_a_loss_and_not_an_error_of_the_run(servers):

@@ -32,6 +32,7 @@ from rlhf_utils import SyncReport
 
 from ..errors import RunError
 from ..learning.rollout import Rollout
+from ..run.session import last_line
 from .engine import EngineArguments, labelled_rollouts_of, llm_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
@@ -80,6 +81,7 @@ class Replica:
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=timeout,
+            trust_env=False,  # a proxy that it names would not reach the inner network
             # No connection is used twice: a server may just be closing an idle one, which would look like its death.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
@@ -94,7 +96,7 @@ class Replica:
             raise ReplicaError(f"no answer: {error or type(error).__name__}") from error
         if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
             raise RunError(f"{self.name} at {self.url} refuses {path}: {answer.text[:SHOWN_CHARS]}")
-        if answer.is_error:
+        if not answer.is_success:
             raise ReplicaError(f"it answered {path} with {answer.status_code}: {answer.text[:SHOWN_CHARS]}")
         return answer.json() if answer.content else {}
 
@@ -123,7 +125,7 @@ class Replica:
             models = await self.client.get("/v1/models")
             if models.status_code == httpx.codes.UNAUTHORIZED:
                 raise RunError(f"--engine-url {self.url}: it wants another --api-key")
-            if models.is_error:
+            if not models.is_success:
                 raise refuse("it has no /v1/models, as a server of vLLM has below http://HOST:PORT")
             world_size = await self.client.get("/get_world_size")
             if world_size.is_error:
@@ -173,7 +175,7 @@ class Replica:
                 raise ReplicaError(result["error"])
 
     def begin_serving(self, report: SyncReport) -> None:
-        """It has proven its weights, in the sync of this report."""
+        """It has proven its weights, in the sync of this report: from now on it may have requests."""
         if not self.serving:
             self.serving, self.lost = True, asyncio.get_running_loop().create_future()
         self.report = report
@@ -192,7 +194,6 @@ class ReplicaPool:
         self.servers: list[subprocess.Popen] = []
         self.sync_lock = asyncio.Lock()  # held by a sync of all, or of a replica that returns
         self.syncing: set[Replica] = set()
-        self.some_serve = asyncio.Event()
         self.return_seconds: list[float] = []  # from "answers again" to "serves again", since the last `metrics`
 
     async def connect(self, replica: Replica) -> None:
@@ -200,7 +201,7 @@ class ReplicaPool:
         raise NotImplementedError
 
     async def sync(self, replicas: list[Replica]) -> None:
-        """Have these replicas, which are connected, take the trainer's weights, and `serve` those that prove it."""
+        """Have these replicas, which are connected, take the trainer's weights. Those that prove it `begin_serving`."""
         raise NotImplementedError
 
     async def load(self, model: str, args, device: str) -> int:
@@ -279,11 +280,6 @@ class ReplicaPool:
         for process in left:
             process.kill()
 
-    def serve(self, replica: Replica, report: SyncReport) -> None:
-        """Let this replica have requests: it has proven that it serves the trainer's weights."""
-        replica.begin_serving(report)
-        self.some_serve.set()
-
     def lose(self, replica: Replica, reason: str) -> None:
         """Give this replica's unfinished requests to others, and no more to it until it returns."""
         if not replica.serving:
@@ -292,7 +288,6 @@ class ReplicaPool:
         print(f"{replica.name} is lost, and its {replica.in_flight} requests go to others: {reason}", flush=True)
         replica.end_serving()
         if not self._serving():
-            self.some_serve.clear()
             print("no engine is left: the run waits for one to return", flush=True)
 
     async def together(self, replicas: list[Replica], act: Callable[[Replica], Awaitable]) -> list[Replica]:
@@ -313,8 +308,10 @@ class ReplicaPool:
         return [replica for replica in self.replicas if replica.serving]
 
     async def _until_some_serve(self) -> None:
-        while not self._serving():  # the one that set the event may be lost by now
-            await self.some_serve.wait()
+        while not self._serving():
+            if self.servers and all(server.poll() is not None for server in self.servers):
+                raise RunError("all servers that this run has started have ended; run.log says why")
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _sync(self, replicas: list[Replica]) -> None:
         self.syncing |= set(replicas)
@@ -344,8 +341,8 @@ class ReplicaPool:
             await replica.check()
             async with self.sync_lock:
                 await self._sync(await self.together([replica], self.connect))
-        except RunError as error:
-            replica.reason = str(error)
+        except Exception as error:  # of the server's check, or of the trainer: both are asked again
+            replica.reason = last_line(error)
         if replica.serving:
             seconds = time.perf_counter() - answered
             self.return_seconds.append(seconds)
