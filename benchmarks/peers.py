@@ -45,6 +45,7 @@ class _Peer:
         for parameter in self.model_runner.get_model().parameters():
             for tensor in plain_tensors(parameter.data):
                 tensor.fill_(math.nan if tensor.is_floating_point() else -1)
+        torch.cuda.synchronize()  # not in the time of the way that comes next
 
     def weight_bytes(self) -> int:
         """Bytes of the weights that this worker serves, including the scales of quantized ones."""

@@ -29,7 +29,7 @@ With `--topology nccl`, the table also has the shares of a step in which the eng
 rlhf.py, the engine is idle in all parts but the rollout, and the trainer in the rollout. rlhf_async.py logs its shares
 itself; its "rollout" is the time that the trainer waits for rollouts.
 
-MFU is the share of the GPU's peak in bf16 (PEAK_FLOPS) that the arithmetic of learning takes, without any
+MFU is the share of the bf16 peak (PEAK_FLOPS) of all trainers' GPUs that the arithmetic of learning takes, without any
 recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each weight of the head and each token of a
 completion, and 6 * layers * hidden size * length for the attention of each token. With adapters, weights take 4, since
 they get no gradient. With `--mean-tokens` there is no MFU, since lengths differ. Memory is the peak of what is in use
@@ -263,7 +263,7 @@ def choose_ways(args: Arguments, gpus: str) -> dict[str, Callable[[Path], tuple[
     return {name: ways[name] for name in args.ways or ways}
 
 
-def summary(way: str, steps: list[dict], peak: float, flops: float | None, peak_flops: float | None) -> dict:
+def summary(way: str, steps: list[dict], peak: float, flops: float | None, peak_flops: float) -> dict:
     """A row of the table: medians, in seconds."""
     for step in steps:
         step["rest"] = step["whole"] - step["rollout"] - step["learn"] - step["sync"]
@@ -284,6 +284,8 @@ def over_bound(rows: list[dict]) -> float | None:
 def main(args: Arguments) -> None:
     if args.mean_tokens and args.mean_tokens >= args.tokens:
         raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
+    if args.topology == "ipc" and (args.trainers > 1 or args.engines > 1):
+        raise RunError("--trainers and --engines are for --topology nccl")
     device = device_kind()[0]
     gpus = "" if device == "CPU" else choose_gpus(args)
     ways, flops = choose_ways(args, gpus), None if args.mean_tokens else learning_flops(args)
@@ -307,7 +309,7 @@ def main(args: Arguments) -> None:
         f"{title}\n{'':15}{'rollout':>10}{'learn':>10}{'sync':>10}{'rest':>10}{'step':>10}"
         f"{'tokens/s':>12}{'MFU':>8}{'memory':>10}{idle}"
     )
-    rows, failed = [], {}
+    rows, failed, peak_flops = [], {}, args.trainers * PEAK_FLOPS.get(device, 0)
     for way, measure in ways.items():
         try:
             steps, peak = measure(folder / way.lower())
@@ -317,7 +319,7 @@ def main(args: Arguments) -> None:
             failed[way] = str(error)  # running out of memory is a result as well
             print(f"{way:15}{error}")
             continue
-        rows.append(summary(way, steps, peak, flops, PEAK_FLOPS.get(device)))
+        rows.append(summary(way, steps, peak, flops, peak_flops))
         print(line(rows[-1]))
         if way == "exact":
             worst, different = (max(step[name] for step in steps) for name in ("mismatch", "different_tokens"))

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import ray
+import torch
 from conftest import ROOT, cpu_only
 from pair import CORE_IN_PROCESS, gpus
 
@@ -109,6 +110,17 @@ def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monk
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert sync.device_kind() == ("NVIDIA H200", 81559 << 20)
+
+
+def test_weights_have_been_overwritten_before_the_clock_of_a_way_starts(sync, monkeypatch):
+    import peers
+
+    happened, layer = [], torch.nn.Linear(2, 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append(layer.weight.isnan().all().item()))
+    worker = object.__new__(peers.PeerExtension)
+    worker.device, worker.model_runner = torch.device("cuda"), SimpleNamespace(get_model=lambda: layer)
+    worker.poison()
+    assert happened == [True]
 
 
 def test_adapters_are_timed_with_one_trainer_alone(sync):
@@ -221,7 +233,7 @@ def test_summary_has_medians_and_what_is_in_no_part(step):
         "whole": 20.0, "rollout": 6.0, "learn": 4.0, "sync": 2.0, "rest": 8.0,
     }  # fmt: skip
     assert (row["tokens_per_second"], row["MFU"]) == (120 / 20, 0.2)
-    assert step.summary("ours", steps, 1.0, 8e12, None)["MFU"] is None
+    assert step.summary("ours", steps, 1.0, 8e12, peak_flops=0)["MFU"] is None
 
 
 def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path):
@@ -240,6 +252,8 @@ def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path)
         ({"ways": ["rlhf.py"]}, 0, "--ways: there is no rlhf.py here, but ours"),
         ({"topology": "nccl", "ways": ["TRL"]}, 0, "--ways: there is no TRL here, but rlhf.py, rlhf_async.py"),
         ({"topology": "nccl"}, 1, "--topology nccl takes 2 GPUs, and there are 1"),
+        ({"trainers": 2}, 2, "--trainers and --engines are for --topology nccl"),
+        ({"engines": 2}, 2, "--trainers and --engines are for --topology nccl"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_is_written(
@@ -282,8 +296,30 @@ def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
     assert all("--enforce-eager" in command and "--tensor-parallel-size=1" in command for command in commands)
 
 
+@pytest.fixture
+def no_model(step, monkeypatch):
+    """None is made."""
+    process = SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=0)
+    context = SimpleNamespace(Process=lambda target, args: process)
+    monkeypatch.setattr(step.multiprocessing, "get_context", lambda kind: context)
+
+
+def test_mfu_is_of_all_gpus_that_learn(step, monkeypatch, tmp_path, no_model):
+    parts = {"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5, "tokens": 8, "engine_idle": 0.5}
+    monkeypatch.setattr(step, "our_step", lambda *_, **__: ([parts | {"trainer_idle": 0.5}], 1.0))
+    monkeypatch.setattr(step, "device_kind", lambda: ("NVIDIA H200", H200))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(step, "learning_flops", lambda args: 989e12)
+    for trainers, mfu in ((1, 1.0), (2, 0.5)):
+        output = tmp_path / str(trainers)
+        step.main(step.Arguments(topology="nccl", trainers=trainers, ways=["rlhf.py"], output=output))
+        assert json.loads((output / "step.json").read_text())["ways"][0]["MFU"] == mfu
+
+
 @pytest.mark.parametrize(("failing", "ways"), [("TRL", None), ("TRL", ["TRL"]), ("ours", None)])
-def test_trl_that_fails_is_a_result_beside_ours_and_else_an_error(step, monkeypatch, tmp_path, capsys, failing, ways):
+def test_trl_that_fails_is_a_result_beside_ours_and_else_an_error(
+    step, monkeypatch, tmp_path, capsys, no_model, failing, ways
+):
     def measure(way):
         def run(folder, **_):
             if way == failing:
@@ -292,9 +328,6 @@ def test_trl_that_fails_is_a_result_beside_ours_and_else_an_error(step, monkeypa
 
         return run
 
-    process = SimpleNamespace(start=lambda: None, join=lambda: None, exitcode=0)
-    context = SimpleNamespace(Process=lambda target, args: process)
-    monkeypatch.setattr(step.multiprocessing, "get_context", lambda kind: context)
     monkeypatch.setattr(step, "our_step", measure("ours"))
     monkeypatch.setattr(step, "trl_step", measure("TRL"))
     monkeypatch.setattr(step, "device_kind", lambda: ("CPU", 0))
