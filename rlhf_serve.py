@@ -45,6 +45,7 @@ from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
+MAX_CALLS = 100_000  # of the engines' actor at a time: by Ray's limit of 1,000, a sync would wait behind requests
 
 
 @dataclass
@@ -170,7 +171,7 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     server_bundle = [{resource: server_gpus or 1}] if servers else []
     group = reserve([{resource: 1}, *server_bundle], "PACK")
     trainer_seat = seat(group, 0, **{f"num_{resource.lower()}s": 1})
-    engines_seat = seat(group, 1 if servers else 0, num_gpus=server_gpus)
+    engines_seat = seat(group, 1 if servers else 0, num_gpus=server_gpus, max_concurrency=MAX_CALLS)
     return "cuda" if gpus else "cpu", [trainer_seat], [engines_seat]
 
 
