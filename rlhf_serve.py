@@ -32,7 +32,7 @@ from recipe.errors import RunError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
+from recipe.rollouts.async_rollouts import MAX_CALLS, AsyncArguments, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments
 from recipe.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
@@ -45,7 +45,6 @@ from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
-MAX_CALLS = 100_000  # of the engines' actor at a time: by Ray's limit of 1,000, a sync would wait behind requests
 
 
 @dataclass
@@ -128,9 +127,8 @@ class Trainer(LearnerActor):
 
     def set_sender(self, name: str, make_sender: Callable[[], WeightSender]) -> None:
         """From now on, the server of this name gets its weights by the sender that this function makes in a thread."""
-        if name in self.senders:  # closed with a reason, a sender gives back its group's memory on the GPU as well
-            reason = "this server gets a new group"
-            self.threads.submit(lambda sender: sender.result().close(reason), self.senders.pop(name))
+        if name in self.senders:
+            self.threads.submit(lambda sender: sender.result().close(), self.senders.pop(name))
         self.senders[name] = self.threads.submit(make_sender)
 
     def send_weights(self, names: list[str]) -> tuple[int, dict[str, SyncReport | str]]:

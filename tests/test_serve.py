@@ -23,6 +23,7 @@ import ray
 from conftest import ROOT, Script, cpu_only
 from torch.distributed import HashStore
 
+import rlhf_async
 import rlhf_serve
 from recipe.errors import RunError
 from recipe.rollouts import replicas
@@ -219,7 +220,8 @@ def test_a_proxy_in_the_environment_is_not_asked(servers, monkeypatch):
     assert len(rollouts) == 8
 
 
-def test_a_sync_does_not_wait_behind_a_thousand_requests():
+@pytest.mark.parametrize(("script", "flags"), [(rlhf_serve, {"engine_url": ["http://a:1"]}), (rlhf_async, {})])
+def test_a_sync_does_not_wait_behind_a_thousand_requests(script, flags):
     class Engines:
         def __init__(self):
             self.synced = asyncio.Event()
@@ -232,7 +234,7 @@ def test_a_sync_does_not_wait_behind_a_thousand_requests():
 
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, logging_level="error")
     try:
-        _, _, (seat,) = rlhf_serve.place(rlhf_serve.Arguments(engine_url=["http://a:1"]))
+        *_, (seat,) = script.place(script.Arguments(**flags))
         engines = ray.remote(Engines).options(**seat.options).remote()
         sampling = [engines.sample.remote() for _ in range(1001)]
         ray.get([engines.take_weights.remote(), *sampling], timeout=60)

@@ -187,8 +187,8 @@ class BroadcastChannel:
         if error:
             # A worker without a link polls this key (`connect_group`).
             self.communicator.group.store.set(LINK_KEY, json.dumps({"error": error}))
-            if hasattr(self.communicator, "destroy"):
-                self.communicator.destroy()  # a broadcast that will never end must not hold the GPU
+        if hasattr(self.communicator, "destroy"):
+            self.communicator.destroy()  # neither memory nor a broadcast that will never end must hold the GPU
 
 
 class SharedMemoryChannel:

@@ -98,7 +98,9 @@ class WeightSender:
         return comparison_of(self._in_session(named_tensors, self._compare, [name for name, *_ in self.sources]))
 
     def close(self, error: str | None = None) -> None:
-        """End the session. With `error`, waiting workers raise it."""
+        """End the session, for good. With `error`, waiting workers raise it."""
+        if self.closed:
+            return
         self.closed = True
         for link in (*self.links, *self.ranks.links):
             link.close(error)
