@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,6 +83,18 @@ class Actor:
 
     def rollouts(self, count: int) -> list:
         return [rollout() for _ in range(count)]
+
+
+class Receiver(Actor):
+    """An engine that waits for a trainer's weights."""
+
+    def receive(self, trainer: int, ended: Path) -> None:
+        self.ended = ended
+        while psutil.pid_exists(trainer):
+            time.sleep(0.05)
+
+    def shutdown(self) -> None:
+        self.ended.touch()
 
 
 class Sampler:
@@ -185,6 +198,14 @@ def test_a_death_of_an_actor_that_has_answered_already_ends_the_wait(session):
     with pytest.raises(RunError, match=r"^the engine died while starting$"):
         session.wait("starting", engine.begin("die", 1) | trainer.begin("sleep", 60))
     assert time.monotonic() - started < FAULT_SECONDS
+
+
+def test_an_engine_that_waits_for_a_trainer_has_time_to_end_by_itself(session, tmp_path):
+    trainer, engine = group(session, "trainer"), group(session, "engine", cls=Receiver)
+    engine.begin("receive", trainer.first("asking", "pid"), tmp_path / "ended")
+    session.end(dict(session.actors), patience=10)
+    assert (tmp_path / "ended").exists()
+    assert not session.actors
 
 
 def test_a_death_comes_before_a_failed_sync_and_that_before_all_other_errors(session):

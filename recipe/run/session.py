@@ -85,9 +85,13 @@ class RaySession:
             signal.signal(number, signal.default_int_handler)
 
     def end(self, actors: dict[str, ray.actor.ActorHandle], patience: float = SHUTDOWN_SECONDS) -> None:
-        """End these actors. Those with a method `shutdown`, as engines, first have `patience` seconds for it."""
-        refs = [actor.shutdown.remote() for actor in actors.values() if hasattr(actor, "shutdown")]
-        ray.wait(refs, num_returns=len(refs), timeout=patience)
+        """End these actors. Those with a method `shutdown`, as engines, have `patience` seconds for it."""
+        refs = {name: actor.shutdown.remote() for name, actor in actors.items() if hasattr(actor, "shutdown")}
+        self._kill({name: actor for name, actor in actors.items() if name not in refs})  # for whom an engine may wait
+        ray.wait([*refs.values()], num_returns=len(refs), timeout=patience)
+        self._kill({name: actors[name] for name in refs})
+
+    def _kill(self, actors: dict[str, ray.actor.ActorHandle]) -> None:
         for name, actor in actors.items():
             ray.kill(actor)
             del self.actors[name]
