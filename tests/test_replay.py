@@ -333,6 +333,15 @@ def test_tensor_that_is_not_for_a_worker_is_no_problem_there():
     assert Engine(ForTheOtherRank(0)).trace([("norm", "float32", (HIDDEN,))]) == ({"norm": []}, [])
 
 
+def test_a_loaders_reason_is_cut_short_between_words():
+    class Refuses(Model):
+        def load_weights(self, weights):
+            raise ValueError("word " * 50)
+
+    (problem,) = Engine(Refuses(0)).trace([("norm", "float32", (HIDDEN,))])[1]
+    assert problem.endswith("word word ...)")
+
+
 class RegistersMore(Model):
     def load_norm(self, weight):
         self.register_buffer("doubled", torch.zeros(HIDDEN))

@@ -339,7 +339,7 @@ def test_sync_that_was_interrupted_ends_the_session():
         sender.send_weights(interrupted())
     receiving.join(10)
     assert "KeyboardInterrupt" in receiving.error
-    with pytest.raises(WeightSyncError, match="this weight sync session was closed by an earlier error"):
+    with pytest.raises(WeightSyncError, match="closed by an earlier error: make a new channel and a new WeightSender"):
         sender.send_weights([("w", torch.ones(4))])
 
 
@@ -393,6 +393,16 @@ def test_second_sender_on_a_group_is_refused_and_leaves_the_first_alone():
             WeightSender(trainer)
     receiving.join(10)
     assert receiving.error is None
+
+
+def test_a_second_sync_without_a_receiver_asks_for_one(monkeypatch):
+    trainer, other = groups(2)
+    receiving, sender = Receiving(Worker(Engine(), other)), WeightSender(trainer)
+    sender.send_weights([("w", torch.ones(4))])
+    receiving.join(10)
+    monkeypatch.setattr(buckets, "CONNECT_SECONDS", 0.5)
+    with pytest.raises(WeightSyncError, match=r"stuck: .* Do all workers receive_weights\?"):
+        sender.send_weights([("w", torch.ones(4))])
 
 
 LEAVES_DURING_A_BROADCAST = """

@@ -5,6 +5,7 @@ repeats the copies alone.
 """
 
 import logging
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -242,7 +243,7 @@ class EngineModel:
                         self.model.load_weights([(name, source)])
                     traced[name] = trace.writes + self._reregistering_writes(trace.other_writes)
                 except Exception as error:  # loaders raise anything for a name or shape that does not fit
-                    reason = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+                    reason = textwrap.shorten(f"{type(error).__name__}: {error}", 120, placeholder=" ...")
                     problems.append(f"{name} {list(shape)}: the engine cannot load it ({reason})")
                     continue
                 if self._loads_only_part(traced[name], torch.Size(shape).numel()):

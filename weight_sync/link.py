@@ -248,7 +248,9 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
             for link in links:
                 link.watch()
             if time.monotonic() > deadline:
-                raise WeightSyncError("the weight transfer is stuck: it ran into its deadline")
+                raise WeightSyncError(
+                    "the weight transfer is stuck: it ran into its deadline. Do all workers receive_weights?"
+                )
             time.sleep(20e-6)
     except WeightSyncError:
         raise
