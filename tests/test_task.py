@@ -113,7 +113,8 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
         ('{"prompt": [1], "answer": null}\n', "row 0 of train: not an object with"),
         ("\n", "has no prompts"),
-        ("", "cannot load the dataset .*rows.jsonl: "),
+        ("", "has no prompts"),
+        ('{"text": "a", "answer": 1}\n', "not empty: it has answer, text"),
     ],
 )
 def test_broken_row_is_named(load, text, message):

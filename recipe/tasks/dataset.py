@@ -89,7 +89,7 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
     if not (is_chat or isinstance(prompt, str)) or not prompt:
         raise TaskError(
             f'{origin}: not an object with a "prompt" that is a text, or a list of chat messages with "role" and'
-            ' "content", and not empty'
+            f' "content", and not empty: it has {", ".join(sorted(map(str, record))) or "nothing"}'
         )
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
@@ -117,6 +117,8 @@ def _records(name: str, config: str | None, split: str) -> list[dict | str]:
             raise
         except Exception as error:
             raise failed(f"--dataset {name}", error) from error
+    if os.path.isfile(name) and not os.path.getsize(name):
+        return []  # for which `datasets` has another error in each format
     import datasets  # only where it is needed: importing it takes a second
 
     datasets.disable_progress_bars()
