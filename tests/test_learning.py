@@ -540,7 +540,7 @@ def test_mismatch_over_the_bound_updates_nothing(model, updates):
         learner.learn(rollouts(learner), batch)
     assert before.equal(vector_of(learner))
     batch[0].logprobs[0] = math.nan
-    with pytest.raises(MismatchError):
+    with pytest.raises(MismatchError, match="are not numbers: if the last update was too large"):
         learner.mismatch(batch)
 
 

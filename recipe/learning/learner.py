@@ -5,6 +5,7 @@ mini-batches, each of which makes one update of the weights. A mini-batch passes
 Their size does not change its gradient: a token's weight in the loss depends on its mini-batch alone.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -283,6 +284,11 @@ class PolicyLearner(Learner):
             raise MismatchError("no token comes from the weights that the trainer holds: the last sync has no proof")
         mismatch = total / tokens
         if self.max_mismatch and not mismatch <= self.max_mismatch:  # a NaN does not pass
+            if math.isnan(mismatch):
+                raise MismatchError(
+                    "log-probabilities of engine or trainer are not numbers: if the last update was too large,"
+                    " lower --learning-rate"
+                )
             if self.proof.weights_proven:
                 cause = (
                     "The digests of what the trainer sent, what arrived and what the engine serves agree, so engine and"
