@@ -383,6 +383,17 @@ def test_group_that_does_not_come_together_is_an_error(monkeypatch):
             stateless_init_process_group("127.0.0.1", port, rank, 2, torch.device("cpu"))
 
 
+def test_worker_that_counts_fewer_ranks_than_the_trainer_has_the_same_error(monkeypatch):
+    monkeypatch.setattr(groups_module, "CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ThreadPoolExecutor() as ranks:
+        joining = [ranks.submit(stateless_init_process_group, "127.0.0.1", port, r, 3 - r, "cpu") for r in (0, 1)]
+        for each in joining:
+            with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}"):
+                each.result()
+
+
 def test_second_sender_on_a_group_is_refused_and_leaves_the_first_alone():
     trainer, other = groups(2)
     receiving = Receiving(Worker(Engine(), other), syncs=2)

@@ -200,7 +200,8 @@ class SharedMemoryChannel:
     that CUDA IPC cannot share.
     """
 
-    def __init__(self, device: torch.device, workers: int = 1):
+    def __init__(self, device: torch.device | str, workers: int = 1):
+        device = torch.device(device)
         if device.type == "cuda":
             refuse_expandable_segments()
         self.device, self.workers = device, workers

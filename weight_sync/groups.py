@@ -60,12 +60,12 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
         if rank == 0 and family != socket.AF_INET:  # vLLM would listen on IPv4
             options["listen_socket"] = socket.create_server((master_address, master_port), family=family)
         group = StatelessProcessGroup.create(master_address, master_port, rank, world_size, **options)
+        if torch.device(device).type == "cpu":
+            return GlooCommunicator(group)
     except (OSError, torch.distributed.DistError) as error:  # rank 0 cannot listen there, or a rank is missing
         # If a rank is missing, vLLM closes a socket that TCPStore has closed, and fails at that.
         reason = error.__context__ if isinstance(error.__context__, torch.distributed.DistError) else error
         raise WeightSyncError(f"no group at {host_and_port(master_address, master_port)}: {reason}") from error
-    if torch.device(device).type == "cpu":
-        return GlooCommunicator(group)
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.utils.nccl import unpinned_nccl_env
 

@@ -213,7 +213,7 @@ def connect_path(path: str, rank: int, timeout: float) -> Link:
     try:
         socket_.connect(path)
     except OSError as error:
-        raise WeightSyncError(f"the trainer is gone: {error}") from error
+        raise WeightSyncError(f"the trainer is gone, or this channel was used before: {error}") from error
     link = Link(socket_)
     link.send_hello(f"engine worker {rank}", os.path.dirname(path))
     link.recv_hello(os.path.dirname(path), timeout)
