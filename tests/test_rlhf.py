@@ -250,6 +250,7 @@ def test_too_few_gpus_is_an_error_that_says_how_many_there_are(placed):
             ["--gpu-memory-utilization", "80"],
             "error: argument --gpu-memory-utilization: Input should be less than or equal to 1",
         ),
+        (["--warmup-steps", "1.5"], "error: argument --warmup-steps: invalid int value: '1.5'"),
         (["--timeout", "0"], "error: argument --timeout: Input should be greater than 0, not 0"),
         (["--report-to", "nobody"], "error: --report-to nobody is none of none, "),
     ],

@@ -1,7 +1,6 @@
 """Command-line flags from dataclasses. A field gives a flag's name, default and help, and its type gives the bounds."""
 
 import argparse
-import copy
 import dataclasses
 import json
 import os
@@ -56,12 +55,7 @@ class RunArguments:
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """--help with one spelling of each flag, and without "(default: None)"."""
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        action = copy.copy(action)
-        action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
-        return super()._format_action_invocation(action)
+    """--help without "(default: None)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if isinstance(action, argparse._StoreFalseAction):  # a --no-flag
@@ -85,6 +79,7 @@ class Parser(HfArgumentParser):
             field.type = bounded  # HfArgumentParser strips the bounds, also from the classes that this one inherits
         groups = {}
         for action in [action for action in self._actions if action.dest != "help"]:
+            action.option_strings = [name for name in action.option_strings if "_" not in name]  # --a_b works unnamed
             declaring = (base for base in reversed(cls.__mro__) if action.dest in vars(base).get("__annotations__", ()))
             title = next(declaring, cls).__doc__.splitlines()[0].rstrip(".")
             if title not in groups:
