@@ -15,7 +15,7 @@ reload.
 A time is the median of the rounds after the first two, from the end of learning until the engine may generate: it
 begins with naming the trainer's tensors, and ends when both sides' calls have returned. It is rlhf.py's `time/sync`
 without its check of what arrived. With our way, the prefix cache was reset before, and the workers wait already, as
-while rlhf.py's trainer learns. rlhf_colocate.py calls its workers in the sync, which takes a few milliseconds more. The
+while rlhf.py's trainer learns. rlhf_colocate.py calls its workers in the sync, which takes longer. The
 output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With the
 other ways, the last call resets the prefix cache. On GPUs, the engine has captured CUDA graphs, as in the scripts,
 unless --enforce-eager is given.

@@ -52,7 +52,8 @@ class LearnerConfig(ModelConfig):
     )
     num_epochs: Annotated[int, Ge(1)] = HfArg(default=1, help="times that a step goes through its rollouts")
     num_mini_batches: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="mini-batches into which an epoch divides the rollouts, at most one for each; each makes one update"
+        default=1,
+        help="mini-batches into which an epoch divides the rollouts, at most one for each; each makes an update",
     )
     offload_optimizer: bool = HfArg(default=False, help="keep the optimizer's state in host memory between updates")
     max_mismatch: Annotated[float | None, Gt(0)] = HfArg(
