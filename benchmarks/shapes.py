@@ -37,12 +37,10 @@ class BenchmarkArguments(RunArguments):
     resume: None = field(default=None, init=False)
 
 
-def device_kind() -> tuple[str, int]:
-    """The name of this machine's GPUs, and the bytes of the smallest one's memory; without a GPU, "CPU" and 0."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+def device_kind() -> str:
+    """The name of this machine's GPUs, or "CPU"."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError):
-        return "CPU", 0
-    gpus = [line.rsplit(", ", 1) for line in listing.splitlines()]
-    return gpus[0][0], min(int(mebibytes) for _, mebibytes in gpus) << 20
+        return "CPU"

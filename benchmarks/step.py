@@ -286,7 +286,7 @@ def main(args: Arguments) -> None:
         raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
     if args.topology == "ipc" and (args.trainers > 1 or args.engines > 1):
         raise RunError("--trainers and --engines are for --topology nccl")
-    device = device_kind()[0]
+    device = device_kind()
     gpus = "" if device == "CPU" else choose_gpus(args)
     ways, flops = choose_ways(args, gpus), None if args.mean_tokens else learning_flops(args)
     folder = (args.output or Path("runs") / f"step-{time.strftime('%Y%m%d-%H%M%S')}").resolve()

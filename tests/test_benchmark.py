@@ -21,7 +21,6 @@ from rlhf_utils import WeightSyncError
 
 PEERS = {"nccl": ["raw broadcast", "one RPC a parameter"], "ipc": ["device copy", "ZMQ + IPC buckets"]}
 NATIVE = ["vLLM native, unpacked", "vLLM native, packed"]
-H200, H100 = 143771 << 20, 81559 << 20  # bytes of memory
 
 
 @pytest.fixture
@@ -80,36 +79,13 @@ def test_engine_beside_the_trainer_keeps_the_gpu_that_ray_gave_it(sync, monkeypa
     assert found == [seen]
 
 
-@pytest.mark.parametrize(
-    ("total", "topology", "trainer_dtype", "workers", "fits"),
-    [
-        (H200, "nccl", "bfloat16", 1, True),
-        (H200, "nccl", "float32", 2, True),
-        (H200, "ipc", "bfloat16", 1, True),
-        (H200, "ipc", "float32", 1, False),
-        (H100, "nccl", "bfloat16", 1, True),
-        (H100, "nccl", "float32", 2, False),
-        (H100, "ipc", "bfloat16", 1, False),
-    ],
-)
-def test_32b_runs_where_it_fits(sync, total, topology, trainer_dtype, workers, fits):
-    options = {"topology": topology, "trainer_dtype": trainer_dtype, "tensor_parallel_size": workers}
-    for shape in sync.SHAPES:
-        args = sync.Arguments(shape=shape, **options)
-        if fits or shape != "qwen2.5-32b":
-            sync.check_memory(args, total)
-        else:
-            with pytest.raises(RunError, match=r"32b from .* GiB of weights on one GPU"):
-                sync.check_memory(args, total)
-
-
 def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monkeypatch):
     fake = tmp_path / "nvidia-smi"
-    answer = r'printf "NVIDIA H200, 143771\nNVIDIA H200, 81559"'
-    fake.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=name,memory.total ] && {answer}')
+    answer = r'printf "NVIDIA H200\nNVIDIA H200\n"'
+    fake.write_text(f'#!/bin/sh\n[ "$1" = --query-gpu=name ] && {answer}')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert sync.device_kind() == ("NVIDIA H200", 81559 << 20)
+    assert sync.device_kind() == "NVIDIA H200"
 
 
 def test_weights_have_been_overwritten_before_the_clock_of_a_way_starts(sync, monkeypatch):
@@ -259,7 +235,7 @@ def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path)
 def test_what_cannot_be_timed_is_refused_before_anything_is_written(
     step, monkeypatch, tmp_path, options, gpus, message
 ):
-    monkeypatch.setattr(step, "device_kind", lambda: ("NVIDIA H200" if gpus else "CPU", 0))
+    monkeypatch.setattr(step, "device_kind", lambda: "NVIDIA H200" if gpus else "CPU")
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     with pytest.raises(RunError, match=message):
         step.main(step.Arguments(output=tmp_path / "run", **options))
@@ -307,7 +283,7 @@ def no_model(step, monkeypatch):
 def test_mfu_is_of_all_gpus_that_learn(step, monkeypatch, tmp_path, no_model):
     parts = {"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5, "tokens": 8, "engine_idle": 0.5}
     monkeypatch.setattr(step, "our_step", lambda *_, **__: ([parts | {"trainer_idle": 0.5}], 1.0))
-    monkeypatch.setattr(step, "device_kind", lambda: ("NVIDIA H200", H200))
+    monkeypatch.setattr(step, "device_kind", lambda: "NVIDIA H200")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr(step, "learning_flops", lambda args: 989e12)
     for trainers, mfu in ((1, 1.0), (2, 0.5)):
@@ -330,7 +306,7 @@ def test_trl_that_fails_is_a_result_beside_ours_and_else_an_error(
 
     monkeypatch.setattr(step, "our_step", measure("ours"))
     monkeypatch.setattr(step, "trl_step", measure("TRL"))
-    monkeypatch.setattr(step, "device_kind", lambda: ("CPU", 0))
+    monkeypatch.setattr(step, "device_kind", lambda: "CPU")
     args = step.Arguments(output=tmp_path / "run", ways=ways)
     if failing == "ours" or ways:
         with pytest.raises(RunError, match=f"{failing}: out of memory"):
