@@ -30,7 +30,7 @@ from recipe.errors import RunError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.async_rollouts import MAX_CALLS, AsyncArguments, AsyncEngineActor, RolloutsAhead
+from recipe.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments, llm_options
 from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
@@ -102,16 +102,14 @@ def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
         bundles = by_node(group)  # so that an engine spans as few nodes as possible
         trainer_seats = [seat(group, bundle, num_gpus=1) for bundle in bundles[:trainers]]
         engine_bundles = [bundles[begin : begin + tp] for begin in range(trainers, wanted, tp)]
-        engine_seats = [seat(group, workers[0], workers, max_concurrency=MAX_CALLS) for workers in engine_bundles]
+        engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles]
         remark = f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more" if gpus > wanted else ""
         return "cuda", remark, trainer_seats, engine_seats
     group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
     trainer_seats = [seat(group, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
     # An engine's workers are processes of its actor; by their numbers, llm_options divides the cores among them.
     engine_workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
-    engine_seats = [
-        seat(group, trainers + i, workers, max_concurrency=MAX_CALLS) for i, workers in enumerate(engine_workers)
-    ]
+    engine_seats = [seat(group, trainers + i, workers) for i, workers in enumerate(engine_workers)]
     remark = f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them"
     return "cpu", remark, trainer_seats, engine_seats
 

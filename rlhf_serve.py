@@ -32,7 +32,7 @@ from recipe.errors import RunError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.async_rollouts import MAX_CALLS, AsyncArguments, RolloutsAhead
+from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments
 from recipe.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
@@ -169,7 +169,7 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     server_bundle = [{resource: server_gpus or 1}] if servers else []
     group = reserve([{resource: 1}, *server_bundle], "PACK")
     trainer_seat = seat(group, 0, **{f"num_{resource.lower()}s": 1})
-    engines_seat = seat(group, 1 if servers else 0, num_gpus=server_gpus, max_concurrency=MAX_CALLS)
+    engines_seat = seat(group, 1 if servers else 0, num_gpus=server_gpus)
     return "cuda" if gpus else "cpu", [trainer_seat], [engines_seat]
 
 

@@ -3,6 +3,7 @@
 pytest tests/test_actors.py
 """
 
+import asyncio
 import itertools
 import os
 import sys
@@ -95,6 +96,17 @@ class Receiver(Actor):
 
     def shutdown(self) -> None:
         self.ended.touch()
+
+
+class AsyncActor(Actor):
+    def __init__(self, number: int):
+        self.synced = asyncio.Event()
+
+    async def sample(self) -> None:
+        await self.synced.wait()
+
+    async def sync(self) -> None:
+        self.synced.set()
 
 
 class Sampler:
@@ -198,6 +210,14 @@ def test_a_death_of_an_actor_that_has_answered_already_ends_the_wait(session):
     with pytest.raises(RunError, match=r"^the engine died while starting$"):
         session.wait("starting", engine.begin("die", 1) | trainer.begin("sleep", 60))
     assert time.monotonic() - started < FAULT_SECONDS
+
+
+def test_a_sync_does_not_wait_behind_a_thousand_requests(session):
+    engine = group(session, "engine", cls=AsyncActor)
+    sampling = [engine.begin("sample") for _ in range(1001)]
+    engine.call("syncing", "sync")
+    for calls in sampling:
+        session.wait("sampling", calls)
 
 
 def test_an_engine_that_waits_for_a_trainer_has_time_to_end_by_itself(session, tmp_path):

@@ -19,11 +19,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import ray
 from conftest import ROOT, Script, cpu_only
 from torch.distributed import HashStore
 
-import rlhf_async
 import rlhf_serve
 from recipe.errors import RunError
 from recipe.rollouts import replicas
@@ -218,28 +216,6 @@ def test_a_proxy_in_the_environment_is_not_asked(servers, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     rollouts, _ = pool_of(servers, sample)
     assert len(rollouts) == 8
-
-
-@pytest.mark.parametrize(("script", "flags"), [(rlhf_serve, {"engine_url": ["http://a:1"]}), (rlhf_async, {})])
-def test_a_sync_does_not_wait_behind_a_thousand_requests(script, flags):
-    class Engines:
-        def __init__(self):
-            self.synced = asyncio.Event()
-
-        async def sample(self):
-            await self.synced.wait()
-
-        async def take_weights(self):
-            self.synced.set()
-
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, logging_level="error")
-    try:
-        *_, (seat,) = script.place(script.Arguments(**flags))
-        engines = ray.remote(Engines).options(**seat.options).remote()
-        sampling = [engines.sample.remote() for _ in range(1001)]
-        ray.get([engines.take_weights.remote(), *sampling], timeout=60)
-    finally:
-        ray.shutdown()
 
 
 def test_a_server_on_the_trainers_device_maps_its_memory(servers):

@@ -50,7 +50,6 @@ from .engine import (
 )
 from .evaluation import evaluate
 
-MAX_CALLS = 100_000  # of an engine's actor at a time: by Ray's limit of 1,000, a sync would wait behind requests
 PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too much to have a bound
 
 

@@ -4,6 +4,7 @@ A group is N actors of one class, each on a bundle of a placement group. Trainer
 where there is one of each. So the loop of a run is the same on one GPU, on eight, and on several nodes.
 """
 
+import inspect
 import os
 import re
 import time
@@ -31,6 +32,7 @@ from ..learning.sharding import join_ranks
 from .checkpoint import write_checkpoint
 from .session import RaySession
 
+MAX_CALLS = 100_000  # of an async actor at a time: by Ray's limit of 1,000, a sync would wait behind requests
 RESERVE_SECONDS = 60  # limit for Ray to reserve a placement group
 
 
@@ -85,7 +87,9 @@ class ActorGroup:
     def restart(self) -> None:
         """End these actors, and what they have started, and begin with new ones on the same seats."""
         self.session.end(self.actors)
-        remote_class, numbered_seats = ray.remote(self.cls), enumerate(self.seats.items())
+        is_async = inspect.getmembers(self.cls, inspect.iscoroutinefunction)
+        remote_class = ray.remote(max_concurrency=MAX_CALLS if is_async else 1)(self.cls)
+        numbered_seats = enumerate(self.seats.items())
         self.actors = {name: remote_class.options(**seat.options).remote(i) for i, (name, seat) in numbered_seats}
         self.session.actors |= self.actors
 
