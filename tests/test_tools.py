@@ -500,6 +500,12 @@ def test_answers_are_text_that_any_template_takes(converse, tool, answer):
     assert f"={answer}:" in converse.made.tokenizer.decode(first.completion_ids)
 
 
+def test_half_a_character_in_a_name_that_the_policy_makes_up_ends_no_run(converse):
+    says = call_once(r'<tool_call>{"name": "a\ud83d", "arguments": {}}</tool_call>')
+    first, *_ = converse(says, tools=["test_tools:shout"], tool_parser="hermes", max_tokens=150)
+    assert [message.get("name") for message in first.messages] == [None, "a?", None]
+
+
 @pytest.mark.parametrize(("limit", "turns"), [(0, 1), (2, 3), (None, 4)])
 def test_tools_are_called_in_so_many_turns_and_as_long_as_their_answers_fit(converse, limit, turns):
     first, *_ = converse(
@@ -597,6 +603,12 @@ def test_environment_has_its_own_copy_of_a_row(converse, monkeypatch):
     rollouts = converse(lambda *_: "end", environment="test_tools:Counter")
     assert {converse.made.tokenizer.decode(own.prompt_ids) for own in rollouts} == {"go[0, 1]:"}
     assert converse.made.task.rows[0].columns["board"] == [0]
+
+
+def test_half_a_character_in_the_text_of_reset_ends_no_run(converse, monkeypatch):
+    monkeypatch.setattr(Counter, "reset", lambda self, **_: " on\ud83d")
+    first, *_ = converse(lambda *_: "end", environment="test_tools:Counter")
+    assert converse.made.tokenizer.decode(first.prompt_ids) == "go on?:"
 
 
 def test_text_of_reset_follows_content_in_parts(converse, monkeypatch):
@@ -792,6 +804,14 @@ def test_answers_follow_a_turn_that_another_token_has_ended(name, end, begins):
     messages = [{"role": "tool", "name": "look", "content": "found it"}]
     ids = ChatTemplate(tokenizer, {}).answer_ids(messages, tokenizer.convert_tokens_to_ids(end))
     assert tokenizer.decode(ids).startswith(begins)
+
+
+def test_special_token_in_a_name_that_the_policy_makes_up_is_text():
+    tokenizer = of_template("gemma4", "<eos>")
+    answer = {"role": "tool", "name": "a<eos>", "content": "found it"}
+    ids = ChatTemplate(tokenizer, {}).answer_ids([answer], tokenizer.eos_token_id)
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids).startswith("response:a<eos>{value:")
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3"])

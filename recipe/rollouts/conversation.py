@@ -52,7 +52,7 @@ class Conversation:
         """Reset the environment. Text that it returns goes to the end of the prompt's last message."""
         self.environment, text = await self.tools.open(self.row, self.evaluation)
         if text is not None:
-            last = self.prompt[-1]
+            text, last = _encodable(text), self.prompt[-1]
             content = last.get("content", "")
             content = content + ([{"type": "text", "text": text}] if isinstance(content, list) else text)
             self.prompt = [*self.prompt[:-1], last | {"content": content}]
@@ -121,8 +121,7 @@ class Conversation:
                 isinstance(part, dict) and part.get("type") == "text" for part in result
             )
             content = content_text(result) if result and in_parts else str(result)
-            content = content.encode(errors="replace").decode()  # half a character, which no tokenizer takes, is a "?"
-            answers.append({"role": "tool", "name": function["name"], "content": content})
+            answers.append({"role": "tool", "name": _encodable(function["name"]), "content": _encodable(content)})
         return answers
 
     async def _result(self, call: Future) -> tuple[object, bool]:
@@ -222,6 +221,11 @@ def _arguments(text: str):
         return json.loads(text)
     except (ValueError, RecursionError):
         return text  # for which `_call` answers an error
+
+
+def _encodable(text: str) -> str:
+    """The text with "?" for each half of a character: no tokenizer takes one."""
+    return text.encode(errors="replace").decode()
 
 
 def _answered(ids: list[int], before: Rollout) -> Rollout:

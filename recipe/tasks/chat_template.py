@@ -38,10 +38,10 @@ class ChatTemplate:
         """The tokens that follow a turn of the policy, whose last token is `end`: those of tools' answers, which are
         messages, and of the next turn's beginning.
 
-        Special tokens in the answers' text are text. Raises TaskError if the template cannot add answers without
-        changing the turns before.
+        Special tokens in the answers' text and names are text. Raises TaskError if the template cannot add answers
+        without changing the turns before.
         """
-        answers = [answer | {"content": self._marked(answer["content"])} for answer in answers]
+        answers = [answer | {key: self._marked(answer[key]) for key in ("name", "content")} for answer in answers]
         problem = "it changes the turns before"
         for placeholder in PLACEHOLDERS:
             turn = {"role": "assistant", "content": ""} | placeholder
@@ -84,9 +84,9 @@ class ChatTemplate:
     def _render(self, messages: list[dict], **options) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **self.options)
 
-    def _marked(self, content: str) -> str:
-        """A tool's content, with marks in place of special tokens."""
-        return self.special_text.sub(lambda match: f"\ue000{self.special.index(match[0])}\ue001", content)
+    def _marked(self, text: str) -> str:
+        """A tool's content or name, with marks in place of special tokens."""
+        return self.special_text.sub(lambda match: f"\ue000{self.special.index(match[0])}\ue001", text)
 
     def _encode(self, text: str) -> list[int]:
         ids = []
