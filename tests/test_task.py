@@ -112,6 +112,8 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
         ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
         ('{"prompt": [1], "answer": null}\n', "row 0 of train: not an object with"),
+        ('{"prompt": [{"role": "user", "content": ["Hi"]}]}\n', "row 0 of train: not an object with"),
+        ('{"prompt": [{"role": "user", "content": [{"text": 1}]}]}\n', "row 0 of train: not an object with"),
         ("\n", "has no prompts"),
         ("", "has no prompts"),
         ('{"text": "a", "answer": 1}\n', "not empty: it has answer, text"),

@@ -82,10 +82,7 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
     record = dict(record) if isinstance(record, dict) else {}
     record |= {name: _without_nones(record[name]) for name in ("prompt", "tools") if record.get(name) is not None}
     prompt = default_prompt if record.get("prompt") is None else record["prompt"]
-    is_chat = isinstance(prompt, list) and all(
-        isinstance(message, dict) and "role" in message and message.keys() & {"content", "tool_calls"}
-        for message in prompt
-    )
+    is_chat = isinstance(prompt, list) and all(map(_is_message, prompt))
     if not (is_chat or isinstance(prompt, str)) or not prompt:
         raise TaskError(
             f'{origin}: not an object with a "prompt" that is a text, or a list of chat messages with "role" and'
@@ -98,6 +95,15 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
     if taken := record.keys() & set(reserved):
         raise TaskError(f"{origin}: a reward gets {' and '.join(sorted(taken))} from the run itself")
     return Row(prompt, {name: value for name, value in record.items() if name != "prompt"}, origin)
+
+
+def _is_message(message) -> bool:
+    """Whether this is a chat message. If its content is in parts, they are objects, and the "text" of one is a text."""
+    if not (isinstance(message, dict) and "role" in message and message.keys() & {"content", "tool_calls"}):
+        return False
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts)
 
 
 def _without_nones(value):
