@@ -218,6 +218,12 @@ def test_a_proxy_in_the_environment_is_not_asked(servers, monkeypatch):
     assert len(rollouts) == 8
 
 
+def test_certificates_in_the_environment_are_trusted(monkeypatch, tmp_path):
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
+    with pytest.raises(FileNotFoundError):
+        Replica("engine", "https://a:8000", None, 1)
+
+
 def test_a_server_on_the_trainers_device_maps_its_memory(servers):
     servers[1].channel = "shared memory"
     _, trainer = pool_of(servers, sample)

@@ -81,9 +81,9 @@ class Replica:
             base_url=url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=timeout,
-            trust_env=False,  # a proxy that it names would not reach the inner network
+            # A transport of its own: a proxy that the environment names would not reach the inner network.
             # No connection is used twice: a server may just be closing an idle one, which would look like its death.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            transport=httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)),
         )
 
     async def call(self, path: str, body: dict | None = None, method: str = "POST", **options) -> dict:
