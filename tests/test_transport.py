@@ -339,7 +339,7 @@ def test_sync_that_was_interrupted_ends_the_session():
         sender.send_weights(interrupted())
     receiving.join(10)
     assert "KeyboardInterrupt" in receiving.error
-    with pytest.raises(WeightSyncError, match="closed by an earlier error: make a new channel and a new WeightSender"):
+    with pytest.raises(WeightSyncError, match="session is closed: make a new channel and a new WeightSender"):
         sender.send_weights([("w", torch.ones(4))])
 
 
@@ -466,7 +466,7 @@ def test_preflight_names_the_problem_on_both_sides():
     for thread in receiving:
         thread.join(10)
         assert "unknown.weight" in thread.error
-    with pytest.raises(WeightSyncError, match="closed by an earlier error"):
+    with pytest.raises(WeightSyncError, match="session is closed: make a new"):
         sender.send_weights([("w", torch.ones(3))])
 
 

@@ -40,7 +40,7 @@ class GlooCommunicator:
         self.start_broadcast(tensor, src).wait()
 
     def destroy(self) -> None:
-        """Leave the group, in a thread: gloo waits for unfinished broadcasts until its timeout."""
+        """Leave the group, in a thread: gloo waits for unfinished broadcasts, for CONNECT_SECONDS at most."""
         only_reference = [vars(self).pop("_gloo", None)]  # whoever drops it waits
         threading.Thread(target=only_reference.clear).start()  # no daemon: a process that ends meanwhile would abort
 

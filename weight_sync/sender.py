@@ -114,7 +114,7 @@ class WeightSender:
         Any error ends the session.
         """
         if self.closed:
-            raise WeightSyncError("closed by an earlier error: make a new channel and a new WeightSender")
+            raise WeightSyncError("this session is closed: make a new channel and a new WeightSender")
         try:
             for link in self.links:
                 link.send(prepare=True)  # workers wake up while this side goes through its tensors

@@ -186,8 +186,8 @@ def together(coroutines: Iterable) -> Future:
 
 
 def parse(tools: Tools, schemas: list[dict], ids: list[int], truncated: bool) -> dict:
-    """A turn of the policy as a message. Reasoning calls no tools, and what vLLM's parser does not recognize as calls
-    is plain text."""
+    """A turn of the policy as a message. What comes before `</think>` calls no tools, and what vLLM's parser does not
+    recognize as calls is plain text."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     tokenizer = tools.template.tokenizer
