@@ -489,12 +489,24 @@ def test_elements_that_a_loader_writes_twice_count_once():
     assert engine.model.embed.weight[:20].equal(2 * rows)
 
 
-def test_tensors_that_only_the_engine_ties_are_refused():
-    class Tied(Padded):
-        def get_parameter(self, name):
-            return super().get_parameter(name.replace("head", "embed"))
+class TiedByLoader(Padded):
+    def get_parameter(self, name):
+        return super().get_parameter(name.replace("head", "embed"))
 
-    engine = BracketedEngine(Tied())
+
+class TiedByParameter(Padded):
+    """As vLLM ties an lm_head. In a reload bracket, the two have parameters of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Module()
+        self.head.weight = self.embed.weight
+        record_metadata_for_reloading(self)
+
+
+@pytest.mark.parametrize("tied", [TiedByLoader, TiedByParameter])
+def test_tensors_that_only_the_engine_ties_are_refused(tied):
+    engine = BracketedEngine(tied())
     metadata = [(name, "float32", (PADDED, HIDDEN)) for name in ("embed.weight", "head.weight")]
     assert engine.preflight(metadata)[1] == ["embed.weight and head.weight: the engine has one weight for them"]
     assert engine.preflight(metadata[:1])[1] == []

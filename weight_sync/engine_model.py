@@ -50,6 +50,7 @@ class EngineModel:
         self.model = worker.model_runner.get_model()
         pack_experts_when_loaded(self.model)
         self.loading = False  # a reload bracket is open
+        self.first_names: dict[str, str] = {}  # by each of a parameter's names, several if it is tied; after a trace
         self.required_elements: dict[str, int] = {}  # by parameter: what a sync must write; known after a trace
         self.expected = ExpectedWrites()  # of a sync, known after the preflight
         self.loaded_buffers: set[str] = set()  # buffers that syncs write
@@ -69,7 +70,7 @@ class EngineModel:
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
         self.expected = self.expected_writes(traced)
         problems = problems or [f"nothing is sent for the engine's {name}" for name in self.missing(self.expected)]
-        return dtypes, problems + _untied(traced)
+        return dtypes, problems + self._untied(traced)
 
     def expected_writes(self, traced: dict[str, list[Write]]) -> ExpectedWrites:
         """What a load of the traced tensors is to write."""
@@ -87,6 +88,15 @@ class EngineModel:
             if not uncounted and not isinstance(write.value, int | float):
                 expected.elements.setdefault(layer, Counter())[write.target] += write.destination.numel()
         return expected
+
+    def _untied(self, traced: dict[str, list[Write]]) -> list[str]:
+        """Problems: tensors that the engine ties and the trainer does not. The last one loaded would win."""
+        sent = {}  # by region
+        for name, writes in traced.items():
+            regions = [write.region for write in writes if isinstance(write.value, torch.Tensor)]
+            for region in {(self.first_names.get(target, target), *where) for target, *where in regions}:
+                sent.setdefault(region, []).append(name)
+        return [f"{' and '.join(names)}: the engine has one weight for them" for names in sent.values() if names[1:]]
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
         """Whether the workers together load less than the whole tensor: some loaders cut off what does not fit."""
@@ -264,7 +274,9 @@ class EngineModel:
     def _loadable_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
         """Parameters and buffers as loaders see them: inside a reload bracket, into which nothing is loaded."""
         with self._context():
-            self._close_bracket()  # in an open bracket, tied parameters would be separate ones
+            self._close_bracket()  # in an open bracket, tied parameters are separate ones
+            named, firsts = self.model.named_parameters(remove_duplicate=False), {}
+            self.first_names = {name: firsts.setdefault(parameter, name) for name, parameter in named}
             optional = self._optional_parameters()
             with self._bracket():
                 parameters = self.model.named_parameters()
@@ -278,9 +290,7 @@ class EngineModel:
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         scaled = {name for name, module in self.model.named_modules() if is_deferred_attention_layer(module)}
-        firsts = {name for name, _ in self.model.named_parameters()}
-        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        return {name for name in names if name not in firsts or layer_of(name) in scaled}
+        return {name for name, first in self.first_names.items() if name != first or layer_of(name) in scaled}
 
     @torch.no_grad()
     def weights_digest(self, buffers: bool = True) -> int | None:
@@ -317,15 +327,6 @@ class EngineModel:
                 yield
         finally:
             logger.setLevel(level)
-
-
-def _untied(traced: dict[str, list[Write]]) -> list[str]:
-    """Problems: tensors that the engine ties and the trainer does not. The last one loaded would win."""
-    sent = {}  # by region
-    for name, writes in traced.items():
-        for region in {write.region for write in writes if isinstance(write.value, torch.Tensor)}:
-            sent.setdefault(region, []).append(name)
-    return [f"{' and '.join(names)}: the engine has one weight for them" for names in sent.values() if names[1:]]
 
 
 def repack_tied_layers(model: torch.nn.Module) -> None:
