@@ -444,6 +444,19 @@ def test_what_is_no_call_is_text_and_ends_the_conversation(converse, parser, tex
     assert first.messages == [{"role": "assistant", "content": text}]
 
 
+class Malformed(ToolParser):
+    """Says that tools are called and finds no call, as vLLM's ernie45 and deepseek_v3 do when they cannot read it."""
+
+    def extract_tool_calls(self, model_output, request):
+        return SimpleNamespace(tools_called=True, tool_calls=[], content=None)
+
+
+def test_call_that_a_parser_cannot_read_is_text(converse, monkeypatch):
+    monkeypatch.setitem(ToolParserManager.tool_parsers, "malformed", Malformed)
+    first, *_ = converse(lambda *_: "go", tools=["test_tools:shout"], tool_parser="malformed")
+    assert first.messages == [{"role": "assistant", "content": "go"}]
+
+
 class Deep(ToolParser):
     """Finds a call whose arguments are nested as deeply as a policy that repeats itself may nest them."""
 

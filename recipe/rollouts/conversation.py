@@ -198,7 +198,7 @@ def parse(tools: Tools, schemas: list[dict], ids: list[int], truncated: bool) ->
         parsed = tools.parser(tokenizer, request.tools).extract_tool_calls(said, request)
     except Exception:  # of some parsers, for calls that are malformed or nested too deeply
         parsed = None
-    if not parsed or not parsed.tools_called:
+    if not parsed or not parsed.tool_calls:  # some parsers say that tools are called, and find no call they can read
         message, said = _without_reasoning(tokenizer.decode(ids, skip_special_tokens=True))
         return message | {"content": said}
     calls = []
