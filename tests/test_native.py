@@ -456,13 +456,6 @@ def test_this_vllm_has_the_api_that_is_used():
     assert "fp8_per_tensor" in QUANTIZATION_METHODS
 
 
-@pytest.mark.parametrize("name", ["WeightSource", "WeightTransferTrainerFactory"])
-def test_other_api_is_an_error_that_says_which_versions_work(monkeypatch, name):
-    monkeypatch.delattr(f"vllm.distributed.weight_transfer.{name}")
-    with pytest.raises(WeightSyncError, match=rf"\(that of 0\.32 and 0\.33 is known\): .*{name}"):
-        NativeSender(None, dict, torch.float32, "gloo", "127.0.0.1", 2)
-
-
 @pytest.mark.parametrize("backend", ["nccl", "ipc", "gloo"])
 def test_transfer_is_packed_in_buffers_of_the_size_asked_for(backend):
     init_info = transfer_init_info(backend, "127.0.0.1", 3, 12_345)

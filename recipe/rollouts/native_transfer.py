@@ -1,4 +1,4 @@
-"""A weight sync with vLLM's own weight-transfer API, for rlhf_nccl.py.
+"""A weight sync with vLLM's own weight-transfer API, that of vLLM 0.32 and 0.33, for rlhf_nccl.py.
 
 On GPUs the transports are vLLM's: "nccl" and "ipc". `NativeSender` is the trainer's end. It adds deadlines, since vLLM
 has none. vLLM has no transport for CPU, so the last section plugs in "gloo". It also shows how to write your own
@@ -9,7 +9,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,19 +25,6 @@ STUCK_SECONDS = 15  # a transfer fails if nothing moves for so long, beyond the 
 ENGINE_DIED = ("ActorDiedError", "EngineDeadError", "failed: cancelled")  # in errors of Ray and vLLM on a dead process
 
 
-@contextmanager
-def known_api() -> Iterator[None]:
-    """Raise WeightSyncError if this version of vLLM has a weight-transfer API that this module does not know."""
-    try:
-        yield
-    except (ImportError, AttributeError, TypeError) as error:
-        import vllm
-
-        raise WeightSyncError(
-            f"cannot use the weight-transfer API of vLLM {vllm.__version__} (that of 0.32 and 0.33 is known): {error}"
-        ) from error
-
-
 class NativeSender:
     """The trainer's end of a sync with vLLM's own API, and the client through which vLLM calls the engine.
 
@@ -52,8 +38,7 @@ class NativeSender:
     """
 
     def __init__(self, call: Callable, named_tensors: Callable, dtype: torch.dtype, backend: str, address, world_size):
-        with known_api():
-            from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
         self.call, self.version, self.thread = call, 0, ThreadPoolExecutor(1)
         self.engine_error = Future()  # done, with an exception, once the engine has failed
@@ -125,26 +110,25 @@ class NativeSender:
 
 def weight_source(named_tensors: Callable[[], dict[str, torch.Tensor | LoRAWeight]], dtype: torch.dtype):
     """The tensors, named as in the checkpoint, as a vLLM `WeightSource` that casts each one to `dtype`."""
-    with known_api():
-        from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+    from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
-        class NamedTensors(WeightSource):
-            last_taken = 0.0  # time.monotonic() when vLLM took the last tensor
+    class NamedTensors(WeightSource):
+        last_taken = 0.0  # time.monotonic() when vLLM took the last tensor
 
-            def metadata(self) -> list[ParamMeta]:
-                return [ParamMeta(name, dtype, tuple(tensor.shape)) for name, tensor in named_tensors().items()]
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta(name, dtype, tuple(tensor.shape)) for name, tensor in named_tensors().items()]
 
-            if hasattr(WeightSource, "iter_full"):  # vLLM 0.33, where it is a property
-                metadata = functools.cached_property(metadata)
+        if hasattr(WeightSource, "iter_full"):  # vLLM 0.33, where it is a property
+            metadata = functools.cached_property(metadata)
 
-            def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
-                for name, tensor in named_tensors().items():
-                    self.last_taken = time.monotonic()
-                    yield name, materialized(tensor).detach().to(dtype)
+        def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in named_tensors().items():
+                self.last_taken = time.monotonic()
+                yield name, materialized(tensor).detach().to(dtype)
 
-            __iter__ = iter_full  # vLLM 0.32
+        __iter__ = iter_full  # vLLM 0.32
 
-        return NamedTensors()
+    return NamedTensors()
 
 
 def transfer_init_info(backend: str, address: str, world_size: int, pack_bytes: int):
@@ -153,25 +137,24 @@ def transfer_init_info(backend: str, address: str, world_size: int, pack_bytes: 
     Tensors travel in packs. With "ipc", a tensor larger than `pack_bytes` fails. Raises WeightSyncError for "ipc" if
     this process's memory cannot be shared.
     """
-    with known_api():
-        from vllm.distributed.weight_transfer import WeightSource
-        from vllm.utils.network_utils import get_open_port
+    from vllm.distributed.weight_transfer import WeightSource
+    from vllm.utils.network_utils import get_open_port
 
-        if backend == "ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            refuse_expandable_segments()
-            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=pack_bytes)
-        if backend == "gloo":
-            InitInfo, options = register_gloo_trainer(), {}
-        else:
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo as InitInfo
+        refuse_expandable_segments()
+        return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=pack_bytes)
+    if backend == "gloo":
+        InitInfo, options = register_gloo_trainer(), {}
+    else:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo as InitInfo
 
-            # A worker of vLLM 0.32 loads each pack on the stream of its buffer, without waiting for the other buffer's
-            # stream. If a layer is split over two packs, it would read the first half before that has arrived.
-            options = {} if hasattr(WeightSource, "iter_full") else {"packed_num_buffers": 1}
-        port = get_open_port()
-        return InitInfo(address, port, world_size, rank=0, packed_buffer_size_bytes=pack_bytes, **options)
+        # A worker of vLLM 0.32 loads each pack on the stream of its buffer, without waiting for the other buffer's
+        # stream. If a layer is split over two packs, it would read the first half before that has arrived.
+        options = {} if hasattr(WeightSource, "iter_full") else {"packed_num_buffers": 1}
+    port = get_open_port()
+    return InitInfo(address, port, world_size, rank=0, packed_buffer_size_bytes=pack_bytes, **options)
 
 
 # --- Your own transport: gloo -----------------------------------------------------------------------------------------
@@ -193,8 +176,7 @@ class GlooTransferWorker:
     """
 
     def __new__(cls, *args, **kwargs):
-        with known_api():
-            register_gloo_worker()
+        register_gloo_worker()
         return super().__new__(cls)
 
 
