@@ -249,7 +249,8 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
                 link.watch()
             if time.monotonic() > deadline:
                 raise WeightSyncError(
-                    "the weight transfer is stuck: it ran into its deadline. Do all workers receive_weights?"
+                    "the weight transfer is stuck: it ran into its deadline;"
+                    " is receive_weights running on every worker?"
                 )
             time.sleep(20e-6)
     except WeightSyncError:

@@ -131,7 +131,8 @@ def _kernel():
             b = tl.load(right + k[:, None] * right_rank + j * right_column, (k < rank)[:, None] & (j < columns), 0.0)
             delta = tl.dot(a.to(tl.float32), b.to(tl.float32), delta, input_precision="ieee")  # in the order of k
         inside = (i < rows) & (j < columns)
-        weight = tl.load(base + i * base_row + j * base_column, inside, 0.0).to(tl.float32)  # late: saves registers
+        # Loaded now, so that it takes no registers during the product.
+        weight = tl.load(base + i * base_row + j * base_column, inside, 0.0).to(tl.float32)
         merged = weight - (delta * factor + 0.0)
         tl.store(out + i * out_row + j * out_column, merged.to(out.dtype.element_ty), inside)
 
