@@ -112,6 +112,8 @@ def make_exact(module) -> None:
             submodule.forward = partial(_positions, rotary_table(module.config, module.device))
         elif kind.endswith("Attention") and callable(rotate := getattr(modeling, "apply_rotary_pos_emb", None)):
             modeling.apply_rotary_pos_emb = rotate if isinstance(rotate, partial) else partial(_rotate, rotate)
+        elif kind == "OPTAttention":  # it scales queries, which rounds them; the engine's kernel scales the products
+            submodule.kernel_scaling, submodule.scaling = submodule.head_dim**-0.5, 1.0
     AttentionInterface.register("exact", partial(shared_attention, attention))
     module.config._attn_implementation = "exact"
 
@@ -121,6 +123,8 @@ def make_plain(module, attention: str) -> None:
     for submodule in module.modules():
         if type(submodule).__name__.endswith(("RMSNorm", "RotaryEmbedding")) or hasattr(submodule, "gate_proj"):
             vars(submodule).pop("forward", None)
+        if hasattr(submodule, "kernel_scaling"):
+            submodule.scaling = vars(submodule).pop("kernel_scaling")
     module.config._attn_implementation = attention
 
 
@@ -174,7 +178,7 @@ def _rotate(
 
 def attention(module, query, key, value, attention_mask, scaling: float, sliding_window: int | None = None, **_):
     """An attention function of transformers, causal: of queries [B, H, S, D], the last one is at the last key."""
-    return Attention.apply(query, key, value, scaling, sliding_window), None
+    return Attention.apply(query, key, value, getattr(module, "kernel_scaling", scaling), sliding_window), None
 
 
 class RMSNorm(torch.autograd.Function):
