@@ -80,7 +80,7 @@ def test_memory_that_is_no_longer_a_shared_buffer_cannot_be_mapped():
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_sync_delivers_every_bit(monkeypatch, bucket_bytes, workers):
-    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
+    monkeypatch.setattr(buckets, "STAGING_BYTES", bucket_bytes)
     channel = SharedMemoryChannel(CPU, workers)
     receivings = [Receiving(Worker(Engine(), channel.handles), syncs=3) for _ in range(workers)]
     sender = WeightSender(channel)
@@ -257,7 +257,7 @@ def _sharded_rank(rank, port, failures, done):
 
     address, timeout = f"tcp://127.0.0.1:{port}", timedelta(seconds=20)
     dist.init_process_group("gloo", init_method=address, timeout=timeout, rank=rank, world_size=2)
-    buckets.STAGING_BYTES = buckets.STAGING_BUFFERS * 1024  # `w` has 8,400 bytes: it is cut
+    buckets.STAGING_BYTES = 1024  # `w` has 8,400 bytes: it is cut
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
     # Uneven shards, two without rows on rank 1, tensors that are cut, one that is not sharded, two with adapters.

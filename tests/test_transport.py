@@ -686,7 +686,7 @@ def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(mon
     planned = plan_buckets([(str(i), torch.uint8, (ALIGN_BYTES,)) for i in range(count)], ALIGN_BYTES)
     begun = []
     staging = SimpleNamespace(start=lambda i: begun.append(i) or (lambda: True), release=lambda i: None)
-    staging.digest = lambda i, total: None
+    staging.digest, staging.buffers = lambda i, total: None, [None] * buckets.STAGING_BUFFERS
     for i in receiver._arrivals(planned, staging, None, None):
         assert begun == list(range(min(i + buckets.STAGING_BUFFERS, count)))
 

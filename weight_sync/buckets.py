@@ -9,7 +9,7 @@ from .copies import WORD_BYTES
 from .link import CONNECT_SECONDS, WeightSyncError
 
 STAGING_BYTES = 1000 << 20  # all staging buffers of one end; with the tables of copies this stays below 1 GiB
-STAGING_BUFFERS = 4  # how many buffers share STAGING_BYTES, and so how many buckets are in flight
+STAGING_BUFFERS = 4  # of a broadcast: how many buffers share STAGING_BYTES, and so how many buckets are in flight
 ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is vectorized
 SLOWEST_BYTES_PER_SECOND = 50e6  # a slower transfer counts as stuck
 
@@ -63,9 +63,9 @@ def plan_buckets(metadata: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], b
     return buckets
 
 
-def staging_buffer_bytes() -> int:
-    """The size of one staging buffer, and so of the largest bucket."""
-    return STAGING_BYTES // STAGING_BUFFERS
+def staging_buffer_bytes(buffers: int = STAGING_BUFFERS) -> int:
+    """The size of one of so many staging buffers, and so of the largest bucket."""
+    return STAGING_BYTES // buffers
 
 
 def wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:

@@ -23,7 +23,7 @@ from .lora import LoRAWeight, Merge
 
 
 class Staging:
-    """The staging buffers of one end. Some buckets are in flight while others are packed or loaded."""
+    """The staging buffers of one end, and so how many buckets are in flight while others are packed or loaded."""
 
     def __init__(self, buffers: list[torch.Tensor], buckets: list[list[Piece]]):
         self.buffers, self.buckets = buffers, buckets
@@ -40,7 +40,11 @@ class Staging:
 
     def words(self, i: int, piece: Piece) -> torch.Tensor:
         """The bytes of a piece and, up to a whole word, the zeros that the trainer packs behind it."""
-        return self.buffers[i % STAGING_BUFFERS][piece.offset : piece.offset + piece.padded_nbytes]
+        return self.buffer(i)[piece.offset : piece.offset + piece.padded_nbytes]
+
+    def buffer(self, i: int) -> torch.Tensor:
+        """Bucket `i`, as uint8 [n], in its staging buffer."""
+        return self.buffers[i % len(self.buffers)][: bucket_nbytes(self.buckets[i])]
 
     def is_digested(self, mode: str) -> bool:
         """Whether both ends digest all bytes of a pass over the weights in this mode."""
@@ -65,7 +69,8 @@ class BroadcastStaging(Staging):
     """Each end has its own buffers. The trainer broadcasts the buckets."""
 
     def __init__(self, communicator, buckets: list[list[Piece]], device: torch.device):
-        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in _buffer_sizes(buckets)]
+        sizes = _buffer_sizes(buckets, STAGING_BUFFERS)
+        buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
         super().__init__(buffers, buckets)
         self.communicator, self.stream = communicator, None
         if device.type == "cuda":
@@ -74,12 +79,11 @@ class BroadcastStaging(Staging):
 
     def start(self, i: int) -> Callable[[], bool]:
         """Start the broadcast of bucket `i`, on a GPU after the copies queued so far. Returns a check for its end."""
-        buffer = self.buffers[i % STAGING_BUFFERS][: bucket_nbytes(self.buckets[i])]
         if self.stream is None:
-            work = self.communicator.start_broadcast(buffer, src=0)
+            work = self.communicator.start_broadcast(self.buffer(i), src=0)
             return lambda: work.is_completed() and work.wait()
         self.stream.wait_stream(torch.cuda.current_stream())
-        self.communicator.broadcast(buffer, src=0, stream=self.stream)
+        self.communicator.broadcast(self.buffer(i), src=0, stream=self.stream)
         return self.stream.record_event().query
 
 
@@ -151,12 +155,14 @@ class TrainerMemory(Staging):
         return lambda: True
 
 
-def _buffer_sizes(buckets: list[list[Piece]]) -> list[int]:
-    return [max(map(bucket_nbytes, buckets[i::STAGING_BUFFERS])) for i in range(min(STAGING_BUFFERS, len(buckets)))]
+def _buffer_sizes(buckets: list[list[Piece]], count: int) -> list[int]:
+    return [max(map(bucket_nbytes, buckets[i::count])) for i in range(min(count, len(buckets)))]
 
 
 class BroadcastChannel:
     """A channel to all workers of a broadcast group."""
+
+    staging_buffers = STAGING_BUFFERS
 
     def __init__(self, communicator):
         self.communicator = communicator
@@ -200,6 +206,10 @@ class SharedMemoryChannel:
     that CUDA IPC cannot share.
     """
 
+    # A GPU runs one process at a time, and takes a millisecond to switch. So the trainer fills all of the staging
+    # memory before the workers read it.
+    staging_buffers = 1
+
     def __init__(self, device: torch.device | str, workers: int = 1):
         device = torch.device(device)
         if device.type == "cuda":
@@ -224,7 +234,7 @@ class SharedMemoryChannel:
 
     def open_staging(self, links: list[Link], buckets: list[list[Piece]], device: torch.device) -> tuple[Staging, dict]:
         """The staging buffers, and the tensors that workers map, by kind: the same, as "buffers"."""
-        buffers = [shared_buffer(nbytes, device) for nbytes in _buffer_sizes(buckets)]
+        buffers = [shared_buffer(nbytes, device) for nbytes in _buffer_sizes(buckets, self.staging_buffers)]
         return SharedStaging(links, buffers, buckets, sends="filled", awaits="emptied"), {"buffers": buffers}
 
     def close(self, error: str | None) -> None:

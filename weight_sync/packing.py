@@ -3,7 +3,7 @@
 import torch
 from torch.distributed.tensor import DTensor
 
-from .buckets import STAGING_BUFFERS, Piece, bucket_nbytes, piece_of
+from .buckets import Piece, piece_of
 from .channels import Staging
 from .copies import BatchedCopy, digest_together
 from .link import Link
@@ -46,7 +46,7 @@ class Packing:
         A sum moves more bytes than a gather. But it works in place, without a second buffer or copy, and the ranks'
         shares of a bucket may differ in size.
         """
-        bucket = self.staging.buffers[i % STAGING_BUFFERS][: bucket_nbytes(self.buckets[i])]
+        bucket = self.staging.buffer(i)
         if self.ranks.size > 1:
             bucket.zero_()
         self.copies[i].run(self.total[:1])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from .buckets import STAGING_BUFFERS, Piece, dtype_name, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
+from .buckets import Piece, dtype_name, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
 from .channels import Staging
 from .comparison import compare_quantized
 from .engine_model import EngineModel
@@ -216,8 +216,9 @@ def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, total: t
     """
     deadline = time.monotonic() + seconds_allowed(buckets)
     arriving: list[Callable[[], bool]] = []
+    in_flight = len(staging.buffers) or 1  # without buffers, all is in the trainer's memory
     for i in range(len(buckets)):
-        while len(arriving) < min(i + STAGING_BUFFERS, len(buckets)):
+        while len(arriving) < min(i + in_flight, len(buckets)):
             arriving.append(staging.start(len(arriving)))
         wait_until(arriving[i], [link], deadline)
         staging.digest(i, total)

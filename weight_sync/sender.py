@@ -9,7 +9,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .buckets import (
-    STAGING_BUFFERS,
     Piece,
     bucket_nbytes,
     dtype_name,
@@ -186,7 +185,8 @@ class WeightSender:
         wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
         memory = TrainerMemory({name: adapted.get(name, tensor) for name, tensor in tensors.items()})
         is_mapped, device = may_map and self.channel.can_map(memory.mapped), memory.bases[0].device
-        bucket_bytes = 1 << 62 if is_mapped else staging_buffer_bytes()  # one bucket if workers map all
+        # One bucket if workers map all.
+        bucket_bytes = 1 << 62 if is_mapped else staging_buffer_bytes(self.channel.staging_buffers)
         self.buckets = wire_buckets(wire, bucket_bytes)
         if is_mapped:
             self.staging, shared = memory, {"memory": memory.bases, "factors": memory.factors}
@@ -209,7 +209,7 @@ class WeightSender:
             raise WeightSyncError("rank 0 sends other tensors than this rank has")
         self.buckets = wire_buckets(wire, message["bucket_bytes"])
         buffer = torch.empty(max(map(bucket_nbytes, self.buckets)), dtype=torch.uint8, device=device)
-        self.staging = Staging([buffer] * STAGING_BUFFERS, self.buckets)  # nobody reads it: one is enough
+        self.staging = Staging([buffer], self.buckets)  # nobody reads it: one is enough
 
     def _sync(self, started: float) -> SyncReport:
         self.version += 1
@@ -281,9 +281,10 @@ class WeightSender:
         for link in peers:
             link.send(mode=mode, version=self.version)
         transfers: list[Callable[[], bool]] = []  # whether each bucket has gone
+        in_flight = len(self.staging.buffers)
         for i in range(len(self.buckets) if self.packing else 0):
-            if i >= STAGING_BUFFERS:
-                wait_until(transfers[i - STAGING_BUFFERS], peers, deadline)
+            if i >= in_flight:
+                wait_until(transfers[i - in_flight], peers, deadline)
             self.packing.pack(i, self.version, self.links, deadline)
             transfers.append(self.staging.start(i))
         if self.staging.is_digested(mode):  # the last buckets are on their way
@@ -293,7 +294,7 @@ class WeightSender:
             totals = [samples.digest(self.version) for samples in self.staging.samples]
         for link, total in zip(self.links, totals, strict=True):
             link.send(digest=total)  # the worker compares it with its own
-        for has_gone in transfers[-STAGING_BUFFERS:]:
+        for has_gone in transfers[-in_flight:]:
             wait_until(has_gone, peers, deadline)
         return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
 
