@@ -206,8 +206,8 @@ class SharedMemoryChannel:
     that CUDA IPC cannot share.
     """
 
-    # A GPU runs one process at a time, and takes a millisecond to switch. So the trainer fills all staging memory before
-    # the workers read it.
+    # A GPU runs one process at a time, and takes a millisecond to switch. So the trainer fills all staging memory, and
+    # then the workers read it.
     staging_buffers = 1
 
     def __init__(self, device: torch.device | str, workers: int = 1):
