@@ -29,6 +29,7 @@ from recipe.learning.sharding import join_ranks
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
 from weight_sync import buckets, link, receiver
 from weight_sync import groups as groups_module
+from weight_sync import ranks as ranks_module
 from weight_sync.buckets import ALIGN_BYTES, piece_of, plan_buckets
 from weight_sync.channels import BroadcastChannel, BroadcastStaging
 from weight_sync.groups import GlooCommunicator
@@ -412,7 +413,7 @@ def test_a_second_sync_without_a_receiver_asks_for_one(monkeypatch):
     sender.send_weights([("w", torch.ones(4))])
     receiving.join(10)
     monkeypatch.setattr(buckets, "CONNECT_SECONDS", 0.5)
-    with pytest.raises(WeightSyncError, match=r"stuck: .* is receive_weights running on every worker\?"):
+    with pytest.raises(WeightSyncError, match=r"stuck: .* is receive_weights running on every worker"):
         sender.send_weights([("w", torch.ones(4))])
 
 
@@ -709,6 +710,14 @@ def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(mon
     sender.send_weights(tensors)
     receiving.join(10)
     assert gone == set(range(count))
+
+
+def test_rank_0_that_waits_for_other_ranks_asks_for_them(monkeypatch):
+    monkeypatch.setattr(ranks_module, "CONNECT_SECONDS", 0.2)
+    nccl = SimpleNamespace(is_completed=lambda: False)  # while a rank is missing
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: nccl)
+    with pytest.raises(WeightSyncError, match="and send_weights on every rank that has shards"):
+        Ranks(SimpleNamespace(size=lambda: 2)).connect("127.0.0.1", torch.device("cpu"))
 
 
 def test_reason_too_long_for_its_place_is_cut_short():

@@ -249,8 +249,8 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
                 link.watch()
             if time.monotonic() > deadline:
                 raise WeightSyncError(
-                    "the weight transfer is stuck: it ran into its deadline;"
-                    " is receive_weights running on every worker?"
+                    "the weight transfer is stuck: it ran into its deadline; is receive_weights running on every"
+                    " worker, and send_weights on every rank that has shards?"
                 )
             time.sleep(20e-6)
     except WeightSyncError:
