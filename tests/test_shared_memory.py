@@ -27,6 +27,7 @@ from rlhf_utils import (
     share_tensor,
 )
 from weight_sync import buckets, example_protocols, link
+from weight_sync.buckets import ALIGN_BYTES
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 
@@ -95,6 +96,26 @@ def test_sync_delivers_every_bit(monkeypatch, bucket_bytes, workers):
     for receiving in receivings:
         receiving.join(10)
         assert receiving.error is None
+
+
+def test_trainer_fills_all_staging_memory_again_only_after_every_worker_has_read_it(monkeypatch):
+    monkeypatch.setattr(buckets, "STAGING_BYTES", ALIGN_BYTES)
+    channel, released = SharedMemoryChannel(CPU, workers=2), []
+    receivings = [Receiving(Worker(Engine(), channel.handles), syncs=2) for _ in range(2)]
+    sender, tensors = WeightSender(channel), {name: torch.ones(ALIGN_BYTES // 4) for name in "abc"}
+    sender.send_weights(tensors.items())
+    for staging in (receiving.worker.weight_staging for receiving in receivings):
+        release = staging.release
+        staging.release = lambda i, release=release: (released.append(i), release(i))
+    pack = sender.packing.pack
+
+    def packs(i, *rest):
+        assert sorted(released) == sorted(2 * [*range(i)])
+        pack(i, *rest)
+
+    sender.packing.pack = packs
+    sender.send_weights(tensors.items())
+    assert sorted(released) == [0, 0, 1, 1, 2, 2]
 
 
 def test_worker_that_fails_beside_another_ends_the_sync_of_both():
