@@ -6,9 +6,9 @@
 
 Between GPUs, the trainer broadcasts the weights in buckets (NCCL; gloo between CPUs), several in flight. If it is
 sharded, its ranks gather a bucket while rank 0 broadcasts the one before. On one GPU, both processes map the same
-memory (CUDA IPC): the trainer's parameters or, if the trainer is sharded, staging buffers into which its ranks gather
-them. A socket to each worker, the link, carries messages. If one side fails or dies, the link ends the other side's
-wait. A sync has three phases:
+memory (CUDA IPC): the trainer's parameters or, if the trainer is sharded, one staging buffer, into which its ranks
+gather a bucket at a time. A socket to each worker, the link, carries messages. If one side fails or dies, the link ends
+the other side's wait. A sync has three phases:
 
 1. Preflight, if names, dtypes, shapes or addresses have changed. Each worker runs vLLM's own weight loaders on tensors
    without storage and records what they would copy where. An unknown, missing or misshapen parameter is an error that
@@ -33,8 +33,8 @@ Code written for vLLM's examples runs unchanged. That covers one parameter at a 
 (`update_weights_from_ipc_handles`), and `check_weights_changed` after each of them. A worker keeps the weights that
 arrive until it has all that the engine needs, and then loads all: this takes the memory of one more copy of them.
 
-To copy the sync into a project, take this file and `weight_sync/`. They import torch; vLLM is imported only by the
-functions that use it.
+To copy the sync into a project, take this file and `weight_sync/`. They import torch; vLLM, 0.32 or 0.33, is imported
+only by the functions that use it.
 """
 
 import torch
