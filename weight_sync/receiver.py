@@ -209,7 +209,7 @@ class WeightReceiver:
 
 
 def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, total: torch.Tensor) -> Iterator[int]:
-    """The receive loop: yields each bucket's number once the bucket has arrived, while the next ones are in flight.
+    """The receive loop: yields each bucket's number once the bucket has arrived. Others may be in flight meanwhile.
 
     Adds the digest of what arrived to `total`, int64 [1]. The caller must have read the bucket, or on a GPU have
     queued its reads in the current stream, before it asks for the next number.
