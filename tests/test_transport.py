@@ -605,6 +605,13 @@ def test_answers_of_several_peers_are_theirs_and_the_silent_one_is_named():
     assert ours[0].recv(1) == {"n": 10}
 
 
+def test_limit_of_an_hour_is_given_in_whole_seconds():
+    ours, _ = linked()
+    ours.connection = SimpleNamespace(poll=lambda timeout: False)  # the hour is over
+    with pytest.raises(WeightSyncError, match="did not answer within 3600 s"):
+        ours.recv(3600.0)
+
+
 def test_answer_that_is_there_counts_though_the_time_is_over():
     ours, theirs = linked()
     theirs.send(n=1)

@@ -56,7 +56,7 @@ class SharedMemoryProtocols(WeightReceiver):
                         collected.load_if_complete()
                     synchronize(self.device)  # after the answer, the trainer overwrites the buffer
                 except zmq.Again as silence:
-                    raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.3g} s") from silence
+                    raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.5g} s") from silence
                 except Exception as failure:
                     error = error or failure
                     # A trainer that ignores the answers goes on to the end. Another one may stop: wait less for it.

@@ -86,7 +86,7 @@ class Link:
             while time.monotonic() < busy_until and not self.connection.poll(0):
                 pass
             if not self.connection.poll(timeout):
-                raise WeightSyncError(f"{self.peer} did not answer within {timeout:.3g} s")
+                raise WeightSyncError(f"{self.peer} did not answer within {timeout:.5g} s")
             return self._read(max_bytes)
         except (EOFError, OSError) as error:
             raise self._gone(error) from error
@@ -195,7 +195,7 @@ def connect_group(group, role: str, timeout: float) -> Link:
     try:
         while not group.store.check([LINK_KEY]):
             if time.monotonic() > deadline:
-                raise WeightSyncError(f"no trainer called send_weights within {timeout:.3g} s")
+                raise WeightSyncError(f"no trainer called send_weights within {timeout:.5g} s")
             time.sleep(0.01)
         # This node may know the trainer by another address than the trainer itself.
         endpoint = json.loads(group.store.get(LINK_KEY)) | {"host": group.store.host}
@@ -237,7 +237,7 @@ def recv_all(links: list[Link], timeout: float, others: Sequence[Link] = (), exp
         for link in others:
             link.watch()
         if waited > timeout and not ready:
-            raise WeightSyncError(f"{silent[0].peer} did not answer within {timeout:.3g} s")
+            raise WeightSyncError(f"{silent[0].peer} did not answer within {timeout:.5g} s")
     return [link.pending.pop(0) for link in links]
 
 
