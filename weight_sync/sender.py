@@ -50,7 +50,8 @@ class WeightSender:
     `SharedMemoryChannel` to the workers on the same device. If rank 0 of a sharded trainer has a communicator, the
     other ranks pass None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a
     worker has failed if an answer, or one pass over the weights, takes longer than so many seconds. Without, the limit
-    depends on the size of the weights. A channel serves one sender: another one on it raises WeightSyncError.
+    depends on the size of the weights. A channel serves one sender: another one on it raises WeightSyncError. A sender
+    keeps the tensors of its last sync alive until the next one, or until `close`.
     """
 
     def __init__(self, channel, replay: bool = True, timeout: float = math.inf):
