@@ -18,6 +18,7 @@ from recipe.rollouts.engine import EngineActor
 from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
+from weight_sync.channels import Staging
 from weight_sync.engine_model import EngineModel, pack_experts_when_loaded
 from weight_sync.receiver import CollectedWeights
 
@@ -171,6 +172,14 @@ def test_same_tensors_with_other_values_load_nothing():
             weights[name].copy_(tensor)
         assert sync(weights) == "replay"
     assert [engine.loads for engine in sync.engines] == loads
+
+
+def test_digest_is_summed_on_the_engines_device_wherever_the_buckets_are():
+    engine, metadata = Engine(Model(0)), [(name, torch.float32, shape) for name, shape in SHAPES.items()]
+    planned = plan_buckets(metadata, 1 << 20)
+    elsewhere = Staging([torch.empty(1 << 20, dtype=torch.uint8, device="meta")], planned)
+    assert engine.record(planned, elsewhere) is None
+    assert engine.digest_total.device == engine.worker.device
 
 
 class WithoutTransposed(Model):

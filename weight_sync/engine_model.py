@@ -205,7 +205,7 @@ class EngineModel:
             self.replay_digests = not recording.layers and digest_together(copies, served)
             if isinstance(staging, TrainerMemory):
                 staging.samples = Samples(copies, staging.bases, served)
-            self.digest_total = torch.zeros(1, dtype=torch.int64, device=recording.device)
+            self.digest_total = torch.zeros(1, dtype=torch.int64, device=self.worker.device)
             self.replay_steps = capture(steps, self.digest_total) if recording.device.type == "cuda" else steps
         except NotImplementedError as reason:
             return str(reason)
