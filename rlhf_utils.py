@@ -111,7 +111,7 @@ class WorkerExtension(BroadcastProtocol):
             raise WeightSyncError("no weight update group: init_weight_update_group was not called, or a sync failed")
         return self.model_update_group
 
-    def _open_staging(self, link: Link, handshake: dict) -> Staging:
+    def _open_staging(self, handshake: dict) -> Staging:
         return BroadcastStaging(self.model_update_group, self.weight_buckets, self.device)
 
 
@@ -139,7 +139,7 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _open_staging(self, link: Link, handshake: dict) -> Staging:
+    def _open_staging(self, handshake: dict) -> Staging:
         def map_tensors(handles: list[str]) -> list[torch.Tensor]:
             return [rebuild_ipc(unpack_handle(handle), self.device.index) for handle in handles]
 
@@ -150,6 +150,5 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
             for name, options in handshake["adapters"].items():
                 weights[name] = LoRAWeight(weights[name], next(factors), next(factors), *options)
             return TrainerMemory(weights)
-        return SharedStaging(
-            [link], map_tensors(handshake["buffers"]), self.weight_buckets, sends="emptied", awaits="filled"
-        )
+        buffers = map_tensors(handshake["buffers"])
+        return SharedStaging([self.weight_link], buffers, self.weight_buckets, sends="emptied", awaits="filled")

@@ -110,7 +110,7 @@ class WeightReceiver:
             handshake = link.recv(ANSWER_SECONDS)
             model.replay_steps = self.weight_staging = None  # free their memory before allocating anew
             self.weight_buckets = wire_buckets(handshake["wire"], handshake["bucket_bytes"])
-            self.weight_staging = self._open_staging(link, handshake)
+            self.weight_staging = self._open_staging(handshake)
             message = link.recv(ANSWER_SECONDS)
         mode = message["mode"]
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
