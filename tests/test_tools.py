@@ -723,6 +723,24 @@ def test_what_cannot_be_used_is_said_before_the_engine_starts(converse, monkeypa
         converse(lambda *_: "end", **flags)
 
 
+def test_no_turn_reads_the_vocabulary_anew(converse, monkeypatch):
+    """With 150,000 tokens that takes 50 ms, and most parsers want it."""
+
+    class Reading(ToolParserManager.get_tool_parser("pythonic")):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            assert self.vocab
+
+    monkeypatch.setitem(ToolParserManager.tool_parsers, "reading", Reading)
+    converse(lambda *_: "end", tools=["test_tools:shout"], tool_parser="reading")
+    tokenizer_class, reads = type(converse.made.tokenizer), []
+    get_vocab = tokenizer_class.get_vocab
+    monkeypatch.setattr(tokenizer_class, "get_vocab", lambda self: reads.append(1) or get_vocab(self))
+    first, *_ = converse(call_once('[shout(text="a")]'))
+    assert answers(first) == ["A"]
+    assert not reads
+
+
 def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch, tmp_path):
     (tmp_path / "higher.py").write_text(code_of("docs/tasks.md")[-1])
     monkeypatch.syspath_prepend(tmp_path)

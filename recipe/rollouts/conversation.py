@@ -195,7 +195,7 @@ def parse(tools: Tools, schemas: list[dict], ids: list[int], truncated: bool) ->
     request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=schemas or None)
     message, said = _without_reasoning(text)
     try:
-        parsed = tools.parser(tokenizer, request.tools).extract_tool_calls(said, request)
+        parsed = tools.parser(request.tools).extract_tool_calls(said, request)
     except Exception:  # of some parsers, for calls that are malformed or nested too deeply
         parsed = None
     if not parsed or not parsed.tool_calls:  # some parsers say that tools are called, and find no call they can read

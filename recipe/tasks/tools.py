@@ -82,14 +82,16 @@ class Tools:
     def prepare(self, template: ChatTemplate) -> None:
         """Prepare for conversations in this chat template."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
         self.template = template
         self.template.check_tools()
         request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}])
+        tokenizer = get_cached_tokenizer(template.tokenizer)  # most parsers read the whole vocabulary, in every turn
         try:
-            self.parser = ToolParserManager.get_tool_parser(self.args.tool_parser)
-            self.parser(template.tokenizer).extract_tool_calls("", request)
+            self.parser = partial(ToolParserManager.get_tool_parser(self.args.tool_parser), tokenizer)
+            self.parser().extract_tool_calls("", request)
         except NotImplementedError as error:  # gpt-oss's, for example
             raise TaskError(
                 f"--tool-parser {self.args.tool_parser}: vLLM finds these calls only in its server"
