@@ -441,6 +441,11 @@ def where(prompts, completions, log_extra, log_metric, **_):
     log_metric("parts", 1.0)
     return [float(len(c)) for c in completions]
 
+def by_name(log_extra, log_metric, **_):
+    log_extra(column="pid", values=[7])
+    log_metric(name="parts", value=0.5)
+    return [1.0]
+
 async def half(completions, log_likelihood, **_):
     return [0.5 if a else None for a in log_likelihood]
 
@@ -522,8 +527,14 @@ def test_calls_of_a_coroutine_in_one_process_share_an_event_loop_and_run_at_once
     groups = [{"prompts": [text], "completions": [text]} for text in "abc"]
     first, second = (run_reward("functions:loop", groups) for _ in range(2))
     assert first == second
-    assert len({columns["loop"][0] for _, columns, _ in first}) == 1
+    assert len({values[0] for _, [(_, _, values)] in first}) == 1
     assert [values for values, *_ in run_reward("functions:all_at_once", groups)] == [[1.0]] * 3
+
+
+def test_what_a_reward_logs_by_name_arrives(folder):
+    """TRL's rewards may: log_extra(column=..., values=...)."""
+    answers = run_reward("functions:by_name", [{"prompts": ["a"], "completions": ["b"]}])
+    assert answers == [([1.0], [("log_extra", "pid", [7]), ("log_metric", "parts", 0.5)])]
 
 
 @pytest.mark.slow

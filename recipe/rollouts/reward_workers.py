@@ -74,12 +74,10 @@ class RewardWorkers:
         parts_of_rewards = [results[i : i + len(parts)] for i in range(0, len(calls), len(parts))]
         for name, results_of_parts in zip(self.rewards.names, parts_of_rewards, strict=True):
             answers = itertools.chain(*results_of_parts)
-            for group, values_of, (values, columns, numbers) in zip(groups, values_of_groups, answers, strict=True):
+            for group, values_of, (values, logged) in zip(groups, values_of_groups, answers, strict=True):
                 values_of[name] = values
-                for column in columns.items():
-                    group["log_extra"](*column)
-                for number in numbers:
-                    group["log_metric"](*number)
+                for log, *arguments in logged:
+                    group[log](*arguments)
         if scoring:
             scores = iter(results[len(calls)])  # of the first rank
             for group, values_of in zip(groups, values_of_groups, strict=True):
@@ -87,14 +85,18 @@ class RewardWorkers:
         return values_of_groups
 
 
-def run_reward(name: str, groups: list[dict]) -> list[tuple[list, dict[str, list], list[tuple[str, float]]]]:
-    """For each group: what the reward `name` ("module:function") returns, and what it logs, columns and numbers."""
+def run_reward(name: str, groups: list[dict]) -> list[tuple[list, list[tuple]]]:
+    """For each group: what the reward `name` ("module:function") returns, and its calls of `log_extra` and
+    `log_metric`."""
     functions, running, answers = Rewards([name], None, []).functions, [], []
     for group in groups:  # a coroutine runs for all groups at once
-        columns, numbers = {}, []
-        log = {"log_extra": columns.__setitem__, "log_metric": lambda *number, log=numbers.append: log(number)}
-        running.append((group | log, begin(functions, group | log), columns, numbers))
-    for arguments, futures, columns, numbers in running:
+        logged = []
+        arguments = group | {
+            "log_extra": lambda column, values, logged=logged: logged.append(("log_extra", column, values)),
+            "log_metric": lambda name, value, logged=logged: logged.append(("log_metric", name, value)),
+        }
+        running.append((arguments, begin(functions, arguments), logged))
+    for arguments, futures, logged in running:
         (returned,) = finish(functions, arguments, futures).values()
-        answers.append((list(returned), columns, numbers))
+        answers.append((list(returned), logged))
     return answers
