@@ -19,7 +19,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -174,7 +173,7 @@ class RolloutsAhead:
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
         self.queued: deque[tuple[_PendingBatch, int]] = deque()  # groups that no engine has yet
         self.scoring: tuple[float, str] | None = None  # since when the reward thread computes rewards, and of what
-        self.jobs: queue.SimpleQueue[tuple[str, Callable, Future]] = queue.SimpleQueue()  # whose rewards, how, for whom
+        self.jobs: queue.SimpleQueue[tuple[str, Scores, _PendingBatch, int]] = queue.SimpleQueue()  # of its thread
         self.lock, self.closed = threading.RLock(), False
         threading.Thread(target=self._compute_rewards, daemon=True).start()  # a daemon: rewards may never return
 
@@ -324,22 +323,21 @@ class RolloutsAhead:
 
     def _score(self, batch: "_PendingBatch", i: int, group: Group, what: str) -> None:
         """Have the rewards of the group of row `i` computed, which `what` names in errors."""
-        scores, scored = Scores(self.task.rewards, group, batch.step - 1), Future()
+        scores = Scores(self.task.rewards, group, batch.step - 1)
         scores.begin()
-        scored.add_done_callback(partial(batch.settle, i))
-        self.jobs.put((what, lambda: scores.scored(scores.finish()), scored))
+        self.jobs.put((what, scores, batch, i))
 
     def _compute_rewards(self) -> None:
         """The reward thread."""
         while True:
-            what, compute, scored = self.jobs.get()
+            what, scores, batch, i = self.jobs.get()
             self.scoring = time.monotonic(), what
             try:
-                outcome, settle = compute(), scored.set_result
+                settle = partial(batch.settle, i, scores.scored(scores.finish()))
             except BaseException as error:  # for the main thread
-                outcome, settle = error, scored.set_exception
+                settle = partial(batch.fail, error)
             self.scoring = None
-            settle(outcome)
+            settle()
 
 
 @dataclass
@@ -353,15 +351,12 @@ class _PendingBatch:
     result: Future = field(default_factory=Future)
     groups: dict[int, Group] = field(default_factory=dict)  # those that are complete, by row
 
-    def settle(self, i: int, scored: Future) -> None:
-        """The group of row `i` has its rewards, or an error."""
-        try:
-            self.groups[i] = scored.result()
-            if len(self.groups) == len(self.rows) and not self.result.done():
-                groups = [self.groups[i] for i in range(len(self.rows))]
-                self.result.set_result(Batch(groups, reward_metrics(groups)))
-        except BaseException as error:  # for the one who waits for the batch
-            self.fail(error)
+    def settle(self, i: int, group: Group) -> None:
+        """The group of row `i` has its rewards."""
+        self.groups[i] = group
+        if len(self.groups) == len(self.rows):
+            groups = [self.groups[i] for i in range(len(self.rows))]
+            self.result.set_result(Batch(groups, reward_metrics(groups)))
 
     def fail(self, error: BaseException) -> None:
         if not self.result.done():  # the first error counts
