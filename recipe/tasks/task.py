@@ -17,12 +17,11 @@ from transformers.hf_argparser import HfArg
 from ..errors import TaskError
 from ..functions import json_object
 from .chat_template import ChatTemplate
-from .dataset import Row, load_rows
+from .dataset import FORMATS, Row, load_rows
 from .rewards import FROM_THE_RUN, Rewards
 from .tools import Tools
 
 EMPTY = [{"role": "user", "content": ""}]  # the prompt where the environment's `reset` says what there is to do
-FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 @dataclass
@@ -202,7 +201,7 @@ def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
         if args.eval_share:
             raise TaskError("--eval-share holds out a part of --dataset: not with --eval-dataset or --eval-split")
         name = args.eval_dataset or args.dataset
-        return _load(args, name, args.eval_split or ("train" if name.endswith(FILES) else "test"))
+        return _load(args, name, args.eval_split or ("train" if name.endswith(tuple(FORMATS)) else "test"))
     if not args.eval_share:
         return []
     environment = getattr(args, "environment", None)
