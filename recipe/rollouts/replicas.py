@@ -242,7 +242,8 @@ class ReplicaPool:
     async def sample(
         self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, low_priority: bool = False
     ) -> list[Rollout]:
-        """As `AsyncEngineActor.sample`, with the prompts divided among the replicas. A server has no priorities."""
+        """As `AsyncEngineActor.sample`, with the prompts divided among the replicas. They know no priority: a server
+        would want one more flag for it."""
         answers = await asyncio.gather(*map(self._generate, prompts, sampling))
         if evaluation:
             await self.together(self._serving(), lambda replica: replica.call("/reset_prefix_cache"))
