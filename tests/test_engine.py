@@ -104,6 +104,21 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
         actor.sample([encode(prompt)], sampling[1], True)
 
 
+def test_of_a_long_prompt_only_the_end_is_decoded(monkeypatch):
+    """A conversation's prompt grows with each turn, and each of its completions is decoded with it."""
+    tokenizer, decoded = spaced_tokenizer(), []
+    decode = tokenizer.batch_decode
+    monkeypatch.setattr(
+        tokenizer, "batch_decode", lambda rows, **options: decoded.extend(map(len, rows)) or decode(rows, **options)
+    )
+    prompt, ids = tokenizer.encode("the cat sat " * 500), tokenizer.encode(" on the mat", add_special_tokens=False)
+    output = SimpleNamespace(token_ids=ids, finish_reason="length", logprobs=None)
+    (rollout,) = engine.rollouts_of([SimpleNamespace(prompt_token_ids=prompt, outputs=[output])], tokenizer)
+    assert rollout.text == " on the mat"
+    assert rollout.prompt_ids.tolist() == prompt
+    assert sum(decoded) < 1000 < len(prompt)
+
+
 def run_arguments(**changes):
     settings = {"group_size": 1, "temperature": 1.0, "max_tokens": 64, "prompts_per_step": 2, "ignore_eos": False}
     return SimpleNamespace(**settings | {"seed": 0} | changes)

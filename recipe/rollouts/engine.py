@@ -30,6 +30,7 @@ from .conversation import Conversation, Turn, group_of, together
 
 # Steps from the seeds of one round, or turn, to those of the next: no run has as many, or 24 rounds of a step.
 NEXT_ROUND, NEXT_TURN = 20_011, 500_009
+DECODED_BEFORE = 256  # tokens of a prompt that are decoded with each completion
 # vLLM's default compiles the model as well, for a longer start and no faster rollouts.
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
@@ -262,13 +263,13 @@ def labelled_rollouts_of(requests: list, tokenizer) -> list[Rollout]:
 def _texts(tokenizer, outputs: list[tuple]) -> list[str]:
     """The texts of (prompt ids, vllm.CompletionOutput), equal to those that vLLM decodes token by token.
 
-    A completion is decoded together with its prompt, because some tokenizers drop a space where a text begins. Left out
-    are the token that ended the completion, and a last character of which bytes are missing.
+    A completion is decoded together with the end of its prompt, because some tokenizers drop a space where a text
+    begins. Left out are the token that ended the completion, and a last character of which bytes are missing.
     """
     prompts, sequences = [], []
     for prompt_ids, output in outputs:
-        prompts.append(prompt_ids)
-        sequences.append(prompt_ids + list(output.token_ids[: -1 if output.finish_reason == "stop" else None]))
+        prompts.append(prompt_ids[-DECODED_BEFORE:])
+        sequences.append(prompts[-1] + list(output.token_ids[: -1 if output.finish_reason == "stop" else None]))
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     texts = zip(decode(prompts), decode(sequences), strict=True)
     return [sequence[len(prompt) :].rstrip("\ufffd") for prompt, sequence in texts]
