@@ -54,7 +54,7 @@ class ServeArguments:
         default_factory=list, metadata={"action": "extend"}, help="URL of a vLLM server; may be given several times"
     )
     engines: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="servers to start on this machine if there is no --engine-url"
+        default=1, help="servers to start, all on one machine, if there is no --engine-url"
     )
     engine_timeout: Annotated[float, Gt(0)] = HfArg(
         default=60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
