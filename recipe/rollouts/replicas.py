@@ -104,13 +104,13 @@ class Replica:
         """What this method returns in all workers. Anything but dicts and lists comes as text: "True"."""
         return (await self.call("/collective_rpc", {"method": method, "args": args}, **options))["results"]
 
-    async def answers(self) -> bool:
-        """Whether the server, and the engine core behind it, answer."""
+    async def silence(self) -> str:
+        """Why the server, or the engine core behind it, does not answer; "" if both do."""
         try:
             await self.call("/is_paused", method="GET")
-        except (ReplicaError, RunError):
-            return False
-        return True
+        except (ReplicaError, RunError) as error:
+            return str(error)
+        return ""
 
     async def check(self) -> int:
         """Ask for what a run needs. Returns the tokens that a prompt and its completion may have.
@@ -327,13 +327,10 @@ class ReplicaPool:
             await asyncio.sleep(POLL_SECONDS)
             if replica in self.syncing:  # a sync keeps its engine core busy, and has a timeout of its own
                 continue
-            if replica.serving:
-                try:
-                    await replica.call("/is_paused", method="GET")
-                except (ReplicaError, RunError) as error:
-                    if replica not in self.syncing:
-                        self.lose(replica, str(error))
-            elif await replica.answers():
+            serving, silence = replica.serving, await replica.silence()
+            if serving and silence and replica not in self.syncing:
+                self.lose(replica, silence)
+            elif not serving and not silence:
                 await self._return(replica)
 
     async def _return(self, replica: Replica) -> None:
@@ -380,7 +377,7 @@ class ReplicaPool:
         return f"http://127.0.0.1:{port}"
 
     async def _until_started(self, replica: Replica, server: subprocess.Popen) -> None:
-        while not await replica.answers():
+        while await replica.silence():
             if server.poll() is not None:
                 raise RunError(f"{replica.name} ended while starting; run.log says why")
             await asyncio.sleep(POLL_SECONDS)
