@@ -333,11 +333,10 @@ class RolloutsAhead:
             what, scores, batch, i = self.jobs.get()
             self.scoring = time.monotonic(), what
             try:
-                settle = partial(batch.settle, i, scores.scored(scores.finish()))
-            except BaseException as error:  # for the main thread
-                settle = partial(batch.fail, error)
+                batch.settle(i, scores.scored(scores.finish()))
+            except BaseException as error:  # for the one who waits for the batch
+                batch.fail(error)
             self.scoring = None
-            settle()
 
 
 @dataclass
