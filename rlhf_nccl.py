@@ -78,7 +78,6 @@ class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
     quantization: Literal["fp8"] | None = HfArg(default=None, help="vLLM quantizes the engine's weights as they arrive")
 
     def __post_init__(self):
-        super().__post_init__()
         shares_gpu = self.backend == "ipc"
         self.tensor_parallel_size = self.tensor_parallel_size or (1 if shares_gpu else 2)
         self.gpu_memory_utilization = self.gpu_memory_utilization or (0.3 if shares_gpu else 0.8)

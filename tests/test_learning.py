@@ -826,7 +826,6 @@ def flags(monkeypatch):
         (["--num-epochs", "0"], "argument --num-epochs: Input should be greater than or equal to 1, not 0"),
         (["--timeout", "0"], "argument --timeout: Input should be greater than 0, not 0.0"),
         (["--clip-low", "2"], "argument --clip-low: Input should be less than or equal to 1, not 2.0"),
-        (["--loss", "cispo", "--mismatch-correction", "tis"], "clips the ratio of trainer to engine itself"),
         (["--resume", "nowhere"], "--resume nowhere: not a run folder"),
         (["--resume", "nowhere", "--output", "here"], "--resume continues in that run's folder: it takes no --output"),
     ],
@@ -835,6 +834,33 @@ def test_flags_that_cannot_be_are_usage_errors(flags, capsys, given, message):
     with pytest.raises(SystemExit):
         flags(rlhf, *given)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "message"),
+    [
+        (rlhf, "--lora-alpha 64", "--lora-alpha needs --lora-rank"),
+        (rlhf, "--eval-samples 4", "--eval-samples needs --eval-every"),
+        (rlhf, "--tool-timeout 5", "--tool-timeout needs --tools or --environment"),
+        (rlhf, "--loss cispo --mismatch-correction tis", "--mismatch-correction needs another --loss: cispo clips"),
+        (rlhf, "--loss cispo --importance-cap 2", "--importance-cap needs another --loss: cispo clips the ratio"),
+        (rlhf, "--mismatch-correction none --importance-cap 2", "--importance-cap needs a --mismatch-correction"),
+        (rlhf, "--importance-floor 0.4", "--importance-floor needs --mismatch-correction icepop"),
+        (rlhf_ppo, "--kl-horizon 500", "--kl-horizon needs --kl-target"),
+    ],
+)
+def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, given, message):
+    with pytest.raises(SystemExit):
+        flags(script, *given.split())
+    assert message in capsys.readouterr().err
+
+
+def test_flags_that_need_others_are_taken_with_them(flags, tmp_path):
+    assert flags(rlhf, "--lora-rank", 4, "--lora-alpha", 64, "--eval-samples", 4, "--eval-every", 5).lora_alpha == 64
+    args = flags(rlhf, "--output", tmp_path, "--mismatch-correction", "icepop", "--importance-floor", 0.4)
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+    assert flags(rlhf, "--resume", tmp_path, "--mismatch-correction", "tis").importance_floor == 0.4  # it cannot go
 
 
 @pytest.mark.parametrize("script", [rlhf, rlhf_ppo])

@@ -29,7 +29,7 @@ from recipe.learning.grpo import GRPOLearner
 from recipe.learning.lora import add_adapters, load_adapters
 from recipe.learning.named_tensors import NamedTensors
 from recipe.run.arguments import parse
-from recipe.run.checkpoint import Models, choose_models, replace_flags, write_checkpoint
+from recipe.run.checkpoint import Models, choose_models, write_checkpoint
 from recipe.tasks.tiny_model import build_tiny_model
 from weight_sync.lora import LoRAWeight, Merge, materialized
 
@@ -324,14 +324,6 @@ def test_rank_of_0_is_a_usage_error(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse(rlhf.Arguments, rlhf.__doc__)
     assert "--lora-rank: Input should be greater than or equal to 1" in capsys.readouterr().err
-
-
-def test_flags_of_adapters_without_adapters_are_an_error(model, tmp_path):
-    args = rlhf.Arguments(model=model, lora_alpha=64)
-    args.given = ["lora_alpha"]
-    with pytest.raises(RunError, match="--lora-alpha is for adapters: it needs --lora-rank"):
-        choose_models(tmp_path, args, "cpu")
-    choose_models(tmp_path, replace_flags(args, lora_rank=8), "cpu")
 
 
 def test_run_says_which_layers_have_adapters(tmp_path):

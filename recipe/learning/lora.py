@@ -8,7 +8,7 @@ merged weights (weight_sync/lora.py).
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -43,13 +43,6 @@ class LoRAArguments:
     save_merged: bool = HfArg(
         default=False, help="with --lora-rank: also write the model with merged adapters to each checkpoint"
     )
-
-
-def check_flags(args) -> None:
-    """Raise RunError if a flag for adapters was given without --lora-rank."""
-    flags = {field.name for field in fields(LoRAArguments)} & set(args.given)
-    if flags and not args.lora_rank and not args.resume:
-        raise RunError(f"--{min(flags).replace('_', '-')} is for adapters: it needs --lora-rank")
 
 
 def add_adapters(model, args: LoRAArguments, dtype: torch.dtype, new_head: str | None = None) -> None:

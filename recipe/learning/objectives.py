@@ -46,11 +46,11 @@ class PolicyLossConfig:
         default=None,
         help="the loss clips the probability ratio at 1 plus this (default: 0.28; PPO: 0.2; gspo: 4e-4; cispo: 4)",
     )
-    mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] | None = HfArg(
-        default=None,
-        help="what to do with a token's importance weight, the trainer's probability over the engine's: cap it (tis,"
-        " the default), drop tokens (icepop) or whole completions (sequence_mask) that are out of bounds, or leave it"
-        " out (none); not with --loss cispo",
+    mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] = HfArg(
+        default="tis",
+        help="what to do with a token's importance weight, the trainer's probability over the engine's: cap it (tis),"
+        " drop tokens (icepop) or whole completions (sequence_mask) that are out of bounds, or leave it out (none); not"
+        " with --loss cispo",
     )
     importance_cap: Annotated[float | None, Ge(1)] = HfArg(
         default=None, help="upper bound of the importance weight (default: tis 2, icepop 5, sequence_mask 3)"
@@ -79,13 +79,6 @@ class ObjectiveConfig(PolicyLossConfig):
     kl_coef: Annotated[float, Ge(0)] = HfArg(
         default=0.0, help="coefficient of the KL penalty, which keeps the policy near the initial model; 0: none"
     )
-
-    def __post_init__(self):
-        if self.loss == "cispo" and (self.mismatch_correction or self.importance_cap):
-            raise ValueError(
-                "--loss cispo clips the ratio of trainer to engine itself, by --clip-high: no --mismatch-correction and"
-                " no --importance-cap"
-            )
 
 
 def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tensor:
@@ -196,7 +189,7 @@ def importance_weights(
     `cispo` weights its loss with w itself, clipped to its `clip_range` (MiniMax-M1, 2025, arXiv:2506.13585; the ratio
     to the engine is ScaleRL's, 2025, arXiv:2510.13786): a clipped token has less weight, but keeps its gradient.
     """
-    log_ratio, kind = old_logprobs - engine_logprobs, config.mismatch_correction or "tis"
+    log_ratio, kind = old_logprobs - engine_logprobs, config.mismatch_correction
     if config.loss == "cispo":
         ratio, (low, high) = log_ratio.exp(), clip_range(config)
         return ratio.clamp(low, high), (ratio < low) | (ratio > high)

@@ -17,6 +17,19 @@ from ..functions import import_module
 NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that a resumed run does not inherit
 PATHS = ("model", "critic_model", "reward_model", "dataset", "eval_dataset")  # arguments that may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
+NEEDS = [  # flags that do nothing alone: what they need, in words, and whether these arguments have it
+    (("lora_alpha", "lora_targets", "save_merged"), "--lora-rank", lambda a: a.lora_rank),
+    (("eval_samples", "pass_reward"), "--eval-every", lambda a: a.eval_every),
+    (
+        ("tool_parser", "max_tool_iterations", "tool_timeout"),
+        "--tools or --environment",
+        lambda a: a.tools or a.environment,
+    ),
+    (("mismatch_correction", "importance_cap"), "another --loss: cispo clips the ratio", lambda a: a.loss != "cispo"),
+    (("importance_cap",), "a --mismatch-correction", lambda a: a.mismatch_correction != "none"),
+    (("importance_floor",), "--mismatch-correction icepop", lambda a: a.mismatch_correction == "icepop"),
+    (("kl_horizon",), "--kl-target", lambda a: a.kl_target),
+]
 
 
 @dataclasses.dataclass
@@ -99,7 +112,8 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
     `description` is the script's docstring; its first line heads --help. Bad arguments exit with a usage error.
     """
     adapter, parser = TypeAdapter(cls), Parser(cls, description.splitlines()[0])
-    given, remarks = parser.given(), []
+    now = given = parser.given()
+    remarks = []
     for name in PATHS:
         if (path := given.get(name)) and os.path.exists(path):
             given[name] = os.path.abspath(path)  # actors, and a run resumed elsewhere, have another working folder
@@ -116,9 +130,10 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
         parser.error(str(error))
     except ValidationError as invalid:
         error = invalid.errors()[0]
-        if not error["loc"]:  # the error is in several flags together
-            parser.error(str(error["ctx"]["error"]))
         parser.error(f"argument {flag(error['loc'][0])}: {error['msg']}, not {error['input']}")
+    for names, need, has_it in NEEDS:
+        if (idle := [name for name in names if name in now]) and not has_it(args):  # a saved flag cannot be dropped
+            parser.error(f"{flag(idle[0])} needs {need}")
     args.given, args.remarks = [name for name in given if name not in NOT_SAVED], remarks
     return args
 

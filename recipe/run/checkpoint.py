@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import RunError
 from ..functions import named_function
-from ..learning.lora import adapted_model, check_adapters, check_flags
+from ..learning.lora import adapted_model, check_adapters
 from ..learning.saving import state_files
 from ..learning.sharding import wait_for_ranks
 from .arguments import RunArguments
@@ -134,7 +134,6 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Mo
     a function makes is in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume has no
     checkpoint or no steps left.
     """
-    check_flags(args)
     name = args.model or DEFAULT_MODEL
     built_in = (run_folder / "model").is_dir() if args.resume else device == "cpu"
     if args.model is None and built_in:
