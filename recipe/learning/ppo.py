@@ -179,12 +179,13 @@ class PPOLearner(PolicyLearner):
         proof: Proof | None = None,
     ):
         super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
-        self.extra_state = {"kl_coef": config.kl_coef}
+        self.extra_state = {"kl_coef": config.kl_coef, "first_kl_coef": config.kl_coef}
 
     def load_state(self, folder: Path) -> None:
         super().load_state(folder)
-        if self.config.kl_target is None:  # nothing adapts the coefficient: the flag counts, which may have changed
-            self.extra_state["kl_coef"] = self.config.kl_coef
+        if self.config.kl_target is None or self.extra_state["first_kl_coef"] != self.config.kl_coef:
+            # Nothing adapts the coefficient, or its flag has changed: the flag counts.
+            self.extra_state = dict.fromkeys(self.extra_state, self.config.kl_coef)
 
     def score(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> PolicyScores:
         """As `PolicyLearner.score`. With adapters, the model without them is the reference, and scores as well."""
