@@ -6,6 +6,7 @@ pytest tests/test_reporting.py
 import json
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -95,6 +96,21 @@ def test_completions_of_repeated_steps_are_dropped(tmp_path):
     assert [row["rewards"]["exact"] for row in rows] == [1.0, 0.0, 0.0, None]
     assert [row["advantage"] for row in rows[2:]] == [0, 0]
     assert not (run.path / "tensorboard").exists()
+
+
+def test_resuming_does_not_read_all_completions_into_memory(tmp_path):
+    args = arguments(tmp_path, "none")
+    with RunFolder(args, "test") as run:
+        run.start_metrics(0, args)
+        run.completions_file.write_text((json.dumps({"step": 1, "text": "a" * 2**20}) + "\n") * 30)
+    args = replace(args, resume=run.path)
+    with RunFolder(args, "test") as run:
+        tracemalloc.start()
+        run.start_metrics(1, args)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert len(run.completions_file.read_text().splitlines()) == 30
+    assert peak < 10 * 2**20
 
 
 def test_rewards_metric_called_step_does_not_change_the_step(tmp_path):

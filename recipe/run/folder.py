@@ -127,8 +127,9 @@ class RunFolder:
     def start_metrics(self, steps_done: int, args: RunArguments) -> None:
         """Save `args`, as the script has settled them; drop metrics and completions of steps after `steps_done`; start
         the trackers."""
-        self.rows = _keep_rows(self.metrics_file, steps_done)
-        _keep_rows(self.completions_file, steps_done)
+        for rows in (self.metrics_file, self.completions_file):
+            _keep_rows(rows, steps_done)
+        self.rows = [*map(json.loads, self.metrics_file.read_text().splitlines())]
         file = self.path / "args.json"
         before = json.loads(file.read_text()) if steps_done and file.exists() else {}
         settled = {name: value for name, value in dataclasses.asdict(args).items() if name not in NOT_SAVED}
@@ -267,17 +268,14 @@ def _line(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "...")
 
 
-def _keep_rows(file: Path, steps_done: int) -> list[dict]:
-    """Keep only the rows of steps up to `steps_done` in a JSON-lines file; none, if that is 0. Returns them."""
-    rows = []
+def _keep_rows(file: Path, steps_done: int) -> None:
+    """Keep only the rows of steps up to `steps_done` in a JSON-lines file, which may be large; none, if that is 0."""
     with file.open("a+b") as lines:
         lines.seek(0)
         end = 0
         for line in lines if steps_done else ():
             is_whole = line.endswith(b"\n")  # a kill may have cut the last one
-            if not is_whole or (row := json.loads(line))["step"] > steps_done:
+            if not is_whole or json.loads(line)["step"] > steps_done:
                 break
-            rows.append(row)
             end += len(line)
         lines.truncate(end)
-    return rows
