@@ -86,8 +86,8 @@ def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tenso
 
     - `grpo` (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300): reward less the group's mean, over the group's standard
       deviation.
-    - `dr_grpo` (Understanding R1-Zero-Like Training, Liu et al. 2025, arXiv:2503.20783): less the group's mean; no
-      division, which favours easy prompts.
+    - `dr_grpo` (Understanding R1-Zero-Like Training, Liu et al. 2025, arXiv:2503.20783): less the group's mean. A
+      division would favour prompts that are nearly always, or hardly ever, answered well.
     - `reinforce++` (REINFORCE++, Hu et al. 2025, arXiv:2501.03262, the baseline variant): less the group's mean, then
       over the standard deviation of the whole batch.
 
