@@ -3,6 +3,7 @@
 pytest tests/test_learning.py
 """
 
+import errno
 import json
 import math
 import re
@@ -698,6 +699,21 @@ def test_checkpoint_that_is_cut_short_leaves_the_last_one(tmp_path):
         write_checkpoint(tmp_path, step, lambda folder: (folder / "weights").write_text("whole"))
     left = {"checkpoint-000002", "checkpoint-000003", *copies}
     assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_run_goes_on_if_an_old_checkpoint_cannot_be_removed(tmp_path, monkeypatch):
+    def busy(path, **options):
+        raise OSError(errno.EBUSY, "Device or resource busy", path)
+
+    def write(*steps):
+        for step in steps:
+            write_checkpoint(tmp_path, step, lambda folder: (folder / "weights").write_text("whole"))
+        return sorted(int(path.name[-6:]) for path in tmp_path.iterdir())
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", busy)
+        assert write(1, 2, 3) == [1, 2, 3]
+    assert write(4) == [3, 4]
 
 
 def test_run_without_checkpoint_cannot_be_resumed(tmp_path):

@@ -70,7 +70,7 @@ def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], 
         unfinished.rename(final)
         flush_to_disk(run_folder)
         for old in checkpoints(run_folder)[:-CHECKPOINTS_KEPT]:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # on NFS, a file that somebody reads stays until the next time
     return final
 
 
