@@ -238,4 +238,4 @@ def loss_weights(
     Completions that are left out also leave the mean over all tokens, but B still counts them.
     """
     weights = token_weights(mask * ~left_out[:, None], config)
-    return weights if getattr(config, "kl_coef", 0) else weights * (advantage != 0)
+    return weights if config.kl_coef else weights * (advantage != 0)
