@@ -6,15 +6,20 @@ pytest tests/test_exact.py
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_learning import CPU, MODELS, config, rollouts, write_model
 from transformers import AutoConfig
 
+import rlhf_colocate
+from recipe.errors import RunError
 from recipe.learning import exact
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.model import Model
+from recipe.rollouts.exact_engine import settle_exactness
+from recipe.run.checkpoint import replace_flags
 
 EXACT = {"Llama": MODELS["Llama"], "Qwen2": MODELS["Llama"], "Mistral": MODELS["Llama"]}
 EXACT |= {"Qwen3": {**MODELS["Llama"], "head_dim": 32}, "OPT": MODELS["OPT"]}
@@ -189,3 +194,14 @@ def test_token_that_differs_is_an_error_or_said_once(tmp_path, capsys):
     for _ in range(2):
         assert learner.learn(wrong)["logprobs/different_tokens"] >= 1
     assert capsys.readouterr().out.count("importance weights correct for that") == 1
+
+
+def test_attention_that_was_asked_for_is_used(tmp_path):
+    model, said = write_model("Llama", tmp_path, **EXACT["Llama"]), []
+    for attention, exactly in ((None, "auto"), ("eager", "off")):
+        args = rlhf_colocate.Arguments(tensor_parallel_size=1, attention=attention)
+        args = settle_exactness(SimpleNamespace(say=said.append), args, model, 90)
+        assert args.exact == exactly
+    assert said == ["not exact: trainers would not use the attention that was asked for (--attention)"]
+    with pytest.raises(RunError, match="--exact on: trainers would not use the attention"):
+        settle_exactness(None, replace_flags(args, exact="on"), model, 90)

@@ -62,6 +62,7 @@ def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
         "several workers add up in another order (--tensor-parallel-size)": args.tensor_parallel_size > 1,
         "adapters are merged in the engine, and not in the trainer": bool(args.lora_rank),
         "inductor rounds in other places (--compile)": args.compile,
+        "trainers would not use the attention that was asked for (--attention)": args.attention is not None,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):
