@@ -104,19 +104,19 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt": 3}\n', 'row 1 of train: not an object with a "prompt"'),
+        ('{"prompt": "a"}\n{"prompt": 3}\n', 'row 1 of train: no usable "prompt"'),
         ('{"prompt": "a"}\n\n{"prompt": \n', "row 2 of train: not JSON"),
-        ('{"prompt": "a"}\n["prompt"]\n', "row 1 of train: not an object"),
-        ('{"prompt": []}\n', "row 0 of train: not an object with"),
-        ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: not an object with"),
+        ('{"prompt": "a"}\n["prompt"]\n', "row 1 of train: no usable"),
+        ('{"prompt": []}\n', "row 0 of train: no usable"),
+        ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: no usable"),
         ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
-        ('{"prompt": [1], "answer": null}\n', "row 0 of train: not an object with"),
-        ('{"prompt": [{"role": "user", "content": ["Hi"]}]}\n', "row 0 of train: not an object with"),
-        ('{"prompt": [{"role": "user", "content": [{"text": 1}]}]}\n', "row 0 of train: not an object with"),
+        ('{"prompt": [1], "answer": null}\n', "row 0 of train: no usable"),
+        ('{"prompt": [{"role": "user", "content": ["Hi"]}]}\n', "row 0 of train: no usable"),
+        ('{"prompt": [{"role": "user", "content": [{"text": 1}]}]}\n', "row 0 of train: no usable"),
         ("\n", "has no prompts"),
         ("", "has no prompts"),
-        ('{"text": "a", "answer": 1}\n', "not empty: it has answer, text"),
+        ('{"text": "a", "answer": 1}\n', "among answer, text: --map can make one"),
     ],
 )
 def test_broken_row_is_named(load, text, message):
@@ -135,7 +135,7 @@ def test_rows_of_a_function_may_hold_anything(load):
     )
     with pytest.raises(TaskError, match=r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"):
         load("--dataset", "rows:times")
-    with pytest.raises(TaskError, match="row 0 of train: not an object with"):
+    with pytest.raises(TaskError, match="row 0 of train: no usable"):
         load("--dataset", "rows:arrays")
     assert load("--dataset", "rows:nones").rows[0].columns == {"case": {"input": None}, "tools": None}
     assert load("--dataset", "rows:calls").rows[0].text == ""

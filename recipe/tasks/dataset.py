@@ -85,8 +85,8 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
     is_chat = isinstance(prompt, list) and all(map(_is_message, prompt))
     if not (is_chat or isinstance(prompt, str)) or not prompt:
         raise TaskError(
-            f'{origin}: not an object with a "prompt" that is a text, or a list of chat messages with "role" and'
-            f' "content", and not empty: it has {", ".join(sorted(map(str, record))) or "nothing"}'
+            f'{origin}: no usable "prompt" (a text, or a list of chat messages with "role" and "content") among'
+            f" {', '.join(sorted(map(str, record))) or 'no columns'}: --map can make one"
         )
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
