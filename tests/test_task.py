@@ -239,12 +239,14 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
         (["--task", "nowhere"], "--task nowhere cannot be imported: ModuleNotFoundError"),
         (["--task", "dataset"], "dataset.py has no DEFAULTS"),
         (["--task", "typo"], "--task typo: DEFAULTS has datasets, for which there is no flag"),
+        (["--task", "text"], "DEFAULTS of --task text: --reward: Input should be a valid list, not text:right"),
         (["--chat-template-kwargs", "[]"], "argument --chat-template-kwargs: Value error, a JSON object is wanted"),
         (["--eval-share", "1"], "argument --eval-share: Input should be less than 1"),
     ],
 )
 def test_flags_that_make_no_task_are_usage_errors(load, capsys, flags, message):
     Path("typo.py").write_text("DEFAULTS = {'datasets': 'x'}")
+    Path("text.py").write_text("DEFAULTS = {'reward': 'text:right'}")
     with pytest.raises(SystemExit):
         load(*flags)
     assert message in capsys.readouterr().err

@@ -130,7 +130,8 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
         parser.error(str(error))
     except ValidationError as invalid:
         error = invalid.errors()[0]
-        parser.error(f"argument {flag(error['loc'][0])}: {error['msg']}, not {error['input']}")
+        source = "argument" if error["loc"][0] in given else f"DEFAULTS of --task {given.get('task', cls.task)}:"
+        parser.error(f"{source} {flag(error['loc'][0])}: {error['msg']}, not {error['input']}")
     for names, need, has_it in NEEDS:
         if (idle := [name for name in names if name in now]) and not has_it(args):  # a saved flag cannot be dropped
             parser.error(f"{flag(idle[0])} needs {need}")
