@@ -72,7 +72,6 @@ class PeerExtension(_Peer, WorkerExtension):
         weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype_name), device=self.device)
         self.model_update_group.broadcast(weight, src=0)
         self.model_runner.model.load_weights(weights=[(name, weight)])
-        del weight
 
 
 class QuantizedPeerExtension(FusedQuantization, PeerExtension):
