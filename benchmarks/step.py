@@ -168,10 +168,14 @@ def run_way(folder: Path, command: list[str], gpus: str) -> float:
         output = {"stdout": file, "stderr": subprocess.STDOUT}
         process = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | environment, **output)
         peak = 0.0
-        while process.poll() is None:
-            in_use = sum(map(gpu_memory, gpus.split(","))) if gpus else resident_memory(process.pid)
-            peak = max(peak, in_use)
-            time.sleep(0.5)
+        try:
+            while process.poll() is None:
+                in_use = sum(map(gpu_memory, gpus.split(","))) if gpus else resident_memory(process.pid)
+                peak = max(peak, in_use)
+                time.sleep(0.5)
+        finally:
+            process.terminate()  # where the benchmark is interrupted; else it has ended
+            process.wait()
     if process.returncode:
         lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
         raise RunError(f"{folder.name}: {lines[-1]} (all of it in {folder}/output.txt)")

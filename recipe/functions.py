@@ -47,6 +47,10 @@ def failed(what: str, error: Exception) -> TaskError:
 
 def json_object(text: str) -> str:
     """Returns `text` if it is a JSON object, and raises ValueError if not."""
-    if not isinstance(json.loads(text), dict):
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"a JSON object is wanted ({error})") from error
+    if not isinstance(value, dict):
         raise ValueError("a JSON object is wanted")
     return text

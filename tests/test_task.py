@@ -241,6 +241,7 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
         (["--task", "typo"], "--task typo: DEFAULTS has datasets, for which there is no flag"),
         (["--task", "text"], "DEFAULTS of --task text: --reward: Input should be a valid list, not text:right"),
         (["--chat-template-kwargs", "[]"], "argument --chat-template-kwargs: Value error, a JSON object is wanted"),
+        (["--chat-template-kwargs", "x=1"], "--chat-template-kwargs: Value error, a JSON object is wanted (Expecting"),
         (["--eval-share", "1"], "argument --eval-share: Input should be less than 1"),
     ],
 )
