@@ -23,7 +23,7 @@ from .lora import LoRAWeight, Merge
 
 
 class Staging:
-    """The staging buffers of one end, and so how many buckets are in flight while others are packed or loaded."""
+    """The staging buffers of one end. As many buckets are in flight as there are buffers."""
 
     def __init__(self, buffers: list[torch.Tensor], buckets: list[list[Piece]]):
         self.buffers, self.buckets = buffers, buckets
