@@ -965,6 +965,50 @@ def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypa
     assert learning_rate(args) == rate
 
 
+@pytest.mark.parametrize(
+    ("file", "settings", "message"),
+    [
+        (
+            "adapter_config.json",
+            {"base_model_name_or_path": "some/model"},
+            "has adapters: give the model that they adapt, some/model, or merge them into it",
+        ),
+        (
+            "config.json",
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"is quantized \(gptq\): give the unquantized",
+        ),
+        (
+            "config.json",
+            {"model_type": "qwen", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}},
+            r"is of the type qwen, for which transformers has no class \.\.\.ForCausalLM; code that comes with a model",
+        ),
+        ("config.json", {"model_type": "t5"}, "is of the type t5, for which"),
+        ("config.json", {"model_type": None}, "not a model's folder"),
+        (
+            "tokenizer_config.json",
+            {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}},
+            "cannot load the tokenizer of .* contains custom code",
+        ),
+        ("config.json", {"auto_map": {"AutoModelForCausalLM": "mine.Model"}, "quantization_config": None}, None),
+    ],
+)
+def test_model_that_cannot_be_trained_is_refused_by_its_settings(model, tmp_path, monkeypatch, file, settings, message):
+    """Without a question on the screen: transformers would ask whether to run a model's own code."""
+    monkeypatch.setattr("builtins.input", pytest.fail)
+    folder = shutil.copytree(model, tmp_path / "model")
+    kind = {"model_type": "llama"} if file == "tokenizer_config.json" else {}  # which has no tokenizer of its own
+    for name, changes in (("config.json", kind), (file, settings)):
+        old = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(old | changes))
+    args = rlhf.Arguments(model=str(folder))
+    if message:
+        with pytest.raises(RunError, match=message):
+            choose_models(tmp_path, args, "cpu")
+    else:
+        assert choose_models(tmp_path, args, "cpu")[0].loaded == str(folder)
+
+
 def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.9}')

@@ -426,6 +426,11 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
         check_reward_model(str(tmp_path))
     with pytest.raises(RunError, match="has another tokenizer than"):
         check_critic(str(tmp_path), model)
+    AutoConfig.for_model("granite").save_pretrained(tmp_path)
+    for flag in ("critic_model", "reward_model"):
+        args = rlhf_ppo.Arguments(model=model, **{flag: str(tmp_path)})
+        with pytest.raises(RunError, match=r"type granite, for which .* no class \.\.\.ForSequenceClassification"):
+            choose_ppo_models(tmp_path, args, "cpu")
     with pytest.raises(RunError, match="--kl-target multiplies --kl-coef, which is 0"):
         choose_ppo_models(tmp_path, rlhf_ppo.Arguments(kl_target=0.1, kl_coef=0.0), "cpu")
 

@@ -192,14 +192,14 @@ def choose_ppo_models(
 def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--model") -> str:
     """The model to load: this one or, if `name` is module:function, the one that the function makes in this folder.
 
-    A run to resume has it there already. Raises RunError if the model cannot be loaded.
+    A run to resume has it there already. Raises RunError as `check_model` does.
     """
     model = name
     if re.fullmatch(r"[\w.]+:\w+", name):
         model = str(folder)
         if not (args.resume and folder.is_dir()):
             named_function(flag, name)(model, args.seed)
-    check_model(model)
+    check_model(model, "SequenceClassification" if flag == "--reward-model" else "CausalLM")
     return model
 
 
@@ -222,24 +222,57 @@ def check_nodes(folders: list[str], resource: str) -> None:
             )
 
 
-def check_model(model: str) -> dict:
-    """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load the configuration."""
-    from transformers import AutoConfig
+def check_model(model: str, head: str = "CausalLM") -> dict:
+    """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load the configuration or
+    the tokenizer, or if the model cannot be trained with this head."""
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
-        config = AutoConfig.from_pretrained(model).to_dict()
+        problem = _problem(model, head)
+        # Otherwise, this and the tokenizer could ask on the screen whether to run code that comes with the model.
+        config = {} if problem else AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict()
     except Exception as error:  # transformers and its hub client raise different errors by version
         folder = "no such folder, and the hub has none" if not Path(model).exists() else "not a model's folder"
         raise RunError(f"cannot load the model {model}: {folder} ({first_line(error)})") from error
+    if problem:
+        raise RunError(f"the model {model} {problem}")
+    try:
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:
+        raise RunError(f"cannot load the tokenizer of {model} ({first_line(error)})") from error
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     return {name: config.get(name) for name in names}
+
+
+def _problem(model: str, head: str) -> str:
+    """Why a model cannot be trained with this head, as its configuration says; "" if it can."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto import modeling_auto
+    from transformers.utils import find_adapter_config_file
+
+    if adapters := find_adapter_config_file(model):
+        base = adapted_model(Path(adapters).parent)
+        return f"has adapters: give the model that they adapt, {base}, or merge them into it"
+    config, _ = PreTrainedConfig.get_config_dict(model)
+    if quantized := config.get("quantization_config"):
+        return f"is quantized ({quantized.get('quant_method')}): give the unquantized model"
+    classes = {
+        "CausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "SequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    if (kind := config.get("model_type")) and kind not in classes[head]:
+        return (
+            f"is of the type {kind}, for which transformers has no class ...For{head}; code that comes with a model"
+            " (trust_remote_code) is never run"
+        )
+    return ""
 
 
 def check_critic(critic: str, model: str) -> None:
     """Raise RunError if the critic has another vocabulary than this model."""
     from transformers import AutoTokenizer
 
-    check_model(critic)
+    check_model(critic, "SequenceClassification")
     vocabularies = [AutoTokenizer.from_pretrained(path).get_vocab() for path in (critic, model)]
     if vocabularies[0] != vocabularies[1]:
         raise RunError(
