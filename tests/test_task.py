@@ -7,15 +7,19 @@ import asyncio
 import json
 import logging
 import math
+import re
 import socket
 import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -579,7 +583,10 @@ def test_reward_that_does_not_fit_the_columns_is_refused_without_a_call(rewards,
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda **_: 1.0, "returned 1.0, which is not a list"),
+        *(
+            (lambda returned=returned, **_: returned, f"returned {re.escape(repr(returned))}, and not a list")
+            for returned in (1.0, None, "10", b"10", {0: 0.5, 1: 0.9}, {0.5, 0.9}, {0: 0.5, 1: 0.9}.keys())
+        ),
         (
             lambda completions, **_: (int(text) for text in completions),
             r"raised ValueError: .* \(test_task.py, line ",
@@ -594,6 +601,11 @@ def test_reward_that_does_not_fit_the_columns_is_refused_without_a_call(rewards,
 def test_reward_that_returns_nonsense(rewards, returned, message):
     with pytest.raises(TaskError, match=f"the reward mine {message}"):
         score(rewards(mine=returned), group("x", "y"))
+
+
+@pytest.mark.parametrize("returned", [np.array([0.5, 1]), torch.tensor([0.5, 1]), (0.5, 1), {0: 0.5, 1: 1}.values()])
+def test_reward_may_return_any_sequence_of_numbers(rewards, returned):
+    assert sums(score(rewards(mine=lambda **_: returned), group("x", "y"))) == [0.5, 1]
 
 
 def test_rewards_are_weighted_and_none_leaves_one_out(rewards):
@@ -700,6 +712,32 @@ def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
 
 
 MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
+
+
+def test_what_a_reward_changes_is_its_own_and_of_one_completion(rewards):
+    def takes(prompts, completions, completion_ids, tests, **_):
+        """How much is left, when this has taken all of it."""
+        counts = []
+        for prompt, completion, ids, (own,) in zip(prompts, completions, completion_ids, tests, strict=True):
+            counts.append(len(prompt) + len(completion) + len(ids) + len(own))
+            for entries in (prompt, completion, ids, own):
+                entries.clear()
+        return counts
+
+    async def takes_later(**arguments):
+        return takes(**arguments)
+
+    functions = rewards(columns=["tests"], takes=takes, again=takes, later=takes_later, later_again=takes_later)
+    one = group("ab", "cd", prompt=[*MESSAGES], tests=[["1", "2", "3"]])
+    for _ in range(2):  # as in two epochs
+        batch = score(functions, one)
+        assert [list(rollout.rewards.values()) for rollout in batch.rollouts] == [[1 + 1 + 2 + 3] * 4] * 2
+    assert (one.row.prompt, one.row.columns) == (MESSAGES, {"tests": [["1", "2", "3"]]})
+
+
+def test_column_that_cannot_be_copied_is_named(rewards):
+    with pytest.raises(TaskError, match=r"the column 'lock' cannot be copied for each completion .*_thread\.lock"):
+        score(rewards(columns=["lock"], mine=lambda **_: [1.0]), group("x", lock=threading.Lock()))
 
 
 def test_messages_give_conversational_completions_and_what_trl_passes(rewards):

@@ -5,15 +5,17 @@
 Each call has the completions of one prompt. If the prompt is a list of chat messages, a completion is as well:
 [{"role": "assistant", "content": text}], and with tools all messages of the conversation. Besides the columns of the
 dataset, a reward gets `trainer_state` (`global_step`, `max_steps`), `log_extra(column, values)`,
-`log_metric(name, value)` and, if there are any, `environments`. It may be `async`, or an object with `__call__`.
+`log_metric(name, value)` and, if there are any, `environments`. It may be `async`, or an object with `__call__`. Each
+completion's entries are its own, in each call: a reward may change them.
 """
 
 import asyncio
+import copy
 import inspect
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -118,7 +120,7 @@ class Rewards:
         """This batch, with rewards and their metrics.
 
         If a function returns None for a completion, its sum is that of the others. If all do, its reward is None.
-        `call` takes the arguments of each group and returns, for each group, what each reward returns, by name
+        `call` takes the arguments of each group and returns, for each group, the values of each reward, by name
         (default: `begin` and `finish`). Raises TaskError if a function fails, or returns anything but a finite number
         or None for each completion.
         """
@@ -161,11 +163,11 @@ class Scores:
         """Start the rewards that are coroutines."""
         self.futures = begin(self.rewards.functions, self.arguments)
 
-    def finish(self) -> dict[str, Iterable]:
-        """What each reward returns."""
+    def finish(self) -> dict[str, list]:
+        """The values that each reward returns."""
         return finish(self.rewards.functions, self.arguments, self.futures)
 
-    def scored(self, returned: dict[str, Iterable]) -> Group:
+    def scored(self, returned: dict[str, list]) -> Group:
         """The group with these rewards, by name."""
         by_name = {name: _checked(name, values, self.group) for name, values in returned.items()}
         by_rollout = [{name: values[i] for name, values in by_name.items()} for i in range(len(self.group.rollouts))]
@@ -193,20 +195,21 @@ def _completion(row: Row, rollout: Rollout) -> str | list[dict]:
 def begin(functions: dict[str, Callable], arguments: dict) -> dict[str, Future]:
     """Start those functions that are coroutine functions, in one event loop."""
     return {
-        name: asyncio.run_coroutine_threadsafe(function(**arguments), event_loop())
+        name: asyncio.run_coroutine_threadsafe(function(**_copied(arguments)), event_loop())
         for name, function in functions.items()
         if is_async(function)
     }
 
 
-def finish(functions: dict[str, Callable], arguments: dict, started: dict[str, Future]) -> dict[str, Iterable]:
-    """What each function returns. Some have been `started` by `begin`. The first of the others runs in this thread: if
-    that is the main thread, timeouts by signals work. The rest run at the same time, in threads of their own."""
+def finish(functions: dict[str, Callable], arguments: dict, started: dict[str, Future]) -> dict[str, list]:
+    """The values that each function returns. Some have been `started` by `begin`. The first of the others runs in this
+    thread: if that is the main thread, timeouts by signals work. The rest run at the same time, in threads of their
+    own."""
     futures, first_job = dict(started), None
     for name, function in functions.items():
         if name not in started:
             futures[name] = Future()
-            job = partial(function, **arguments), futures[name]
+            job = partial(function, **_copied(arguments)), futures[name]
             if first_job is None:
                 first_job = job
             else:
@@ -217,7 +220,7 @@ def finish(functions: dict[str, Callable], arguments: dict, started: dict[str, F
     for name, future in futures.items():
         if future.done() and (error := future.exception()):  # the user's code can raise anything
             raise failed(f"the reward {name}", error) if isinstance(error, Exception | SystemExit) else error
-    return {name: futures[name].result() for name in functions}
+    return {name: _listed(name, futures[name].result()) for name in functions}
 
 
 def reward_metrics(groups: list[Group]) -> dict[str, float]:
@@ -249,13 +252,31 @@ def _run(call: Callable, future: Future) -> None:
         future.set_exception(error)
 
 
-def _checked(name: str, returned: Iterable, group: Group) -> list[float | None]:
-    if not isinstance(returned, Iterable):
-        raise TaskError(f"the reward {name} returned {returned!r}, which is not a list")
+def _copied(arguments: dict) -> dict:
+    """Arguments for one call, with each completion's entries copied: what a reward changes reaches no other completion,
+    no other reward and no later step."""
+    copied = dict(arguments)
+    for name, entries in arguments.items():
+        if isinstance(entries, list) and name != "environments":
+            copy_of = list if name == "completion_ids" else copy.deepcopy  # of so many numbers, ten times as fast
+            try:
+                copied[name] = [copy_of(entry) for entry in entries]
+            except Exception as error:  # of an object in a row that a function has made
+                raise TaskError(f"the column {name!r} cannot be copied for each completion ({error})") from error
+    return copied
+
+
+def _listed(name: str, returned) -> list:
+    if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping, Set)):
+        wanted = "a list with a number or None for each completion"
+        raise TaskError(f"the reward {name} returned {returned!r}, and not {wanted}")
     try:
-        values = list(returned)
+        return list(returned)
     except Exception as error:  # of a generator, or of what `map` calls
         raise failed(f"the reward {name}", error) from error
+
+
+def _checked(name: str, values: list, group: Group) -> list[float | None]:
     if len(values) != len(group.rollouts):
         raise TaskError(f"the reward {name} returned {len(values)} values for {len(group.rollouts)} completions")
     for i, value in enumerate(values):

@@ -215,7 +215,7 @@ def _load(args: TaskArguments, name: str | None, split: str) -> list[Row]:
     environment = getattr(args, "environment", None)
     if name:
         config, default_prompt = args.dataset_config if name == args.dataset else None, EMPTY if environment else None
-        rows = load_rows(name, config, split, args.map, FROM_THE_RUN, default_prompt)
+        rows = load_rows(name, config, split, args.map, [*FROM_THE_RUN, "environments"], default_prompt)
     else:
         rows = [Row(EMPTY, {}, f"--environment {environment}") for _ in range(args.prompts_per_step)]
     for row in rows if args.system_prompt else ():
