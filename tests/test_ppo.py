@@ -474,6 +474,9 @@ def dies_once(completions, **_):
 def dies(completions, **_):
     os._exit(1)
 
+def takes(tests, **_):
+    return [len([own.pop() for _ in range(len(own))]) for own in tests]
+
 def raises(completions, **_):
     raise ValueError("no luck")
 """
@@ -535,6 +538,23 @@ def test_calls_of_a_coroutine_in_one_process_share_an_event_loop_and_run_at_once
     assert first == second
     assert len({values[0] for _, [(_, _, values)] in first}) == 1
     assert [values for values, *_ in run_reward("functions:all_at_once", groups)] == [[1.0]] * 3
+
+
+def test_reward_in_another_process_may_change_a_column_too(folder):
+    shared = ["1", "2"]  # which a task's arguments hold once
+    assert run_reward("functions:takes", [{"prompts": ["a", "b"], "tests": [shared, shared]}]) == [([2, 2], [])]
+
+
+def test_reward_model_gets_content_in_parts_as_text(folder):
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    answer = [{"role": "assistant", "content": "Ho"}]
+    calls, session = [], SimpleNamespace(wait=lambda phase, calls: list(calls.values()))
+    model = SimpleNamespace(begin=lambda *call: calls.append(call) or {"reward_model 0": [1.0]})
+    args = rlhf_ppo.Arguments(reward=[], reward_model="x", dataset="data.jsonl")
+    workers = RewardWorkers(session, load_task(args).rewards, model, args)
+    prompts = [[{"role": "user", "content": parts}]]
+    assert workers.call([{"prompts": prompts, "completions": [answer]}]) == [{"reward_model": [1.0]}]
+    assert calls == [("run", "rewards", [[{"role": "user", "content": "Hi there"}]], [answer])]
 
 
 def test_what_a_reward_logs_by_name_arrives(folder):

@@ -116,8 +116,21 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
         ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
         ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
         ('{"prompt": [1], "answer": null}\n', "row 0 of train: no usable"),
-        ('{"prompt": [{"role": "user", "content": ["Hi"]}]}\n', "row 0 of train: no usable"),
-        ('{"prompt": [{"role": "user", "content": [{"text": 1}]}]}\n', "row 0 of train: no usable"),
+        ('{"prompt": [{"role": "user", "content": null}]}\n', "row 0 of train: no usable"),
+        *(
+            (f'{{"prompt": [{{"role": "user", "content": {content}}}]}}\n', "row 0 of train: the content .* is neither")
+            for content in (
+                "4",
+                "true",
+                '{"text": "Hi"}',
+                '["Hi"]',
+                '[{"type": "text", "text": 1}]',
+                '[{"type": "text", "text": "Hi"}, {"type": "image"}]',
+                '[{"type": "image_url", "image_url": {"url": "x.png"}, "text": "Hi"}]',
+            )
+        ),
+        ('{"prompt": "a", "images": []}\n{"prompt": "a", "images": ["x.png"]}\n', "row 1 of train: .* column 'images'"),
+        ('{"prompt": "a", "image": {"path": "x.png"}}\n', "row 0 of train: .* column 'image'"),
         ("\n", "has no prompts"),
         ("", "has no prompts"),
         ('{"text": "a", "answer": 1}\n', "among answer, text: --map can make one"),
@@ -135,6 +148,7 @@ def test_rows_of_a_function_may_hold_anything(load):
         "def times(split):\n    return [{'prompt': [{'role': 'user', 'content': 'a', 'at': datetime.date.max}]}]\n"
         "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
         "def nones(split):\n    return [{'prompt': 'a', 'case': {'input': None}, 'tools': None}]\n"
+        "def texts(split):\n    return ['', '1']\ndef to_row(text):\n    return {'prompt': 'a', 'text': text}\n"
         "def calls(split):\n    return [{'prompt': [{'role': 'assistant', 'content': None, 'tool_calls': [1]}]}]\n"
     )
     with pytest.raises(TaskError, match=r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"):
@@ -143,6 +157,7 @@ def test_rows_of_a_function_may_hold_anything(load):
         load("--dataset", "rows:arrays")
     assert load("--dataset", "rows:nones").rows[0].columns == {"case": {"input": None}, "tools": None}
     assert load("--dataset", "rows:calls").rows[0].text == ""
+    assert [row.columns["text"] for row in load("--dataset", "rows:texts", "--map", "rows:to_row").rows] == ["", "1"]
 
 
 def test_byte_order_mark_is_no_part_of_the_first_prompt(load):
@@ -162,7 +177,9 @@ def test_columns_that_a_row_lacks_are_none(load):
     assert [row.columns for row in rows] == [{"answer": 1, "hint": None}, {"answer": None, "hint": "h"}]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+@pytest.mark.parametrize(
+    "suffix", ["jsonl", "json", "parquet", "csv", "tsv", "ndjson", "JSONL", "jsonl.gz", "json.gz", "CSV.gz"]
+)
 def test_files_are_read_without_network_or_cache(load, monkeypatch, capfd, suffix):
     """Each with a missing value."""
     Path("temporary").mkdir()
@@ -170,12 +187,15 @@ def test_files_are_read_without_network_or_cache(load, monkeypatch, capfd, suffi
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", "cache")
     monkeypatch.setattr(socket, "getaddrinfo", None)
     frame = pandas.DataFrame([{"prompt": "a", "answer": "x"}, {"prompt": "b", "answer": None}])
+    lines = partial(frame.to_json, orient="records", lines=True)
     {
-        "jsonl": lambda path: frame.to_json(path, orient="records", lines=True),
-        "json": lambda path: frame.to_json(path, orient="records"),
+        "jsonl": lines,
+        "ndjson": lines,
+        "json": partial(frame.to_json, orient="records"),
         "parquet": frame.to_parquet,
-        "csv": lambda path: frame.to_csv(path, index=False),
-    }[suffix](f"rows.{suffix}")
+        "csv": partial(frame.to_csv, index=False),
+        "tsv": partial(frame.to_csv, index=False, sep="\t"),
+    }[suffix.lower().removesuffix(".gz")](f"rows.{suffix}")
     rows = load("--dataset", f"rows.{suffix}").rows
     assert [(row.prompt, row.columns) for row in rows] == [("a", {"answer": "x"}), ("b", {"answer": None})]
     names = [row.origin.rpartition("/")[2] for row in rows]
@@ -186,10 +206,29 @@ def test_files_are_read_without_network_or_cache(load, monkeypatch, capfd, suffi
     assert (said.count("\n"), errors) == (1, "")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize("folder", ["", "folder"])
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_csv_is_the_text_that_is_in_its_fields(load, folder, separator):
+    lines = ["prompt,zip,number,word", '"Say ""a"", b",02139,4,NA', '"two\nlines",007,,null', "", 'c,1e5,"",2026-01-31']
+    path = Path(folder) / ("train.csv" if separator == "," else "train.tsv")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\r\n".join(lines).replace(",", separator), encoding="utf-8-sig", newline="")
+    rows = load("--dataset", folder or path).rows
+    assert [row.prompt for row in rows] == [f'Say "a"{separator} b', "two\nlines", "c"]
+    assert [list(row.columns.values()) for row in rows] == [
+        ["02139", "4", "NA"],
+        ["007", None, "null"],
+        ["1e5", None, "2026-01-31"],
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
 def test_splits_of_a_file_are_those_asked_for(load, suffix):
     frame = pandas.DataFrame([{"prompt": str(i)} for i in range(9)])
-    frame.to_json(f"rows.{suffix}", orient="records", lines=suffix == "jsonl")
+    if suffix == "csv":
+        frame.to_csv("rows.csv", index=False)
+    else:
+        frame.to_json(f"rows.{suffix}", orient="records", lines=suffix == "jsonl")
     task = load("--dataset", f"rows.{suffix}", "--dataset-split", "train[:5]", "--eval-split", "train[7:]")
     assert [row.prompt for row in task.rows] == list("01234")
     assert [row.prompt for row in task.eval_rows] == list("78")
@@ -203,6 +242,10 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
     [
         (["--dataset", "broken.parquet"], r"cannot load the dataset .*broken.parquet: ArrowInvalid: "),
         (["--dataset", "missing.parquet"], r"cannot load the dataset missing.parquet: FileNotFoundError: "),
+        (["--dataset", "rows.txt"], r"rows.txt is not read: a file ends with .jsonl, .*, or with .gz"),
+        (["--dataset", "comma.csv"], r"comma.csv: ValueError: line 3 of .*comma.csv has more fields than its header"),
+        (["--dataset", "twice.csv"], r"twice.csv has two columns of the same name"),
+        (["--dataset", "open.csv"], r"open.csv: Error: unexpected end of data"),
         (["--dataset", "rows.json", "--dataset-split", "dev"], r"rows.json: ValueError: Unknown split .dev."),
         (
             ["--dataset", "rows.json", "--map", "maps:fails"],
@@ -227,6 +270,10 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
     Path("rows.json").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
     Path("broken.parquet").write_text("not parquet")
     Path("x.csv").write_text("prompt,x\nc,1\n")
+    Path("rows.txt").write_text("a\n")
+    Path("comma.csv").write_text("prompt,x\nc,1\nHello, you,2\n")
+    Path("twice.csv").write_text("prompt,x,x\nc,1,2\n")
+    Path("open.csv").write_text('prompt,x\n"c,1\nd,2\n')
     Path("maps.py").write_text(
         "def fails(row):\n    return row['q']\n\ndef drops(row):\n    return None\n\n"
         "def none(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n    return []\n"
@@ -474,6 +521,21 @@ def test_every_prompt_has_one_bos_and_messages_end_where_the_answer_begins(load)
     assert [row.prompt_ids.count(tokenizer.bos_token_id) for row in rows] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("ends", [[], ["</s>"]])  # appended by the tokenizer, or not
+def test_text_ends_where_its_row_ends_it(load, ends):
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        ["</s>", "$A", *ends], special_tokens=[("</s>", tokenizer.eos_token_id)]
+    )
+    save_model(tokenizer)
+    write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": "Hi</s>"})
+    write_lines("test.jsonl", {"prompt": "Ho"})
+    task = load("--prompts", "rows.jsonl", "--eval-dataset", "test.jsonl")
+    task.tokenize("model")
+    texts = [tokenizer.decode(row.prompt_ids) for row in [*task.rows, *task.eval_rows]]
+    assert texts == ["</s>Hi", "</s>Hi</s>", "</s>Ho"]
+
+
 def test_answer_that_a_prompt_begins_is_continued(load):
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
@@ -503,20 +565,51 @@ def test_tools_reach_the_chat_template_as_they_are_in_their_row(load, suffix):
     assert [row.columns["tools"] for row in task.rows] == tools
 
 
-def test_content_in_parts_is_text_for_template_screen_and_rewards_or_an_error(load):
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{{ message.content }}",
+        "{% if message.content is string %}{{ message.content }}{% endif %}",  # as Qwen3's
+    ],
+)
+def test_content_in_parts_is_text_for_template_screen_and_rewards(load, content):
     tokenizer = chat_tokenizer()
-    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
+    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", content)
     save_model(tokenizer)
+    parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": parts}]})
-    task = load("--prompts", "rows.jsonl")
+    (row,) = (task := load("--prompts", "rows.jsonl")).rows
     task.tokenize("model")
-    assert task.rows[0].text == "Hi there"
+    assert tokenizer.decode(row.prompt_ids) == "</s><user>Hi there<assistant>"
+    assert row.text == "Hi there"
     assert completion_text([{"role": "tool", "content": parts}]) == "Hi there"
     assert completion_text([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
-    strict = "{% for message in messages if message.content is string %}{{ message.content }}{% endfor %}!"
-    tokenizer.chat_template = strict  # as Qwen3's: other content is no content
+    assert row.prompt[0]["content"] == parts  # which rewards get, as from TRL
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "left_out"),
+    [
+        ("message.content", "message.tool_calls", None),
+        ("message.content | trim | tojson", "message.tool_calls | tojson if message.tool_calls", None),
+        ("message.content if message.role != 'system'", "message.tool_calls", "the content .* the role 'system'"),
+        ("message.content if loop.index != 3", "message.tool_calls", "the content .* the role 'user'"),
+        ("message.content if not message.tool_calls", "message.tool_calls", "the content .* the role 'assistant'"),
+        ("message.content[0].text", "message.tool_calls", "the content .* the role 'system'"),  # it takes parts alone
+        ("message.content", "''", "a tool's call"),
+    ],
+)
+def test_template_that_leaves_out_what_a_message_holds_is_refused(load, text, calls, left_out):
+    """Also if another message has the same words."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = f"{{% for message in messages %}}{{{{ {text} }}}}{{{{ {calls} }}}}{{% endfor %}}"
     save_model(tokenizer)
-    with pytest.raises(TaskError, match=r"rows.jsonl, row 0 of train: the chat template leaves out content in parts"):
+    messages = [{"role": role, "content": "look\n"} for role in ("system", "user", "user", "assistant", "tool")]
+    messages[3]["tool_calls"] = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    write_lines("rows.jsonl", {"prompt": "a"}, {"prompt": messages})
+    task = load("--prompts", "rows.jsonl")
+    refused = pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: the chat template leaves out {left_out}")
+    with refused if left_out else nullcontext():
         task.tokenize("model")
 
 

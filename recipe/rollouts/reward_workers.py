@@ -13,6 +13,7 @@ from transformers.hf_argparser import HfArg
 from ..functions import json_object
 from ..run.actors import ActorGroup
 from ..run.session import RaySession
+from ..tasks.dataset import without_parts
 from ..tasks.rewards import Batch, Rewards, begin, finish
 from .engine import in_parts
 
@@ -57,7 +58,7 @@ class RewardWorkers:
         return self.rewards.score(batch, steps_done, self.call)
 
     def call(self, groups: list[dict]) -> list[dict[str, list]]:
-        """For each group of completions, given as the arguments of its rewards: what each reward returns, by name."""
+        """For each group of completions, given as the arguments of its rewards: the values of each reward, by name."""
         plain = [{name: value for name, value in group.items() if not callable(value)} for group in groups]
         parts = in_parts(plain, min(self.workers, len(groups)))
         calls = {
@@ -67,7 +68,9 @@ class RewardWorkers:
         }
         scoring = {}
         if self.reward_model:
-            texts = [[text for group in groups for text in group[name]] for name in ("prompts", "completions")]
+            texts = [
+                [without_parts(text) for own in groups for text in own[name]] for name in ("prompts", "completions")
+            ]
             scoring = self.reward_model.begin("run", "rewards", *texts)
         results = self.session.wait("rewarding", calls | scoring)
         values_of_groups = [{} for _ in groups]
@@ -86,7 +89,7 @@ class RewardWorkers:
 
 
 def run_reward(name: str, groups: list[dict]) -> list[tuple[list, list[tuple]]]:
-    """For each group: what the reward `name` ("module:function") returns, and its calls of `log_extra` and
+    """For each group: the values of the reward `name` ("module:function"), and its calls of `log_extra` and
     `log_metric`."""
     functions, running, answers = Rewards([name], None, []).functions, [], []
     for group in groups:  # a coroutine runs for all groups at once
@@ -98,5 +101,5 @@ def run_reward(name: str, groups: list[dict]) -> list[tuple[list, list[tuple]]]:
         running.append((arguments, begin(functions, arguments), logged))
     for arguments, futures, logged in running:
         (returned,) = finish(functions, arguments, futures).values()
-        answers.append((list(returned), logged))
+        answers.append((returned, logged))
     return answers

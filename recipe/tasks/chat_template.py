@@ -5,6 +5,7 @@ import re
 from contextlib import suppress
 
 from ..errors import TaskError
+from .dataset import content_text, without_parts
 
 # To render answers, a placeholder turn stands for what the policy has sampled. The first one that fits is taken:
 # Qwen3's template leaves a turn as it was only if it has reasoning, DeepSeek-V3's takes a call's arguments as text.
@@ -17,6 +18,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer, options: dict):
         self.tokenizer, self.options = tokenizer, options
+        self.complete: set[str] = set()  # messages with words of ours, as JSON, that it renders completely
         self.special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True)
         self.special_text = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
 
@@ -24,14 +26,14 @@ class ChatTemplate:
         """The tokens of chat messages. After them, a completion begins or, if the last message is the assistant's, goes
         on with it. `tools` are the schemas that the template describes to the model."""
         goes_on = messages[-1]["role"] == "assistant"
-        options = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        options = {"tools": tools or None, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
         try:
-            text = self._render(messages, tools=tools or None, **options)
+            text = self._render(messages, **options)
+            left_out = self._left_out(messages, **options)
         except Exception as error:  # templates raise what they like
             raise TaskError(f"{origin}: the chat template raised {type(error).__name__}: {error}") from error
-        content = messages[-1].get("content")
-        if isinstance(content, list) and not all(part.get("text", "").strip() in text for part in content):  # Qwen3's
-            raise TaskError(f"{origin}: the chat template leaves out content in parts: it takes a text")
+        if left_out:
+            raise TaskError(f"{origin}: the chat template leaves out {left_out}")
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
     def answer_ids(self, answers: list[dict], end: int) -> list[int]:
@@ -82,7 +84,28 @@ class ChatTemplate:
         raise TaskError("the chat template leaves out tools' calls or their answers: it is not made for tools")
 
     def _render(self, messages: list[dict], **options) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **self.options)
+        return self.tokenizer.apply_chat_template(without_parts(messages), tokenize=False, **options, **self.options)
+
+    def _left_out(self, messages: list[dict], **options) -> str:
+        """What the template leaves out of such messages, as words of ours in place of their texts and of their calls'
+        names show; "" if nothing. A text may change on its way: Llama 3.1's template trims it, and Qwen3's drops the
+        reasoning of earlier answers."""
+        messages, words = json.loads(json.dumps(messages)), {}  # copies, none of which is there twice
+        for i, message in enumerate(messages):
+            if content_text(message.get("content")).strip():
+                message["content"] = f"content_{i}_"
+                words[message["content"]] = f"the content of a message of the role {message['role']!r}"
+            for j, call in enumerate(message.get("tool_calls", ())):
+                function = call.get("function", call)
+                function["name"] = f"call_{i}_{j}_"
+                words[function["name"]] = "a tool's call"
+        if (shape := json.dumps([messages, bool(options["tools"])])) not in self.complete:
+            text = self._render(messages, **options)
+            for word, what in words.items():
+                if word not in text:
+                    return what
+            self.complete.add(shape)
+        return ""
 
     def _marked(self, text: str) -> str:
         """A tool's content or name, with marks in place of special tokens."""

@@ -1,17 +1,22 @@
 """Rows of a dataset: a prompt each, and other columns for the rewards."""
 
+import csv
 import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import TaskError
 from ..functions import failed, named_function
 
-FORMATS = {".jsonl": "text", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # as `datasets` calls them
+# By a file's ending, its format as `datasets` calls it. A .gz may follow.
+FORMATS = {".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".json": "json", ".parquet": "parquet"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+AS_TEXT = (".jsonl", ".ndjson", *SEPARATORS)  # `datasets` would turn "2026-01-31" into a time, and "007" into a number
 
 
 @dataclass
@@ -29,9 +34,21 @@ class Row:
         return self.prompt if isinstance(self.prompt, str) else content_text(self.prompt[-1].get("content"))
 
 
+class JSONLine(str):
+    """A row that is still to be parsed."""
+
+
 def content_text(content: str | list[dict] | None) -> str:
     """The text of a message's content, which may be in parts, as {"type": "text", "text": "..."}. None is no text."""
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""
+
+
+def without_parts(prompt: str | list[dict]) -> str | list[dict]:
+    """This prompt or completion, with the content of each message as one text: templates may print parts as Python
+    does, or leave them out."""
+    if isinstance(prompt, str):
+        return prompt
+    return [m | {"content": content_text(m["content"])} if isinstance(m.get("content"), list) else m for m in prompt]
 
 
 def load_rows(
@@ -51,9 +68,9 @@ def load_rows(
     function, rows = named_function("--map", mapping) if mapping else None, []
     for number, record in enumerate(_records(name, config, split)):
         origin = f"{name}, row {number} of {split}"
-        if name.endswith(".jsonl") and not record.strip():
+        if isinstance(record, JSONLine) and not record.strip():
             continue
-        mapped = _parsed(record, origin) if name.endswith(".jsonl") else record
+        mapped = _parsed(record, origin) if isinstance(record, JSONLine) else record
         if function:
             try:
                 mapped = function(mapped)
@@ -70,8 +87,13 @@ def load_rows(
     return rows
 
 
-def _parsed(line: str, origin: str):
-    """The value of a line of JSON. `datasets` would turn a text such as "2026-01-31" into a time."""
+def file_ending(name: str) -> str | None:
+    """The ending, one of FORMATS, by which this file is read; None if it has none of them."""
+    ending = Path(name.lower().removesuffix(".gz")).suffix
+    return ending if ending in FORMATS else None
+
+
+def _parsed(line: JSONLine, origin: str):
     try:
         return json.loads(line)
     except ValueError as error:
@@ -88,6 +110,17 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
             f'{origin}: no usable "prompt" (a text, or a list of chat messages with "role" and "content") among'
             f" {', '.join(sorted(map(str, record))) or 'no columns'}: --map can make one"
         )
+    for message in prompt if is_chat else ():
+        if not _is_text(content := message.get("content", "")):
+            raise TaskError(
+                f"{origin}: the content {content!r} of a message is neither a text nor a list of"
+                ' {"type": "text", "text": "..."}: the model gets text alone, and no images'
+            )
+    for name in ("image", "images"):  # which TRL gives to the model
+        if record.get(name) is not None and not (isinstance(record[name], list) and not record[name]):
+            raise TaskError(
+                f"{origin}: the model gets text alone, and this row has a column {name!r}: --map can drop it"
+            )
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError) as error:
@@ -98,12 +131,18 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
 
 
 def _is_message(message) -> bool:
-    """Whether this is a chat message. If its content is in parts, they are objects, and the "text" of one is a text."""
-    if not (isinstance(message, dict) and "role" in message and message.keys() & {"content", "tool_calls"}):
-        return False
-    content = message.get("content")
-    parts = content if isinstance(content, list) else []
-    return all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts)
+    return isinstance(message, dict) and "role" in message and bool(message.keys() & {"content", "tool_calls"})
+
+
+def _is_text(content) -> bool:
+    """Whether this content of a message is a text, or a text in parts."""
+    return isinstance(content, str) or (
+        isinstance(content, list)
+        and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    )
 
 
 def _without_nones(value):
@@ -114,8 +153,11 @@ def _without_nones(value):
     return [_without_nones(part) for part in value] if isinstance(value, list) else value
 
 
-def _records(name: str, config: str | None, split: str) -> list[dict | str]:
-    """The rows of a function, of a local file (of .jsonl: its lines), or of what else `datasets.load_dataset` takes."""
+def _records(name: str, config: str | None, split: str) -> list[dict | JSONLine]:
+    """The rows of a function, of files, or of what else `datasets.load_dataset` takes.
+
+    `datasets` finds the files of each split. CSV and JSON lines are read here, since it guesses the types of texts.
+    """
     if re.fullmatch(r"[\w.]+:\w+", name):
         try:
             return list(named_function("--dataset", name)(split))
@@ -123,20 +165,52 @@ def _records(name: str, config: str | None, split: str) -> list[dict | str]:
             raise
         except Exception as error:
             raise failed(f"--dataset {name}", error) from error
+    ending = file_ending(name)
+    if os.path.isfile(name) and not ending:
+        raise TaskError(f"{name} is not read: a file ends with {', '.join(FORMATS)}, or with .gz after one of them")
     if os.path.isfile(name) and not os.path.getsize(name):
         return []  # for which `datasets` has another error in each format
     import datasets  # only where it is needed: importing it takes a second
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is in the error that it raises, too
-    file_format = FORMATS.get(Path(name).suffix)
-    source = {"path": file_format, "data_files": name} if file_format else {"path": name, "name": config}
-    source |= {"encoding": "utf-8-sig"} if file_format == "text" else {}  # with or without a byte-order mark
+    source = {"path": FORMATS[ending], "data_files": name} if ending else {"path": name, "name": config}
     with tempfile.TemporaryDirectory() as cache:  # local files need none
         local = {"cache_dir": cache} if os.path.exists(name) else {}
         try:
-            rows = datasets.load_dataset(**source, split=split, **local)
-            return list(rows["text"] if file_format == "text" else rows)
+            files = datasets.load_dataset_builder(**source, **local).config.data_files if ending or local else {}
+            if files and all(file_ending(file) in AS_TEXT for of_split in files.values() for file in of_split):
+                return _read_split(files, split)
+            return list(datasets.load_dataset(**source, split=split, **local))
         except Exception as error:  # which errors `datasets` and its hub client raise depends on their versions
             cause = str(error.__cause__ or error).strip().partition("\n")[0]
             raise TaskError(f"cannot load the dataset {name}: {type(error).__name__}: {cause}") from error
+
+
+def _read_split(files: dict[str, list[str]], split: str) -> list[dict | JSONLine]:
+    """The rows of `split`, which may consist of slices ("train[:9]+test"). `files` has the files of each split."""
+    from datasets import ReadInstruction
+
+    rows = {str(own): [row for file in of_split for row in _read(file)] for own, of_split in files.items()}
+    slices = ReadInstruction.from_spec("+".join(rows) if split == "all" else split)
+    slices = slices.to_absolute({own: len(rows[own]) for own in rows})
+    return [row for part in slices for row in rows[part.splitname][part.from_ : part.to]]
+
+
+def _read(file: str) -> Iterator[dict | JSONLine]:
+    """The rows of a file of JSON lines or of a CSV file, whose fields are texts, or None if they are empty."""
+    import fsspec  # as `datasets` opens files: a .gz and addresses as well
+
+    with fsspec.open(file, "rt", encoding="utf-8-sig", newline="", compression="infer") as lines:  # -sig: with its BOM
+        if separator := SEPARATORS.get(file_ending(file)):
+            csv.field_size_limit(sys.maxsize)  # by default, a field has at most 131,072 characters
+            reader = csv.DictReader(lines, delimiter=separator, strict=True)
+            columns = reader.fieldnames or []
+            if len(set(columns)) < len(columns):
+                raise ValueError(f"{file} has two columns of the same name")
+            for row in reader:
+                if None in row:
+                    raise ValueError(f"line {reader.line_num} of {file} has more fields than its header")
+                yield {column: text or None for column, text in row.items()}
+        else:
+            yield from map(JSONLine, lines)

@@ -17,7 +17,7 @@ from transformers.hf_argparser import HfArg
 from ..errors import TaskError
 from ..functions import json_object
 from .chat_template import ChatTemplate
-from .dataset import FORMATS, Row, load_rows
+from .dataset import Row, file_ending, load_rows
 from .rewards import FROM_THE_RUN, Rewards
 from .tools import Tools
 
@@ -35,8 +35,8 @@ class TaskArguments:
     dataset: str | None = HfArg(
         default=None,
         aliases=["--prompts"],
-        help="a file (.jsonl, .json, .parquet, .csv), a folder, a dataset on the Hugging Face hub, or module:function,"
-        " which gets the split and returns rows",
+        help="a file (.jsonl, .ndjson, .csv, .tsv, .json, .parquet), a folder, a dataset on the Hugging Face hub, or"
+        " module:function, which gets the split and returns rows",
     )
     dataset_config: str | None = HfArg(default=None, help="configuration of a dataset on the hub")
     dataset_split: str = HfArg(default="train", help='split to learn from; a slice as well: "train[:1000]"')
@@ -114,11 +114,14 @@ class Task:
         tokenizer = AutoTokenizer.from_pretrained(model)
         template = ChatTemplate(tokenizer, self.chat_template_kwargs)
         embeddings = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
         for row in [*self.rows, *self.eval_rows]:
             if isinstance(row.prompt, str):
                 if self.tools:
                     raise TaskError(f"{row.origin}: --tools and --environment are for chat messages, not for a text")
                 row.prompt_ids = tokenizer.encode(row.prompt)
+                if appends_end:  # some tokenizers do: after it, a completion would begin a new text
+                    row.prompt_ids.pop()
             elif tokenizer.chat_template:
                 schemas = self.tools.schemas_of(row) if self.tools else row.columns.get("tools")
                 row.prompt_ids = template.prompt_ids(row.prompt, schemas, row.origin)
@@ -201,7 +204,7 @@ def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
         if args.eval_share:
             raise TaskError("--eval-share holds out a part of --dataset: not with --eval-dataset or --eval-split")
         name = args.eval_dataset or args.dataset
-        return _load(args, name, args.eval_split or ("train" if name.endswith(tuple(FORMATS)) else "test"))
+        return _load(args, name, args.eval_split or ("train" if file_ending(name) else "test"))
     if not args.eval_share:
         return []
     environment = getattr(args, "environment", None)
