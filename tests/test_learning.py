@@ -50,11 +50,11 @@ def config(**changes):
 
 def rollouts(learner, seed=0, count=4):
     """Rollouts of random lengths, with the learner's own log-probabilities for the engine's."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, vocabulary = torch.Generator().manual_seed(seed), learner.model.module.config.vocab_size
 
     def draw(least):
         length = int(torch.randint(least, 8, (1,), generator=generator))
-        return torch.randint(2, 250, (length,), generator=generator).tolist()
+        return (torch.randint(2, 250, (length,), generator=generator) % vocabulary).tolist()
 
     drafts = [Rollout(draw(2), draw(1), [], float(torch.rand(1, generator=generator))) for _ in range(count)]
     width = max(len(draft.completion_ids) for draft in drafts)
@@ -125,9 +125,9 @@ def test_micro_batches_hold_so_many_tokens_with_their_padding():
 
 def write_model(architecture, folder, **options):
     """A small model with random weights, three times as large as new ones are, so that its logits are well apart."""
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 258}
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 258, "pad_token_id": 0}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{architecture}Config")(**small, pad_token_id=0, **options)
+    config = getattr(transformers, f"{architecture}Config")(**small | options)
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         parameter.data.mul_(3)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from test_learning import CPU, config, gemma2, rollouts, rounding_learner, use_sgd
+from test_learning import write_model as write_random_model
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -40,7 +41,12 @@ from recipe.tasks.tiny_model import build_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
+    """A model with tied weights whose rows neither 2 nor 3 ranks divide, as of one with an added token."""
+    folder = build_tiny_model(tmp_path_factory.mktemp("model"))
+    module = AutoModelForCausalLM.from_pretrained(folder)
+    module.resize_token_embeddings(259)
+    module.save_pretrained(folder)
+    return str(folder)
 
 
 def on_ranks(count, function, folder, *args):
@@ -122,6 +128,41 @@ def test_two_ranks_learn_what_one_learns_also_from_shares_of_unequal_size(model,
         assert change > 0.01 * changes.get("num_epochs", 2)
         assert difference < 1e-5 * change
         assert metrics[0]["grad_norm"] > 0.01  # so clipping was seen
+
+
+def learn_all_sizes(folder, models, batches):
+    """Metrics of two steps with each model, and the weights that a sync would send after them."""
+    results = []
+    for model, (first, second) in zip(models, batches, strict=True):
+        learner = GRPOLearner(model, config(), torch.device("cpu", 0))  # as in a run: loading ends with a move to it
+        use_sgd(learner)
+        metrics = [learner.learn(first)]
+        learner.model.module.to("cpu")  # as between its turns on a device that it shares
+        metrics += [learner.learn(second), {"mismatch": learner.mismatch(first)}]
+        named = {name: sharding.whole(tensor).clone() for name, tensor in learner.model.named_tensors().items()}
+        results.append((metrics, named))
+    if learner.model.rank == 0:
+        torch.save(results, folder / f"sizes-{learner.model.ranks}.pt")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_tied_weights_of_any_number_of_rows(tmp_path, ranks):
+    sizes = [(301, True), (261, True), (302, True), (2, True), (301, False)]
+    models, batches = [], []
+    for rows, tied in sizes:
+        options = {"intermediate_size": 64, "vocab_size": rows, "tie_word_embeddings": tied, "pad_token_id": None}
+        models.append(write_random_model("Llama", tmp_path / f"{rows}-{tied}", **options))
+        learner = GRPOLearner(models[-1], config(), CPU)
+        batches.append([rollouts(learner, seed=seed, count=6) for seed in range(2)])
+    learn_all_sizes(tmp_path, models, batches)
+    on_ranks(ranks, learn_all_sizes, tmp_path, models, batches)
+    plain, sharded = (torch.load(tmp_path / f"sizes-{count}.pt") for count in (1, ranks))
+    for size, (metrics, named), (sharded_metrics, sharded_named) in zip(sizes, plain, sharded, strict=True):
+        for row, sharded_row in zip(metrics, sharded_metrics, strict=True):
+            assert sharded_row == pytest.approx(row, rel=1e-4, abs=1e-6), size
+        assert sharded_named.keys() == named.keys()
+        for name, tensor in named.items():
+            torch.testing.assert_close(sharded_named[name], tensor, rtol=0, atol=1e-5)
 
 
 def learn_compiled(folder, model, batches, **changes):

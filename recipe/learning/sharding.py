@@ -63,9 +63,29 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
         modeling_utils.caching_allocator_warmup = lambda *_: None
     model, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
     if ranks > 1:
+        _merge_tied_shards(model)
         model.set_reshard_after_forward(True, recurse=False)
         model.config.distributed_config = None  # with it, saving would gather the model in one rank's memory
     return model, sorted(report["missing_keys"])
+
+
+def _merge_tied_shards(model) -> None:
+    """Have FSDP gather each tied weight once, for all modules that share it.
+
+    transformers (5.19) ties weights only after fully_shard has taken them for separate ones. If the ranks do not divide
+    the rows, FSDP (torch 2.11 to 2.14) then pads a copy for each module, and updates reach one copy only
+    (pytorch#176076): the other modules would go on computing with the last rows as they were loaded.
+    """
+    group = model._get_fsdp_state()._fsdp_param_group  # of what is in no block
+    firsts = {}
+    for shard in list(group.fsdp_params):
+        module, name = shard._module_info.module, shard._module_info.param_name
+        first = firsts.setdefault(getattr(module, name), shard)
+        if first is not shard:
+            first._module_info.shared_modules.append(module)
+            first._module_info.shared_param_names.append(name)
+            shard._post_load_hook_handle.remove()
+            group.fsdp_params.remove(shard)
 
 
 def fuses_weights(model) -> bool:
