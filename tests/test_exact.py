@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_learning import CPU, MODELS, config, rollouts, write_model
 from transformers import AutoConfig
+from transformers.models.llama import modeling_llama
 
 import rlhf_colocate
 from recipe.errors import RunError
@@ -142,6 +143,31 @@ def test_operation_that_is_not_known_is_named(tmp_path, architecture, missing):
     options = (MODELS | EXACT)[architecture]
     found = exact.missing_operation(AutoConfig.from_pretrained(write_model(architecture, tmp_path, **options)))
     assert found.endswith(missing) and bool(found) == bool(missing)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "missing"),
+    [
+        ("qwen3_5_text", {"layer_types": ["full_attention"]}, "its Qwen3_5RMSNorm"),  # without `variance_epsilon`
+        ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "its Qwen3_5GatedDeltaNet"),
+        ("falcon_mamba", {}, "its FalconMambaMixer"),  # without heads, too
+    ],
+)
+def test_module_of_another_kind_is_a_reason_and_no_crash(architecture, options, missing):
+    config = AutoConfig.for_model(architecture, num_hidden_layers=1, **options)
+    assert exact.missing_operation(config) == missing
+
+
+def test_whatever_a_probe_raises_the_operation_is_named(monkeypatch):
+    def raises(*_):
+        raise AssertionError
+
+    config = AutoConfig.for_model("llama", num_hidden_layers=1)
+    assert exact.missing_operation(config) == ""
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", raises)
+    assert exact.missing_operation(config) == "its LlamaRMSNorm"
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", raises)
+    assert exact.missing_operation(config) == "the rotary embedding of its LlamaAttention"
 
 
 def test_gated_relu_is_not_known(tmp_path):

@@ -23,6 +23,7 @@ from .layout import shared_attention
 
 FLASH_HEAD_DIM = 128  # with which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
 PAGE = 16  # tokens in a block of the Triton kernel's keys and values
+KNOWN_LAYERS = torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm  # exact as transformers has them
 NORMS_WITHOUT_RESIDUAL = ("layers.0.input_layernorm", ".q_norm", ".k_norm")
 
 
@@ -63,23 +64,30 @@ def missing_operation(config) -> str:
         module = AutoModelForCausalLM.from_config(config)
     for submodule in module.modules():
         cls = type(submodule)
-        if cls.__name__.endswith("RMSNorm") and not _is_plain_norm(cls):
-            return f"its {cls.__name__}"
-        if cls.__name__.endswith("Experts") or (hasattr(submodule, "gate_proj") and activation != "silu"):
+        if cls.__name__.endswith("RMSNorm"):
+            known = _holds(_is_plain_norm, cls)
+        else:
+            known = isinstance(submodule, KNOWN_LAYERS) or not list(submodule.parameters(recurse=False))
+        if not known or (hasattr(submodule, "gate_proj") and activation != "silu"):
             return f"its {cls.__name__}"
         rotate = getattr(sys.modules[cls.__module__], "apply_rotary_pos_emb", None)
-        if cls.__name__.endswith("Attention") and rotate and not _is_plain_rotation(rotate):
+        if cls.__name__.endswith("Attention") and rotate and not _holds(_is_plain_rotation, rotate):
             return f"the rotary embedding of its {cls.__name__}"
     return ""
+
+
+def _holds(probe: Callable, operation: Callable) -> bool:
+    """The probe's answer; False if the operation has another form than the probe expects, which may raise anything."""
+    try:
+        return probe(operation)
+    except Exception:
+        return False
 
 
 def _is_plain_norm(cls: type) -> bool:
     """Whether this RMSNorm is weight * (x / rms), rounded before it is weighted."""
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    try:
-        norm = cls(16).bfloat16()
-    except TypeError:
-        return False
+    norm = cls(16).bfloat16()
     torch.nn.init.uniform_(norm.weight, 0.5, 2)
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + norm.variance_epsilon)
     return norm(x).equal(norm.weight * scaled.bfloat16())
@@ -90,10 +98,7 @@ def _is_plain_rotation(rotate: Callable) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (torch.randn(1, 2, 3, 8, generator=generator) for _ in range(4))
     cos, sin = cos[:, 0], sin[:, 0]
-    try:
-        rotated = rotate(q, k, cos, sin)[0]
-    except (TypeError, RuntimeError, ValueError):
-        return False
+    rotated = rotate(q, k, cos, sin)[0]
     swapped = torch.cat((-q[..., 4:], q[..., :4]), -1)
     return rotated.shape == q.shape and torch.allclose(rotated, q * cos[:, None] + swapped * sin[:, None])
 
