@@ -541,7 +541,10 @@ def test_mismatch_over_the_bound_updates_nothing(model, updates):
         learner.learn(rollouts(learner), batch)
     assert before.equal(vector_of(learner))
     batch[0].logprobs[0] = math.nan
-    with pytest.raises(MismatchError, match="are not numbers: if the last update was too large"):
+    with pytest.raises(MismatchError, match="are not numbers: nothing was learned yet"):
+        learner.mismatch(batch)
+    learner.learn(rollouts(learner))
+    with pytest.raises(MismatchError, match=r"are not numbers: .* lower --learning-rate"):
         learner.mismatch(batch)
 
 
@@ -606,9 +609,22 @@ def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypa
 def test_gradient_that_is_not_finite_updates_nothing(model):
     learner = GRPOLearner(model, config(advantage="dr_grpo"), CPU)
     before = vector_of(learner)
-    with pytest.raises(DivergenceError, match="step 1: the gradient is not finite"):
+    with pytest.raises(DivergenceError, match="step 1: the gradient is not finite: nothing was learned yet"):
         learner.learn(graded(rollouts(learner), 1e38, 0.0, 1e38, 0.0))
     assert before.equal(vector_of(learner))
+    learner.learn(rollouts(learner))
+    with pytest.raises(DivergenceError, match=r"step 2: the gradient is not finite: .* lower --learning-rate"):
+        learner.learn(graded(rollouts(learner), 1e38, 0.0, 1e38, 0.0))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path, value):
+    folder = build_tiny_model(tmp_path)
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    module.model.decoder.layers[1].fc1.bias.data[3] = value
+    module.save_pretrained(folder)
+    with pytest.raises(RunError, match=r"model\.decoder\.layers\.1\.fc1\.bias has values that are not finite"):
+        GRPOLearner(str(folder), config(), CPU)
 
 
 def test_reference_is_frozen_and_has_no_optimizer(model):

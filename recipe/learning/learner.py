@@ -187,7 +187,7 @@ class Learner:
             torch.nn.utils.vector_to_parameters(total / self.model.ranks, gradients)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if not norm.isfinite():
-            raise DivergenceError(f"step {self.step + 1}: the gradient is not finite; lower --learning-rate")
+            raise DivergenceError(f"step {self.step + 1}: the gradient is not finite: {self._overflow_cause()}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
         self.offload.to_device()
@@ -195,6 +195,15 @@ class Learner:
         if self.config.offload_optimizer:
             self.offload.to_host()
         return float(norm)
+
+    def _overflow_cause(self) -> str:
+        """What may have made a number that is not finite, and what to do about it."""
+        if self.optimizer.state:  # there was an update
+            return "if the last update was too large, lower --learning-rate"
+        return (
+            "nothing was learned yet, and the loaded weights are finite, so look for huge rewards, and for prompts that"
+            " start with the padding token, whose embedding is zero"
+        )
 
 
 @dataclass(frozen=True)
@@ -286,10 +295,8 @@ class PolicyLearner(Learner):
         mismatch = total / tokens
         if self.max_mismatch and not mismatch <= self.max_mismatch:  # a NaN does not pass
             if math.isnan(mismatch):
-                raise MismatchError(
-                    "log-probabilities of engine or trainer are not numbers: if the last update was too large,"
-                    " lower --learning-rate"
-                )
+                cause = self._overflow_cause()
+                raise MismatchError(f"log-probabilities of engine or trainer are not numbers: {cause}")
             if self.proof.weights_proven:
                 cause = (
                     "The digests of what the trainer sent, what arrived and what the engine serves agree, so engine and"

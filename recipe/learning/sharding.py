@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from weight_sync.link import host_and_port
 from weight_sync.ranks import ShardedPart
 
+from ..errors import RunError
+
 RANKS_SECONDS = 1800  # how long ranks wait for each other; loading a large model takes long
 
 
@@ -40,7 +42,8 @@ def wait_for_ranks() -> None:
 
 
 def load_model(auto_class, path: str, config, mixed_precision: bool, **options) -> tuple:
-    """Load a transformers model. Returns it, and the names of the parameters that its checkpoint lacks.
+    """Load a transformers model. Returns it, and the names of the parameters that its checkpoint lacks. Raises RunError
+    if a weight has a NaN or an infinity among this rank's rows.
 
     On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered
     for its own forward and backward pass only. With `mixed_precision`, it is gathered in bf16 and computes as on a
@@ -66,6 +69,9 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
         _merge_tied_shards(model)
         model.set_reshard_after_forward(True, recurse=False)
         model.config.distributed_config = None  # with it, saving would gather the model in one rank's memory
+    for name, parameter in model.named_parameters():
+        if not local_part(parameter.detach()).sum().isfinite():  # a sum, because `isfinite` of them all takes memory
+            raise RunError(f"{path}: {name} has values that are not finite: nothing can be learned from these weights")
     return model, sorted(report["missing_keys"])
 
 
