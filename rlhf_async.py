@@ -10,7 +10,7 @@
     other GPUs   engine actors: vllm.AsyncLLM with TP workers each, extended by rlhf_utils.WorkerExtension
 
 1. Place: one Ray placement group, with a bundle for each trainer rank and one for each engine worker.
-2. Connect the trainer's rank 0 with all workers, and sync once: now the engines serve the trainer's weights.
+2. Connect the trainer's ranks with all workers, and sync once: now the engines serve the trainer's weights.
 3. Each step: take rollouts, learn, sync. The engines generate all the time, except during a sync: unfinished
    completions go on with the new weights. vLLM labels every token with the version of its weights. No token is more
    than --max-staleness steps old when a step learns from it. The newest ones prove the sync: the engines'
@@ -67,7 +67,7 @@ class Engine(AsyncEngineActor):
 
 
 class Trainer(LearnerActor):
-    """A Ray actor around one rank of the learner. Rank 0 is also rank 0 of the group in which the weights travel."""
+    """A Ray actor around one rank of the learner, which sends what it has of the weights."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         torch_device = self.join(address, args.trainers, device)
@@ -76,9 +76,7 @@ class Trainer(LearnerActor):
         return self.resume(models.checkpoint)
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        group = None  # the other ranks only help to gather the weights
-        if self.rank == 0:
-            group = stateless_init_process_group(address, port, 0, world_size, self.learner.model.device)
+        group = stateless_init_process_group(address, port, self.rank, world_size, self.learner.model.device)
         self.sender = WeightSender(group)
 
     def send_weights(self) -> SyncReport:
@@ -166,10 +164,10 @@ def main(args: Arguments) -> None:
 
 
 def connect(trainers: ActorGroup, engines: ActorGroup, tensor_parallel_size: int) -> None:
-    """Join the trainer's rank 0 and, after it, the workers of all engines in one broadcast group."""
+    """Join the trainer's ranks and, after them, the workers of all engines in one group."""
     address = trainers.rank_0("connecting", "address")
-    world_size = 1 + len(engines) * tensor_parallel_size
-    rank_offsets = [(1 + i * tensor_parallel_size,) for i in range(len(engines))]
+    world_size = len(trainers) + len(engines) * tensor_parallel_size
+    rank_offsets = [(len(trainers) + i * tensor_parallel_size,) for i in range(len(engines))]
     joining = trainers.begin("init_weight_update_group", *address, world_size)
     joining |= engines.begin("init_weight_update_group", *address, world_size, each=rank_offsets)
     trainers.session.wait("connecting", joining)

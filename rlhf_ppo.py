@@ -318,7 +318,7 @@ def score(
 
 def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], args: Arguments) -> tuple:
     """Print the layout, and connect the trainer with the engine's workers: each rank with the worker on its device or,
-    split, rank 0 with all of them in one broadcast group. Returns the arguments of `receive_weights`."""
+    split, the trainer's one rank with all of them in a group. Returns the arguments of `receive_weights`."""
     devices = {name: group.call("connecting", "device_id") for name, group in models.items()}
     devices["engine"] = engine.first("connecting", "device_ids")
     lines = [f"{'device':40}  actor"]

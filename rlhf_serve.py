@@ -20,7 +20,6 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 """
 
 import asyncio
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
 from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
+from weight_sync.link import address_towards
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 
@@ -146,14 +146,6 @@ class Trainer(LearnerActor):
 
     def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout]) -> dict[str, float]:
         return self.learner.learn(rollouts, proof_rollouts)
-
-
-def address_towards(host: str) -> str:
-    """The address of this machine in the network over which it reaches the host. Nothing is sent."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:

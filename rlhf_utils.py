@@ -4,25 +4,25 @@
     WeightSender.send_weights(params)   --->   WorkerExtension.receive_weights()             on other GPUs, or
                                                ColocateWorkerExtension.receive_weights(...)  on the trainer's own
 
-Between GPUs, the trainer broadcasts the weights in buckets (NCCL; gloo between CPUs), several in flight. If it is
-sharded, its ranks gather a bucket while rank 0 broadcasts the one before. On one GPU, both processes map the same
-memory (CUDA IPC): the trainer's parameters or, if the trainer is sharded, one staging buffer, into which its ranks
-gather a bucket at a time. A socket to each worker, the link, carries messages. If one side fails or dies, the link ends
-the other side's wait. A sync has three phases:
+Each rank of a sharded trainer (FSDP2) sends its own rows: nothing is gathered. On separate GPUs, the bytes travel in
+buckets (NCCL; gloo between CPUs), several in flight, and each worker gets only what it needs from each rank. On shared
+GPUs, a worker maps the memory of all ranks on its node (CUDA IPC) and reads what it needs: the trainer's parameters, or
+of fp32 weights that several ranks hold, copies in bf16. Sockets from every rank to every worker, the links, carry
+messages. If one side fails or dies, its link ends the others' wait. A sync has three phases:
 
 1. Preflight, if names, dtypes, shapes or addresses have changed. Each worker runs vLLM's own weight loaders on tensors
    without storage and records what they would copy where. An unknown, missing or misshapen parameter is an error that
    names it, before a byte moves. The workers also report each parameter's dtype. The trainer casts to it, so fp32
    master weights travel as bf16 to a bf16 engine.
-2. Each worker loads the buckets. *Reload* hands the tensors to vLLM's loader inside vLLM's reload bracket
+2. Each worker loads what arrives. In the first sync, every rank broadcasts all it has. *Reload* hands the tensors to vLLM's loader inside vLLM's reload bracket
    (`initialize_layerwise_reload` ... `finalize_layerwise_reload`). It works for every quantization and device, and for
    every model whose loaders vLLM's reload can see; for others, the sync fails and says so. *Replay* repeats a recorded
    reload as copies straight from the buckets, plus vLLM's own processing of quantized layers. The first sync reloads,
    then loads other weights and replays. If the replay gives every worker the same bits as the reload, later syncs
-   replay.
-3. Both ends digest every bucket: the trainer what it packs, each worker what has arrived. If the digests are equal,
-   the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's own
-   memory, both digest a sample of each replay instead.
+   replay, and only what these copies read is sent.
+3. Both ends digest every bucket: each rank what it packs for a worker, the worker what has arrived. If the digests are
+   equal, the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's
+   own memory, each replay digests a part of the tensors instead, and 64 syncs all of them.
 
 The caller pauses the engine and calls `reset_prefix_cache`, since the cache holds keys and values of the old weights.
 If either side fails, the trainer raises the reason, the workers return it, and the session is closed. The engine's
@@ -39,13 +39,14 @@ only by the functions that use it.
 
 import torch
 
-from weight_sync.channels import BroadcastStaging, SharedMemoryChannel, SharedStaging, Staging, TrainerMemory
+from weight_sync.channels import SharedMemoryChannel
 from weight_sync.comparison import Comparison
 from weight_sync.example_protocols import BroadcastProtocol, SharedMemoryProtocols
-from weight_sync.groups import rebuild_ipc, share_tensor, stateless_init_process_group, unpack_handle
-from weight_sync.link import Link, WeightSyncError, connect_group, connect_path
+from weight_sync.groups import Wire, rebuild_ipc, share_tensor, stateless_init_process_group
+from weight_sync.link import Link, WeightSyncError, connect_group, connect_paths
 from weight_sync.lora import LoRAWeight
 from weight_sync.sender import SyncReport, WeightSender
+from weight_sync.staging import Staging, TrainerMemory, broadcast_staging
 
 __all__ = [
     "ColocateWorkerExtension",
@@ -66,25 +67,22 @@ class WorkerExtension(BroadcastProtocol):
     """Methods for vLLM's workers, called by `collective_rpc`: `worker_extension_cls="rlhf_utils.WorkerExtension"`."""
 
     channel, model_update_group = "broadcast", None
-    weight_role = "engine worker"  # what errors call this worker
 
     def init_weight_update_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int):
         """Join the group that the trainer opens as rank 0 with `stateless_init_process_group`.
 
-        This worker's rank in the group is its rank in the engine plus `rank_offset` (1 with a single trainer).
-        `world_size` counts the trainer and all workers of all engines. Raises WeightSyncError if the group cannot be
-        joined. An exception here, or in `update_weight`, leaves vLLM's `collective_rpc` out of step with the workers'
-        answers: restart the engine after one.
+        This worker's rank in the group is its rank in the engine plus `rank_offset`, the number of the trainer's ranks
+        and of the workers of earlier engines. `world_size` counts all ranks and all workers of all engines. Raises
+        WeightSyncError if the group cannot be joined. An exception here, or in `update_weight`, leaves vLLM's
+        `collective_rpc` out of step with the workers' answers: restart the engine after one.
         """
         from vllm.distributed.parallel_state import get_world_group
 
         self.close_weight_update_group()
-        rank, size = get_world_group().rank, get_world_group().world_size
-        several_engines = world_size > 1 + size  # each as large as this one
-        engine = f"engine {(rank_offset - 1) // size}'s" if several_engines else "engine"
-        self.weight_role = f"{engine} worker {rank}"
+        rank = get_world_group().rank + rank_offset
+        self.weight_place = {"size": get_world_group().world_size, "rank": rank}
         self.model_update_group = stateless_init_process_group(
-            master_address, master_port, rank + rank_offset, world_size, self.device
+            master_address, master_port, rank, world_size, self.device
         )
 
     def receive_weights(self, timeout: float = 3600.0) -> dict:
@@ -94,16 +92,24 @@ class WorkerExtension(BroadcastProtocol):
         the reason, and the trainer raises it as well.
         """
 
-        return self._receive(timeout, lambda: connect_group(self._joined_group().group, self.weight_role, timeout))
+        def role_beside(ranks: int) -> str:
+            size, number = self.weight_place["size"], self.weight_place["rank"] - ranks
+            several_engines = self.model_update_group.world_size > ranks + size  # each as large as this one
+            engine = f"engine {number // size}'s" if several_engines else "engine"
+            return f"{engine} worker {number % size}"
+
+        return self._receive(
+            timeout, lambda links: connect_group(self._joined_group().group, links, role_beside, timeout)
+        )
 
     def close_weight_update_group(self) -> None:
         """Leave the group and end the session."""
-        self._close_link()
+        self._close_links()
 
-    def _close_link(self, error: str | None = None) -> None:
-        super()._close_link(error)
+    def _close_links(self, error: str | None = None) -> None:
+        super()._close_links(error)
         if hasattr(self.model_update_group, "destroy"):
-            self.model_update_group.destroy()  # a broadcast that will never end must not hold the GPU
+            self.model_update_group.destroy()  # a transfer that will never end must not hold the GPU
         self.model_update_group = None
 
     def _joined_group(self):
@@ -111,8 +117,10 @@ class WorkerExtension(BroadcastProtocol):
             raise WeightSyncError("no weight update group: init_weight_update_group was not called, or a sync failed")
         return self.model_update_group
 
-    def _open_staging(self, handshake: dict) -> Staging:
-        return BroadcastStaging(self.model_update_group, self.weight_buckets, self.device)
+    def _open_staging(self) -> Staging:
+        self.weight_wire = Wire(self.model_update_group, self.device)
+        bucket_bytes, ranks = self.weight_handshakes[0]["bucket_bytes"], len(self.weight_links)
+        return broadcast_staging(self.weight_buckets, bucket_bytes, ranks, self.weight_wire)
 
 
 class ColocateWorkerExtension(SharedMemoryProtocols):
@@ -121,16 +129,17 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
     channel, weight_path = "shared memory", ""
 
     def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
-        """As `WorkerExtension.receive_weights`. `handles` merges `SharedMemoryChannel.handles` of all trainer ranks."""
+        """As `WorkerExtension.receive_weights`. `handles` has `SharedMemoryChannel.handles` of the trainer rank on this
+        device; those of others beside it do no harm."""
         path = handles.get(self.report_device_id(), "")
         if path != self.weight_path:
-            self._close_link()
+            self._close_links()
             self.weight_path = path
 
-        def connect() -> Link:
+        def connect(links: list[Link]) -> None:
             if not path:
                 raise WeightSyncError(f"no trainer rank is on {self.report_device_id()}: they are on {[*handles]}")
-            return connect_path(path, self.rank, timeout)
+            connect_paths(path, links, self.rank, timeout)
 
         return self._receive(timeout, connect)
 
@@ -139,16 +148,7 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _open_staging(self, handshake: dict) -> Staging:
-        def map_tensors(handles: list[str]) -> list[torch.Tensor]:
-            return [rebuild_ipc(unpack_handle(handle), self.device.index) for handle in handles]
-
-        if "memory" in handshake:
-            names = [name for name, *_ in handshake["wire"]]
-            weights = dict(zip(names, map_tensors(handshake["memory"]), strict=True))
-            factors = iter(map_tensors(handshake["factors"]))
-            for name, options in handshake["adapters"].items():
-                weights[name] = LoRAWeight(weights[name], next(factors), next(factors), *options)
-            return TrainerMemory(weights)
-        buffers = map_tensors(handshake["buffers"])
-        return SharedStaging([self.weight_link], buffers, self.weight_buckets, sends="emptied", awaits="filled")
+    def _open_staging(self) -> Staging:
+        handles = {int(rank): each for one in self.weight_handshakes for rank, each in one["handles"].items()}
+        ranks = len(self.weight_handshakes[0]["wire"][0][3]) - 1
+        return TrainerMemory.mapped(self.weight_buckets, ranks, handles, self.device.index)

@@ -34,7 +34,7 @@ class _Peer:
 
     def release(self) -> None:
         """Free a session's buffers, so that the next way's memory can be measured."""
-        self._close_link()
+        self._close_links()
         self.allocation_peak = AllocationPeak(self.device)
 
     def poison(self) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/sync.py --shape qwen2.5-7b                             # 3 GPUs: 1 trainer -> TP=2, NCCL
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU, which trainer and engine share
+    python benchmarks/sync.py --shape qwen2.5-7b --topology ipc --trainers 4 --tensor-parallel-size 1   # 4 such GPUs
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
     python benchmarks/sync.py --shape qwen2.5-7b --quantized                 # into an engine that torchao quantizes
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc --lora-rank 32    # adapters, which arrive merged
@@ -21,7 +22,8 @@ other ways, the last call resets the prefix cache. On GPUs, the engine has captu
 unless --enforce-eager is given.
 
 With several trainers or engines, or with adapters, the other ways do not apply: only the ceiling and ours are timed.
-With several engines, the ceiling is one broadcast from rank 0 to all workers.
+The ceiling is one broadcast from rank 0 to all workers, or one copy on the first device. Several ranks and workers can
+be faster, since a worker needs only its part.
 
 Staging is the peak of GPU memory that a way allocates beyond the weights, trainer + worker, in the last round. If the
 first round differs, it is printed as well: in it, the first sync verifies replay. Writes a table, sync.json and
@@ -33,6 +35,7 @@ import os
 import statistics
 import sys
 import time
+from collections import ChainMap
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,12 +59,13 @@ from recipe.learning.named_tensors import NamedTensors  # noqa: E402
 from recipe.learning.sharding import join_ranks  # noqa: E402
 from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options  # noqa: E402
 from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
-from recipe.run.actors import ActorGroup, LayoutArguments, Seat  # noqa: E402
+from recipe.run.actors import ActorGroup, LayoutArguments, Seat, by_node, reserve, seat  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
 from recipe.run.checkpoint import replace_flags  # noqa: E402
 from recipe.run.folder import RunFolder  # noqa: E402
 from recipe.run.session import RaySession, run_main  # noqa: E402
 from rlhf import place  # noqa: E402
+from rlhf_colocate import GPU_SHARE  # noqa: E402
 from rlhf_utils import (  # noqa: E402
     SharedMemoryChannel,
     SyncReport,
@@ -74,7 +78,10 @@ from weight_sync.buckets import dtype_name  # noqa: E402
 from weight_sync.groups import shared_buffer  # noqa: E402
 
 CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
-LAYOUTS = {"nccl": "{trainers} trainer -> {engines} x TP={tp}, NCCL", "ipc": "trainer and engine on one device"}
+LAYOUTS = {
+    "nccl": "{trainers} trainer -> {engines} x TP={tp}, NCCL",
+    "ipc": "{trainers} trainer and {engines} x TP={tp} on the same devices",
+}
 ROUND_SECONDS = 300  # a longer round counts as stuck
 
 
@@ -85,7 +92,8 @@ class Arguments(LayoutArguments, EngineArguments, BenchmarkArguments):
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
     topology: Literal[tuple(LAYOUTS)] = HfArg(
         default="nccl",
-        help="trainer and engines on several GPUs (nccl; CPU: gloo), or on one (ipc; CPU: shared memory)",
+        help="trainers and engines on separate GPUs (nccl; CPU: gloo), or on the same (ipc; CPU: shared memory; then"
+        " there are engines for all GPUs of the trainers)",
     )
     trainer_dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16", help="dtype of the weights that are sent")
     quantized: bool = HfArg(default=False, help="have torchao quantize the engine's weights to FP8 (CPU: int8)")
@@ -118,7 +126,8 @@ class BenchEngine(EngineActor):
             options |= {"weight_transfer_config": {"backend": args.topology}}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         options = llm_options(args, device, bundles, args.engines * len(bundles), **options)
-        if ipc and device == "cuda":  # this actor has a share of the trainer's GPU, and runs its one worker itself
+        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE if ipc else 1)
+        if ipc and device == "cuda" and len(bundles) == 1:  # this actor has a share of the GPU, and runs the worker
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
             options["distributed_executor_backend"] = "uni"
         torchao_options = quantize_by_torchao(None)[0] if args.quantized else {}
@@ -183,7 +192,9 @@ class BenchTrainer:
         if device == "cpu":
             torch.set_num_threads(max(1, os.cpu_count() // args.trainers))
         torch.manual_seed(0)
-        self.device, self.topology, self.group, self.handles = torch.device(device, 0), args.topology, None, []
+        self.device, self.topology, self.group = torch.device(device, 0), args.topology, None
+        # On CPU, which all ranks share, the index names the worker beside this rank.
+        self.place = self.device if device == "cuda" else torch.device("cpu", self.rank % args.tensor_parallel_size)
         self.engines, self.thread = [Watched(engine) for engine in engines if not self.rank], ThreadPoolExecutor(1)
         join_ranks(*address, self.rank, args.trainers, self.device)
         dtype = getattr(torch, args.trainer_dtype)
@@ -226,9 +237,10 @@ class BenchTrainer:
         (engine,) = self.engines
         return engine
 
-    def join(self, address: str, port: int, world_size: int) -> None:
-        if self.rank == 0:
-            self.group = stateless_init_process_group(address, port, 0, world_size, self.device)
+    def join(self, address: str, port: int, ranks: int, workers: int) -> None:
+        """Join the first `ranks` ranks with the workers."""
+        if self.rank < ranks:
+            self.group = stateless_init_process_group(address, port, self.rank, ranks + workers, self.device)
 
     def last_report(self) -> SyncReport:
         """The report of the last sync by our way."""
@@ -332,17 +344,18 @@ class BenchTrainer:
         ray.get(self.engine.reset_prefix_cache.remote())
         return time.perf_counter() - started
 
-    def open_sender(self, replay: bool) -> None:
-        if self.topology == "ipc":
-            channel = SharedMemoryChannel(self.device)
-            self.handles = [channel.handles]
-        self.sender = WeightSender(channel if self.topology == "ipc" else self.group, replay=replay)
+    def open_sender(self, replay: bool) -> dict[str, str]:
+        """Returns the handles of the channel."""
+        channel = SharedMemoryChannel(self.place) if self.topology == "ipc" else self.group
+        self.sender = WeightSender(channel, replay=replay)
+        return getattr(channel, "handles", {})
 
-    def ours(self, expected_loader: str) -> float:
-        """Our `WeightSender`. The engines already wait, with an empty prefix cache, as at the end of learning."""
-        refs = [engine.receive_weights.remote(*self.handles) for engine in self.engines]
-        time.sleep(0.05)
-        started = time.monotonic()
+    def ours(self, expected_loader: str, handles: list[dict[str, str]], started: float) -> float:
+        """Our `WeightSender`, on all ranks from the same moment on. The engines already wait, with an empty prefix
+        cache, as at the end of learning. They get these handles."""
+        handles = [[each] if each else [] for each in handles]
+        refs = [engine.receive_weights.remote(*each) for engine, each in zip(self.engines, handles, strict=False)]
+        time.sleep(max(0.0, started - time.monotonic()))
         self.report = self.sender.send_weights(self.named_tensors().items())
         sent = time.monotonic()
         seconds = max([sent, *ray.get(refs)]) - started  # either side may return first
@@ -354,11 +367,15 @@ class BenchTrainer:
             torch.cuda.synchronize()
 
 
-def place_together() -> tuple[str, list[Seat], list[Seat]]:
-    """Place trainer and engine on one GPU, with half of it each. Returns what `rlhf.place` does, without a remark."""
-    gpus = ray.cluster_resources().get("GPU", 0)
-    seat = Seat({"num_cpus": 0, "num_gpus": 0.5 if gpus else 0}, [0])
-    return "cuda" if gpus else "cpu", [seat], [seat]
+def place_together(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
+    """Place each trainer rank beside a worker. Returns what `rlhf.place` does, without a remark."""
+    device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
+    share, tp = {"num_gpus": GPU_SHARE if device == "cuda" else 0}, args.tensor_parallel_size
+    group = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.trainers, "PACK")
+    bundles = by_node(group)
+    workers = [bundles[begin : begin + tp] for begin in range(0, len(bundles), tp)]
+    engine_seats = [seat(group, each[0], each, **(share if tp == 1 else {})) for each in workers]
+    return device, [seat(group, bundle, **share) for bundle in bundles], engine_seats
 
 
 class Bench:
@@ -368,7 +385,7 @@ class Bench:
         self.run, self.args, self.rows = run, args, []
         self.ipc = args.topology == "ipc"
         if self.ipc:
-            device, trainer_seats, engine_seats = place_together()
+            device, trainer_seats, engine_seats = place_together(args)
         else:
             device, _, trainer_seats, engine_seats = place(args)
         self.gpu = device == "cuda"
@@ -382,8 +399,12 @@ class Bench:
         starting |= self.trainer.begin("load", str(model), args, device, address, engines)
         self.graphs, *_ = session.wait("starting", starting)
 
-    def run_way(self, method: str, *args):
-        return self.trainer.first(method, "run", method, *args)
+    def run_way(self, method: str, *args) -> float | None:
+        """Returns the seconds of the slowest rank, if the method has a time."""
+        return max(filter(None, self.trainer.call(method, "run", method, *args)), default=None)
+
+    def run_ours(self, expected_loader: str) -> float:
+        return self.run_way("ours", expected_loader, self.handles, time.monotonic() + 0.1)
 
     def ask_trainer(self, method: str, *args):
         return self.trainer.first(method, method, *args)
@@ -391,26 +412,32 @@ class Bench:
     def ask_workers(self, method: str, *args) -> list:
         return [answer for engine in self.engine.call(method, "rpc", method, *args) for answer in engine]
 
-    def address(self) -> tuple[str, int, int]:
-        return *self.ask_trainer("address"), 1 + self.args.engines * self.args.tensor_parallel_size
+    def address(self) -> tuple[str, int]:
+        return self.trainer.rank_0("connecting", "address")
+
+    @property
+    def workers(self) -> int:
+        return self.args.engines * self.args.tensor_parallel_size
 
     def release(self) -> None:
         self.ask_workers("release")
         self.ask_trainer("release")
 
-    def reconnect(self) -> None:
-        """Join trainer and workers in a new group, if they are on different devices."""
+    def reconnect(self, ranks: int) -> None:
+        """Join the first `ranks` trainer ranks and all workers in a new group, if they are on different devices."""
         self.release()
         if not self.ipc:
-            address = self.address()
-            offsets = [(1 + i * self.args.tensor_parallel_size,) for i in range(self.args.engines)]
-            joining = self.trainer.begin("join", *address)
-            joining |= self.engine.begin("init_weight_update_group", *address, each=offsets)
+            address, tp = self.address(), self.args.tensor_parallel_size
+            joining = self.trainer.begin("join", *address, ranks, self.workers)
+            offsets = [(ranks + i * tp,) for i in range(self.args.engines)]
+            joining |= self.engine.begin("init_weight_update_group", *address, ranks + self.workers, each=offsets)
             self.trainer.session.wait("connecting", joining)
 
     def open_sender(self, replay: bool) -> None:
-        self.reconnect()
-        self.ask_trainer("open_sender", replay)
+        self.reconnect(self.args.trainers)
+        handles, tp = self.trainer.call("connecting", "open_sender", replay), self.args.tensor_parallel_size
+        # An engine gets those of the ranks beside its workers.
+        self.handles = [dict(ChainMap(*handles[i * tp :][:tp])) for i in range(self.args.engines)]
 
     def staging(self) -> tuple[int, int]:
         return self.ask_trainer("staging"), max(self.ask_workers("staging"))
@@ -421,7 +448,7 @@ class Bench:
         for _ in range(self.args.rounds):
             if name not in CEILINGS:
                 self.ask_workers("poison")
-            seconds.append(self.run_way(method, *args))
+            seconds.append(self.run_ours(*args) if method == "ours" else self.run_way(method, *args))
             staging.append(self.staging())
             if method == "ours":
                 transfers.append(self.ask_trainer("last_report").seconds)
@@ -440,22 +467,23 @@ def main(args: Arguments) -> None:
         raise RunError("--lora-rank is for one trainer")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
-        if args.trainers > 1 or args.engines > 1:
-            raise RunError("--trainers and --engines are for --topology nccl")
-        args = replace_flags(args, tensor_parallel_size=1)
+        tp = args.tensor_parallel_size if args.trainers > 1 else 1
+        if args.engines > 1 or args.trainers % tp:
+            raise RunError("--topology ipc takes no --engines: there are --trainers / --tensor-parallel-size of them")
+        args = replace_flags(args, tensor_parallel_size=tp, engines=args.trainers // tp)
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
     with RunFolder(args, "sync") as run, RaySession(args, run.progress) as session:
         bench = Bench(run, session, args)
         layout = LAYOUTS[args.topology].format(**asdict(args), tp=args.tensor_parallel_size)
         others_apply = args.trainers == args.engines == 1 and not args.lora_rank
         bench.open_sender(replay=False)
-        bench.run_way("ours", "reload")
+        bench.run_ours("reload")
         bench.nbytes = bench.ask_trainer("last_report").nbytes
         run.say(
             f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {layout}, CUDA graphs {bench.graphs}"
         )
         bench.reference = bench.ask_workers("digest")
-        bench.reconnect()
+        bench.reconnect(ranks=1)
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
         if args.quantized or not others_apply:
             pass  # vLLM's examples load weights in parts; what torchao quantizes, vLLM must load in one call
@@ -465,7 +493,7 @@ def main(args: Arguments) -> None:
             bench.measure("one RPC a parameter", "one_rpc_a_parameter")
         for packed in (False, True) if bench.gpu and others_apply else ():
             bench.release()
-            bench.run_way("connect_native", packed, *bench.address())
+            bench.run_way("connect_native", packed, *bench.address(), 1 + bench.workers)
             bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")
         bench.open_sender(replay=False)
         bench.measure("ours, reload", "ours", "reload")

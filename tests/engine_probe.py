@@ -58,14 +58,13 @@ class _Probe:
             model.weights_digest = stale
 
     def spoil_replay(self) -> None:
-        """Have the next replay flip a bit of each element after it has copied it, and vouch for the result."""
+        """Have replays flip a bit of each element after they have copied it, and vouch for the result."""
         model = self._engine_model()
 
         class Spoiled:
             def run(self, total: torch.Tensor) -> None:
                 for parameter in model.model.parameters():
                     parameter.data.view(torch.int16).bitwise_xor_(1)
-                del model.replay_steps[-1][-1]
 
         model.replay_steps[-1].append(Spoiled())
 

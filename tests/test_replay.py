@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import cpu_only
 from test_transport import Receiving, Worker, groups, same_bits
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -18,8 +19,7 @@ from recipe.rollouts.engine import EngineActor
 from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
-from weight_sync.channels import Staging
-from weight_sync.engine_model import EngineModel, pack_experts_when_loaded
+from weight_sync.engine_model import EngineModel, computes_with_copy, pack_experts_when_loaded
 from weight_sync.receiver import CollectedWeights
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
@@ -32,28 +32,31 @@ SHAPES = {
     "bias": (4 * HIDDEN,),
     "norm": (HIDDEN,),
 }
-PADDED = 24  # rows of each rank's share of the vocabulary, 20 of them used
+PADDING = 4  # rows behind each rank's share of the vocabulary
+PADDED = VOCABULARY // RANKS + PADDING
 
 
 class Model(torch.nn.Module):
     """One rank's shards: rows, fused rows, columns, a transposed weight, and a padded vocabulary."""
 
+    size = RANKS
+
     def __init__(self, rank):
         super().__init__()
         self.rank = rank
         shapes = {
-            "embed": (PADDED, HIDDEN),
-            "qk": (HIDDEN // RANKS + HIDDEN // 2 // RANKS, HIDDEN),
-            "o": (HIDDEN, HIDDEN // RANKS),
-            "fc": (4 * HIDDEN // RANKS, HIDDEN),
-            "bias": (4 * HIDDEN // RANKS,),
+            "embed": (VOCABULARY // self.size + PADDING, HIDDEN),
+            "qk": (HIDDEN // self.size + HIDDEN // 2 // self.size, HIDDEN),
+            "o": (HIDDEN, HIDDEN // self.size),
+            "fc": (4 * HIDDEN // self.size, HIDDEN),
+            "bias": (4 * HIDDEN // self.size,),
             "norm": (HIDDEN,),
         }
         for name, shape in shapes.items():
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
 
     def share(self, weight, dim):
-        size = weight.size(dim) // RANKS
+        size = weight.size(dim) // self.size
         return weight.narrow(dim, self.rank * size, size)
 
     def load_weights(self, weights):
@@ -66,10 +69,10 @@ class Model(torch.nn.Module):
         self.embed[len(share) :].data.fill_(0)
 
     def load_q(self, weight):
-        self.qk.data.narrow(0, 0, HIDDEN // RANKS).copy_(self.share(weight, 0))
+        self.qk.data.narrow(0, 0, HIDDEN // self.size).copy_(self.share(weight, 0))
 
     def load_k(self, weight):
-        self.qk.data.narrow(0, HIDDEN // RANKS, HIDDEN // 2 // RANKS).copy_(self.share(weight, 0))
+        self.qk.data.narrow(0, HIDDEN // self.size, HIDDEN // 2 // self.size).copy_(self.share(weight, 0))
 
     def load_o(self, weight):
         self.o.data.copy_(self.share(weight, 1))
@@ -94,7 +97,7 @@ class Engine(EngineModel):
         worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
         worker.model_config = SimpleNamespace(dtype=torch.float32)
         worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
-        worker.parallel_config = SimpleNamespace(tensor_parallel_size=RANKS)
+        worker.parallel_config = SimpleNamespace(tensor_parallel_size=getattr(model, "size", RANKS))
         super().__init__(worker)
         self.loads = 0
         self.required_elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -174,30 +177,12 @@ def test_same_tensors_with_other_values_load_nothing():
     assert [engine.loads for engine in sync.engines] == loads
 
 
-def test_digest_is_summed_on_the_engines_device_wherever_the_buckets_are():
-    engine, metadata = Engine(Model(0)), [(name, torch.float32, shape) for name, shape in SHAPES.items()]
-    planned = plan_buckets(metadata, 1 << 20)
-    elsewhere = Staging([torch.empty(1 << 20, dtype=torch.uint8, device="meta")], planned)
-    assert engine.record(planned, elsewhere) is None
-    assert engine.digest_total.device == engine.worker.device
-
-
-class WithoutTransposed(Model):
-    def __init__(self, rank):
-        super().__init__(rank)
-        del self.fc
-
-
-def without_transposed(seed):
-    return {name: tensor for name, tensor in tensors(seed).items() if name != "fc"}
-
-
 def test_tensors_cut_into_rows_are_replayed(monkeypatch):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)  # the embedding has 2,560 bytes
-    assert Sync(WithoutTransposed)(without_transposed(1)) == "replay"
+    assert Sync()(tensors(1)) == "replay"
 
 
-class ClearsFirst(WithoutTransposed):
+class ClearsFirst(Model):
     def load_embed(self, weight):
         self.embed.data.zero_()
         super().load_embed(weight)
@@ -205,12 +190,7 @@ class ClearsFirst(WithoutTransposed):
 
 def test_tensor_that_is_cleared_before_its_rows_come_is_not_cleared_again_between_them(monkeypatch):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)
-    assert Sync(ClearsFirst)(without_transposed(1)) == "replay"
-
-
-def test_transposed_tensor_that_is_cut_stays_with_reload(monkeypatch):
-    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)
-    assert "fc: it is larger than a bucket, and not copied by rows" in Sync()(tensors(1))
+    assert Sync(ClearsFirst)(tensors(1)) == "replay"
 
 
 class Scales(Model):
@@ -394,51 +374,6 @@ def test_buffer_that_a_sync_brings_first_is_no_difference_to_what_was_loaded_fro
     assert actor.serves_checkpoint()
 
 
-class Renews(Model):
-    """Serves another tensor after each load."""
-
-    def load_norm(self, weight):
-        self.norm = torch.nn.Parameter(torch.zeros(HIDDEN), requires_grad=False)
-        self.norm.data.copy_(weight)
-
-
-def test_tensor_that_gives_way_to_a_new_one_at_each_load_stays_with_reload():
-    sync = Sync(Renews, syncs=2)
-    for seed in (1, 2):
-        assert sync(tensors(seed)) == "reload (replay did not reproduce it bit for bit)"
-
-
-class HeadBias(torch.nn.Module):
-    """Whose `load_weights` registers `head.bias` anew each time, as that of vLLM's Transformers backend does."""
-
-    tied = dummy = False
-
-    def __init__(self, rank):
-        super().__init__()
-        self.rank, (self.embed, self.head) = rank, (torch.nn.Module(), torch.nn.Module())
-        for layer in (self.embed, self.head):
-            layer.weight = torch.nn.Parameter(torch.zeros(VOCABULARY, HIDDEN), requires_grad=False)
-        self.head.register_parameter("bias", None)
-        record_metadata_for_reloading(self)
-        if self.tied:
-            self.head.weight = self.embed.weight
-        if not self.dummy:  # dummy weights come without a load
-            self.load_weights([("head.bias", torch.zeros(VOCABULARY))])
-
-    def load_weights(self, weights):
-        for name, weight in weights:
-            if name == "head.bias":
-                self.head.bias = torch.nn.Parameter(torch.empty(PADDED * RANKS), requires_grad=False)
-                self.head.bias[:VOCABULARY].data.copy_(weight)
-                self.head.bias[VOCABULARY:].data.fill_(0)
-            else:
-                parameter = self.get_parameter(name)
-                getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
-
-    def process_weights(self):
-        pass
-
-
 class BracketedEngine(EngineModel):
     """Loads in vLLM's own reload brackets."""
 
@@ -546,96 +481,82 @@ def test_buffer_that_one_sync_brought_is_vouched_for_after_another_one_without_i
     assert not engine.unchanged()
 
 
+class WithHead(Padded):
+    def __init__(self, tied):
+        super().__init__()
+        self.head = torch.nn.Linear(HIDDEN, PADDED, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            parameter = self.get_parameter(name)
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("next_one", ["preflight", "reload"])
 def test_load_that_broke_off_leaves_no_bracket_open_to_the_next(tied, next_one):
-    engine = BracketedEngine(type("HeadBias", (HeadBias,), {"tied": tied})(0))
-    served, weights = dict(engine.model.named_parameters()), with_head_bias(1, tied)
-    metadata = [(name, "float32", tuple(weight.shape)) for name, weight in weights.items()]
-    assert engine.preflight(metadata)[1] == []
-    engine.mark_complete(1, engine.weights_digest())
+    def weights(seed):
+        generator = torch.Generator().manual_seed(seed)
+        names = ["embed.weight"] if tied else ["embed.weight", "head.weight"]
+        return {name: torch.randn(PADDED, HIDDEN, generator=generator) for name in names}
 
     def batches():
-        yield [("embed.weight", weights["embed.weight"])]
+        yield [("embed.weight", weights(1)["embed.weight"])]
         raise MemoryError("the trainer")
 
+    engine = BracketedEngine(WithHead(tied))
+    served, metadata = dict(engine.model.named_parameters()), [(n, "float32", (PADDED, HIDDEN)) for n in weights(1)]
+    assert engine.preflight(metadata)[1] == []
+    engine.mark_complete(1, engine.weights_digest())
     with pytest.raises(MemoryError):
         engine.reload(batches(), engine.expected)
     assert not engine.unchanged()
     if next_one == "preflight":
         assert engine.preflight(metadata)[1] == []
-    weights = with_head_bias(2, tied)
-    engine.reload([list(weights.items())], engine.expected)
-    assert engine.model.embed.weight.equal(weights["embed.weight"])
-    assert engine.model.head.weight.equal(weights["embed.weight" if tied else "head.weight"])
-    assert engine.model.head.bias[:VOCABULARY].equal(weights["head.bias"])
+    sent = weights(2)
+    engine.reload([list(sent.items())], engine.expected)
+    assert engine.model.embed.weight.equal(sent["embed.weight"])
+    assert engine.model.head.weight.equal(sent["embed.weight" if tied else "head.weight"])
     assert all(engine.model.get_parameter(name) is parameter for name, parameter in served.items())
 
 
-def with_head_bias(seed, tied):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"embed.weight": (VOCABULARY, HIDDEN), "head.weight": (VOCABULARY, HIDDEN), "head.bias": (VOCABULARY,)}
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    if tied:
-        del weights["head.weight"]
-    return weights
+class RegistersAnew(Padded):
+    """As vLLM's Transformers backend does with the `lm_head.bias` of Phi."""
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            if name == "bias":
+                self.bias = torch.nn.Parameter(torch.empty(len(weight)), requires_grad=False)
+                self.bias.data.copy_(weight)
+            else:
+                super().load_weights([(name, weight)])
 
 
-@pytest.fixture
-def head_bias_sync(monkeypatch, tied, dummy):
-    monkeypatch.setattr(sys.modules[__name__], "Engine", BracketedEngine)
-    sync = Sync(type("HeadBias", (HeadBias,), {"tied": tied, "dummy": dummy}), syncs=4)
-    yield sync
-    sync.sender.close("the test is over")  # or workers that wait would end the process with a crash
-    for receiving in sync.receiving:
-        receiving.join(10)
+@pytest.mark.parametrize("dummy", [False, True])  # dummy weights come without a load
+def test_parameter_that_its_loader_registers_anew_is_refused_and_left(dummy):
+    engine = BracketedEngine(RegistersAnew())
+    if not dummy:
+        engine.model.load_weights([("bias", torch.ones(PADDED))])
+    before = dict(engine.model.named_parameters())
+    metadata = [("embed.weight", "float32", (PADDED, HIDDEN)), ("bias", "float32", (PADDED,))]
+    dtypes, problems = engine.preflight(metadata)
+    assert dtypes == ["float32", None]  # the trainer refuses to send what no worker loads
+    assert problems == ([] if dummy else ["nothing that is sent goes to the engine's bias"])
+    assert all(engine.model.get_parameter(name) is parameter for name, parameter in before.items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dummy", [False, True])
-def test_parameter_that_its_loader_registers_anew_is_loaded_and_replayed(head_bias_sync, tied, dummy):
-    served = [engine.model.head.bias for engine in head_bias_sync.engines]
-    for seed in (1, 2, 3):
-        weights = with_head_bias(seed, tied)
-        assert head_bias_sync(weights) == "replay"
-        for engine, bias in zip(head_bias_sync.engines, served, strict=True):
-            assert engine.model.head.bias[:VOCABULARY].equal(weights["head.bias"])
-            assert dummy or engine.model.head.bias is bias  # which CUDA graphs may have captured
-    del weights["head.bias"]
-    with pytest.raises(WeightSyncError, match=r"nothing is sent for the engine's head\.bias"):
-        head_bias_sync(weights)
-
-
-@pytest.mark.parametrize(("tied", "dummy"), [(False, False)])
-def test_preflight_leaves_a_parameter_that_its_loader_registers_anew(head_bias_sync):
-    engine = head_bias_sync.engines[0]
-    bias, digest = engine.model.head.bias, engine.weights_digest()
-    for rows, problems in [(VOCABULARY, 0), (VOCABULARY + 1, 1)]:
-        metadata = [("embed.weight", "float32", (VOCABULARY, HIDDEN)), ("head.weight", "float32", (VOCABULARY, HIDDEN))]
-        assert len(engine.preflight([*metadata, ("head.bias", "float32", (rows,))])[1]) == problems
-        assert (engine.model.head.bias, engine.weights_digest()) == (bias, digest)
-
-
-@pytest.mark.parametrize(("tied", "dummy"), [(False, False)])
-def test_load_that_leaves_out_what_it_should_register_anew_is_an_error(head_bias_sync, monkeypatch):
-    model = head_bias_sync.engines[1].model
-    load = model.load_weights
-    tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.bias"])  # noqa: E731
-    monkeypatch.setattr(model, "load_weights", tampered)
-    with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.bias"):
-        head_bias_sync(with_head_bias(1, tied=False))
-
-
-@pytest.mark.parametrize(("tied", "dummy"), [(False, False)])
-def test_tensor_that_its_loader_leaves_out_is_an_error_one_at_a_time_as_well(head_bias_sync, monkeypatch):
-    engine = head_bias_sync.engines[1]
+def test_tensor_that_its_loader_leaves_out_is_an_error_one_at_a_time_as_well(monkeypatch):
+    engine = BracketedEngine(WithHead(tied=False))
     load = engine.model.load_weights
-    tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.bias"])  # noqa: E731
+    tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.weight"])  # noqa: E731
     monkeypatch.setattr(engine.model, "load_weights", tampered)
-    with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.bias"):
+    with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.weight"):
         collected = CollectedWeights(engine)
-        for tensor in with_head_bias(1, tied=False).items():
-            collected.add([tensor])
+        for name in ("embed.weight", "head.weight"):
+            collected.add([(name, torch.ones(PADDED, HIDDEN))])
             collected.load_if_complete()
     assert not engine.unchanged()
 
@@ -696,6 +617,19 @@ def test_experts_are_packed_after_each_load():
     assert layer.quant_method.done == [("process", layer), ("pack", layer)] * 2
 
 
+@cpu_only
+@pytest.mark.parametrize("packs", [True, False])
+def test_layers_that_compute_with_a_copy_of_their_weight_are_told_from_others(monkeypatch, packs):
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", packs)
+    layer = torch.nn.Linear(HIDDEN, HIDDEN)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    layer.weight.data.zero_()
+    assert computes_with_copy(layer) == layer.cpu_linear(torch.eye(HIDDEN), layer.weight, None).any() == packs
+
+
 class Reshapes(PerRow):
     """Gives a layer that has scales others of another shape."""
 
@@ -711,6 +645,8 @@ QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}
 
 class Quantized(torch.nn.Module):
     """One rank's rows of `q` and `k`, fused, of `o` and of `fc`; all quantized, `o` with a bias that is not."""
+
+    size = RANKS
 
     def __init__(self, rank, method=PerRow):
         super().__init__()
@@ -840,9 +776,10 @@ def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch,
 def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
     """Also of one bucket that holds everything, as where the worker reads the trainer's own memory."""
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
-    planned = plan_buckets([(name, torch.float32, shape) for name, shape in SHAPES.items()], 1 << 20)
+    metadata = [(n, torch.float32, shape, [0, torch.Size(shape).numel()]) for n, shape in SHAPES.items()]
+    planned = plan_buckets(metadata, 1 << 20)
     assert len(planned) == 1
-    batches = receiver._batches(planned, receiver._OtherWeights(torch.device("cpu")), range(1))
+    batches = receiver._batches(receiver._OtherWeights(planned, torch.device("cpu")), range(1))
     loaded = [sum(weight.nbytes for _, weight in batch) for batch in batches]
     largest = max(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
     assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())

@@ -24,12 +24,12 @@ from torch.distributed.fsdp import fully_shard
 import rlhf_utils
 from rlhf_utils import LoRAWeight, WeightSender, WeightSyncError
 from weight_sync import buckets, receiver
-from weight_sync.channels import Staging
 from weight_sync.lora import materialized
 from weight_sync.packing import Packing
+from weight_sync.staging import Staging
 
 RANKS, ENGINES, WORKERS = 2, 2, 2
-WORLD = 1 + ENGINES * WORKERS
+WORLD = RANKS + ENGINES * WORKERS
 DTYPES = {"adapted": "bfloat16"}  # of the engines
 SYNCS, TENSORS = 3, 6
 
@@ -63,9 +63,7 @@ def join(port, rank):
 
 
 def worker_of(port, index):
-    worker = Worker(Engine(dtypes=DTYPES), join(port, 1 + index))
-    worker.weight_role = f"engine {index // WORKERS}'s worker {index % WORKERS}"
-    return worker
+    return Worker(Engine(dtypes=DTYPES), join(port, RANKS + index), WORKERS)
 
 
 def _rank(rank, port, trainer_port, fault, said):
@@ -74,7 +72,7 @@ def _rank(rank, port, trainer_port, fault, said):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300))
     model = Model()
     fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    sender = WeightSender(None if rank else join(port, 0))
+    sender = WeightSender(join(port, rank))
     try:
         for sync in range(1, SYNCS + 1):
             weights = weights_of(model, sync)
@@ -115,7 +113,7 @@ def _worker(port, index, fault, said):
         receiver.compare_quantized = compare_quantized
         worker.compare_weights()
         said.put(("process", len(worker.weight_model.weights)))
-        wait([worker.weight_link.connection], 20)  # for rank 0's end: until then, other workers may have to answer
+        wait([worker.weight_links[0].connection], 20)  # for rank 0's end: until then, other workers may have to answer
 
 
 @pytest.mark.parametrize(
@@ -123,10 +121,10 @@ def _worker(port, index, fault, said):
     [
         ("", None),
         ("rank 1 is killed", r"trainer rank 1 \(pid \d+ on .*\) died"),
-        ("rank 0 is killed", r"the trainer \(pid \d+ on .*\) died"),
+        ("rank 0 is killed", r"trainer rank 0 \(pid \d+ on .*\) died"),
         ("a worker is killed", r"engine 1's worker 0 \(pid \d+ on .*\) died"),
-        ("rank 1 has other tensors", r"rank 0 sends other tensors than this rank has"),
-        ("rank 0 has other tensors", r"rank 0 sends other tensors than this rank has"),
+        ("rank 1 has other tensors", r"trainer rank 1 .* sends other tensors than trainer rank 0"),
+        ("rank 0 has other tensors", r"trainer rank 1 .* sends other tensors than trainer rank 0"),
         ("no engine knows a tensor", r"preflight, nothing was sent:\n  unknown: unknown"),
     ],
 )
@@ -179,7 +177,7 @@ def _replicated_rank(rank, port, trainer_port):
     model = Model()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("replicas", "shards")))
     if rank < RANKS:
-        WeightSender(None if rank else join(port, 0)).send_weights(model.named_parameters())
+        WeightSender(join(port, rank)).send_weights(model.named_parameters())
     dist.barrier()
     os._exit(0)  # whatever gloo still waits for
 
@@ -190,8 +188,9 @@ def test_ranks_of_one_replica_send_for_all():
     ranks = [context.Process(target=_replicated_rank, args=(i, group.port, trainer.port)) for i in range(2 * RANKS)]
     for process in ranks:
         process.start()
-    with ThreadPoolExecutor(WORLD - 1) as threads:
-        receiving = list(threads.map(lambda i: Receiving(worker_of(group.port, i)), range(WORLD - 1)))
+    workers = range(ENGINES * WORKERS)
+    with ThreadPoolExecutor(len(workers)) as threads:
+        receiving = list(threads.map(lambda i: Receiving(worker_of(group.port, i)), workers))
     for each in (*receiving, *ranks):
         each.join(60)
     assert [process.exitcode for process in ranks] == [0] * len(ranks)
@@ -201,22 +200,36 @@ def test_ranks_of_one_replica_send_for_all():
         assert all(same_bits(received[name], tensor.detach()) for name, tensor in Model().named_parameters())
 
 
-def test_rank_that_helps_nobody_says_so():
-    with pytest.raises(WeightSyncError, match=r"trainer rank 0 has no broadcast group: every rank .* rank 0 with the"):
-        WeightSender(None).send_weights([("w", torch.ones(3))])
+def test_rank_without_a_communicator_says_what_to_do():
+    with pytest.raises(WeightSyncError, match="each rank calls stateless_init_process_group with its own rank, and"):
+        WeightSender(None)
 
 
 @pytest.mark.parametrize(
-    ("offset", "world_size", "role"),
-    [(1, 3, "engine worker 1"), (1, 5, "engine 0's worker 1"), (3, 5, "engine 1's worker 1")],
+    ("ranks", "offset", "world_size", "role"),
+    [
+        (1, 1, 3, "engine worker 1"),
+        (1, 1, 5, "engine 0's worker 1"),
+        (1, 3, 5, "engine 1's worker 1"),
+        (2, 2, 4, "engine worker 1"),
+        (2, 4, 6, "engine 1's worker 1"),
+    ],
 )
-def test_worker_of_several_engines_is_called_by_its_engine(monkeypatch, offset, world_size, role):
+def test_worker_of_several_engines_is_called_by_its_engine(monkeypatch, ranks, offset, world_size, role):
     from vllm.distributed import parallel_state
 
-    joined = []
+    def join(*arguments):
+        joined.append(arguments)
+        return SimpleNamespace(world_size=world_size, group=None)
+
+    joined, called = [], []
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: SimpleNamespace(rank=1, world_size=WORKERS))
-    monkeypatch.setattr(rlhf_utils, "stateless_init_process_group", lambda *arguments: joined.append(arguments))
-    worker = Worker(Engine(), SimpleNamespace(rank=0))
+    monkeypatch.setattr(rlhf_utils, "stateless_init_process_group", join)
+    monkeypatch.setattr(
+        rlhf_utils, "connect_group", lambda _, links, role_beside, *__: called.append(role_beside(ranks))
+    )
+    worker = Worker(Engine(), SimpleNamespace(rank=0, world_size=1))
     worker.init_weight_update_group("host", 1, offset, world_size)
     assert joined == [("host", 1, 1 + offset, world_size, worker.device)]
-    assert worker.weight_role == role
+    worker.receive_weights()
+    assert called == [role]

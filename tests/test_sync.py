@@ -185,7 +185,10 @@ def test_preflight_names_what_does_not_fit(pair):
     bias, weight = LAYERS + "0.fc1.bias", LAYERS + "1.self_attn.q_proj.weight"
     cases = [
         ([*pair.original.items(), (LAYERS + "0.fc9.bias", torch.ones(3))], r"layers\.0\.fc9\.bias \[3\]"),
-        (without(pair.original, bias), r"nothing is sent for the engine's model\.decoder\.layers\.0\.fc1\.bias"),
+        (
+            without(pair.original, bias),
+            r"nothing that is sent goes to the engine's model\.decoder\.layers\.0\.fc1\.bias",
+        ),
         (without(pair.original, weight), r"the engine's model\.decoder\.layers\.1\.self_attn\.qkv_proj\.weight"),
         ((pair.original | {bias: torch.ones(7)}).items(), r"layers\.0\.fc1\.bias \[7\]: the engine cannot load it"),
         ((pair.original | {weight: torch.ones(128, 64)}).items(), r"q_proj\.weight \[128, 64\]"),

@@ -29,13 +29,13 @@ from recipe.learning.sharding import join_ranks
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
 from weight_sync import buckets, link, receiver
 from weight_sync import groups as groups_module
-from weight_sync import ranks as ranks_module
-from weight_sync.buckets import ALIGN_BYTES, piece_of, plan_buckets
-from weight_sync.channels import BroadcastChannel, BroadcastStaging
-from weight_sync.groups import GlooCommunicator
+from weight_sync.buckets import ALIGN_BYTES, plan_buckets
+from weight_sync.groups import GlooCommunicator, Wire
 from weight_sync.link import BUSY_POLL_SECONDS
-from weight_sync.lora import LoRAWeight, Merge, materialized
+from weight_sync.lora import LoRAWeight, materialized
 from weight_sync.ranks import Ranks, ranks_of
+from weight_sync.regions import rows_of
+from weight_sync.staging import Staging
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
 SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
@@ -59,7 +59,7 @@ class Engine:
                     raise ValueError(f"cannot load {name}")
                 self.weights[name] = weight
 
-    def record(self, buckets, staging):
+    def record(self, steps, open_staging):
         return "a dictionary has no loader to record"
 
     def weights_digest(self):
@@ -75,9 +75,9 @@ class Engine:
 class Worker(WorkerExtension):
     device = torch.device("cpu")
 
-    def __init__(self, engine, communicator):
+    def __init__(self, engine, communicator, engine_size=None):
         self.weight_model, self.model_update_group = engine, communicator
-        self.weight_role = f"engine worker {communicator.rank - 1}"
+        self.weight_place = {"size": engine_size or communicator.world_size - 1, "rank": communicator.rank}
 
 
 def communicator(store, rank, world_size):
@@ -136,7 +136,7 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("bucket_bytes", [ALIGN_BYTES, 1024, 4096, 1 << 20])
 def test_buckets_hold_every_element_once(bucket_bytes):
-    metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in random_tensors().items()]
+    metadata = [(name, t.dtype, tuple(t.shape), [0, t.numel()]) for name, t in random_tensors().items()]
     buckets = plan_buckets(metadata, bucket_bytes)
     elements = {}
     for bucket in buckets:
@@ -148,11 +148,13 @@ def test_buckets_hold_every_element_once(bucket_bytes):
             assert piece.begin == elements.get(piece.name, 0)
             elements[piece.name] = piece.begin + piece.count
         assert end <= bucket_bytes
-    assert elements == {name: torch.Size(shape).numel() for name, _, shape in metadata}
+    assert elements == {name: end for name, _, _, (_, end) in metadata}
 
 
 def test_tensor_larger_than_a_bucket_is_cut_at_rows_and_shares_no_other_cut():
-    first, *middle, last = plan_buckets([("a", torch.int8, (10,)), ("b", torch.int8, (9, 300))], 1024)
+    first, *middle, last = plan_buckets(
+        [("a", torch.int8, (10,), [0, 10]), ("b", torch.int8, (9, 300), [0, 2700])], 1024
+    )
     assert [piece.name for piece in first] == ["a"]
     assert [(piece.begin, piece.count) for bucket in [*middle, last] for piece in bucket] == [
         (0, 900), (900, 900), (1800, 900),
@@ -189,12 +191,12 @@ def test_one_flipped_bit_on_the_way_ends_the_sync_on_both_sides(monkeypatch, sid
     receiving = [Receiving(Worker(Engine(), other), syncs=2) for other in others]
     sender, tensors = WeightSender(trainer), random_tensors()
     sender.send_weights(tensors.items())
-    staging = sender.staging if side == "trainer" else receiving[1].worker.weight_staging
-    start, bucket = staging.start, bucket % len(staging.buckets)
-    flipped = staging.buckets[bucket][piece]
+    staging = sender.whole if side == "trainer" else receiving[1].worker.weight_staging
+    start, bucket = staging.start, bucket % len(staging.steps)
+    flipped = staging.steps[bucket][piece]
 
     def flip():
-        staging.words(bucket, flipped)[flipped.nbytes - 1] ^= 1
+        staging.view(bucket, flipped).view(torch.uint8)[-1] ^= 1
         return True
 
     def starts(i):
@@ -208,45 +210,8 @@ def test_one_flipped_bit_on_the_way_ends_the_sync_on_both_sides(monkeypatch, sid
     with pytest.raises(WeightSyncError, match=r"engine worker \d .* the weights that arrived are not those that"):
         sender.send_weights(tensors.items())
     receiving[1].join(10)
-    assert "the weights that arrived are not those that the trainer sent" in receiving[1].error
+    assert "what arrived is not what the trainer sent: their digests differ" in receiving[1].error
     assert not receiving[1].worker.check_weights_changed()
-
-
-def test_wrong_word_of_a_merged_weight_ends_the_sync(monkeypatch):
-    trainer, other = groups(2)
-    receiving, sender = Receiving(Worker(Engine(), other), syncs=2), WeightSender(trainer)
-    adapted = LoRAWeight(torch.randn(3, 64), torch.randn(2, 64), torch.randn(3, 2), 0.7)
-    weights = [("embedding", torch.randn(9)), ("w", adapted)]
-    sender.send_weights(weights)
-    merged = Merge.merged
-
-    def merge_wrongly(merge):
-        found = merged(merge)
-        found[1, 17] *= 1.001
-        return found
-
-    monkeypatch.setattr(Merge, "merged", merge_wrongly)
-    with pytest.raises(WeightSyncError, match=r"1 sampled elements of a merged weight are not base"):
-        sender.send_weights(weights)
-    receiving.join(10)
-    assert "the trainer" in receiving.error and "1 sampled elements of a merged weight" in receiving.error
-    assert not receiving.worker.check_weights_changed()
-
-
-def test_wrong_row_of_a_merged_weight_is_found_in_the_end(monkeypatch):
-    """Few rows are computed again, and other ones in each sync."""
-    weights = [("w", LoRAWeight(torch.randn(24, 8), torch.randn(2, 8), torch.randn(24, 2), 0.7))]
-    merged = Merge.merged
-    for row in (0, 23):  # the seldom ones
-        merge_wrongly = lambda merge, row=row: merged(merge).index_fill_(0, torch.tensor(row), 9.0)  # noqa: E731
-        trainer, other = groups(2)
-        receiving, sender = Receiving(Worker(Engine(), other), syncs=200), WeightSender(trainer)
-        monkeypatch.setattr(Merge, "merged", merge_wrongly)
-        with pytest.raises(WeightSyncError, match="8 sampled elements of a merged weight are not base"):
-            for _ in range(200):
-                sender.send_weights(weights)
-        assert sender.version > 1
-        receiving.join(10)
 
 
 @pytest.fixture
@@ -362,9 +327,8 @@ def test_tensors_of_several_devices_or_of_a_cpu_over_nccl_are_an_error():
     sender = WeightSender(groups(1)[0])
     with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
         sender.send_weights([("a", torch.ones(3)), ("b", torch.ones(3, device="meta"))])
-    channel = BroadcastChannel(SimpleNamespace(broadcast=None))  # as vLLM's PyNcclCommunicator
     with pytest.raises(WeightSyncError, match="the tensors are on the CPU, and NCCL sends those of a GPU"):
-        channel.open_staging([], [], torch.device("cpu"))
+        Wire(SimpleNamespace(broadcast=None), torch.device("cpu"))  # as vLLM's PyNcclCommunicator
 
 
 def test_every_tensor_that_the_engine_ignores_is_named():
@@ -422,7 +386,7 @@ import torch
 from test_transport import groups
 
 trainer, other = groups(2)
-trainer.start_broadcast(torch.zeros(1 << 26), src=0)
+trainer.start("broadcast", torch.zeros(1 << 26), 0)
 trainer.destroy()
 other.destroy()
 """
@@ -556,7 +520,7 @@ def test_worker_that_fails_before_it_loads_no_longer_vouches_for_its_weights(mon
     sender = WeightSender(trainer)
     sender.send_weights([("w", torch.ones(4))])
     assert all(worker.check_weights_changed() for worker in workers)
-    monkeypatch.setattr(workers[1], "_load", lambda mode: torch.empty(1 << 60))
+    monkeypatch.setattr(workers[1], "_load", lambda *_: torch.empty(1 << 60))
     with pytest.raises(WeightSyncError, match=r"engine worker 1 .* failed(.|\n)*can't allocate memory"):
         sender.send_weights([("w", torch.ones(4))])
     receiving[1].join(5)
@@ -585,7 +549,7 @@ def test_any_peer_that_fails_ends_the_wait_for_the_others(wait, failing):
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match="the other side failed: no memory"):
         if wait == "for an answer":
-            link.recv_all(ours[:1], 20, ours[1:])
+            link.recv_all(ours, 20)
         else:
             link.wait_until(lambda: False, ours, started + 20)
     assert time.monotonic() - started < 5
@@ -634,21 +598,15 @@ def test_failed_send_says_what_the_peer_had_said():
         ours.send(text="x" * (1 << 20))
 
 
-@pytest.mark.parametrize("how", ["broadcast", "sum"])
-def test_error_of_gloo_is_raised_though_its_work_is_complete(monkeypatch, how):
+def test_error_of_gloo_is_raised_though_its_work_is_complete(monkeypatch):
     def fails():
         raise RuntimeError("gloo's")
 
-    work = SimpleNamespace(is_completed=lambda: True, wait=fails)
-    if how == "broadcast":
-        planned = plan_buckets([("w", torch.uint8, (4,))], 1024)
-        staging = BroadcastStaging(SimpleNamespace(start_broadcast=lambda *_, **__: work), planned, torch.device("cpu"))
-        with pytest.raises(RuntimeError, match="gloo's"):
-            staging.start(0)()
-    else:
-        monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: work)
-        with pytest.raises(RuntimeError, match="gloo's"):
-            Ranks(SimpleNamespace(size=lambda: 2)).sum(torch.ones(1), [], time.monotonic() + 5)
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda *_, **__: SimpleNamespace(is_completed=lambda: True, wait=fails)
+    )
+    with pytest.raises(RuntimeError, match="gloo's"):
+        Ranks(SimpleNamespace(size=lambda: 2)).sum(torch.ones(1), [], time.monotonic() + 5)
 
 
 def test_error_of_gloo_is_that_of_the_peer_that_says_a_moment_later_why():
@@ -673,29 +631,30 @@ def test_strangers_at_the_port_do_not_prolong_the_wait(monkeypatch):
 
     threading.Thread(target=knock, daemon=True).start()
     with pytest.raises(WeightSyncError, match=r"1 of 1 workers did not connect within 0\.5 s: start them"):
-        link.listen("127.0.0.1", 1, endpoint.update, [], "workers", "start them")
+        link.listen("127.0.0.1", 1, endpoint.update, [], "workers", "start them", "the trainer")
     assert time.monotonic() - started < 3
 
 
 def test_worker_connects_to_the_host_where_it_found_the_group(monkeypatch):
     def announce(endpoint):  # by a name that the worker's node need not know
-        said = json.dumps(endpoint | {"host": "trainer.invalid"})
+        said = json.dumps(endpoint | {"host": "trainer.invalid", "ranks": 1})
         group = SimpleNamespace(store=SimpleNamespace(host="127.0.0.1", check=lambda keys: True, get=lambda key: said))
-        threading.Thread(target=link.connect_group, args=(group, "worker", 5)).start()
+        threading.Thread(target=link.connect_group, args=(group, [], lambda ranks: "worker", 5)).start()
 
     links = []
     monkeypatch.setattr(link, "CONNECT_SECONDS", 5)
-    link.listen("127.0.0.1", 1, announce, links, "workers", "")
+    link.listen("127.0.0.1", 1, announce, links, "workers", "", "the trainer")
     assert links[0].peer.startswith("worker (pid")
 
 
 def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(monkeypatch):
     count = 2 * buckets.STAGING_BUFFERS
-    planned = plan_buckets([(str(i), torch.uint8, (ALIGN_BYTES,)) for i in range(count)], ALIGN_BYTES)
+    planned = plan_buckets([(str(i), torch.uint8, (ALIGN_BYTES,), [0, ALIGN_BYTES]) for i in range(count)], ALIGN_BYTES)
     begun = []
-    staging = SimpleNamespace(start=lambda i: begun.append(i) or (lambda: True), release=lambda i: None)
-    staging.digest, staging.buffers = lambda i, total: None, [None] * buckets.STAGING_BUFFERS
-    for i in receiver._arrivals(planned, staging, None, None):
+    staging = Staging(planned, [])
+    staging.in_flight = buckets.STAGING_BUFFERS
+    staging.start, staging.digest = lambda i: begun.append(i) or (lambda: True), lambda i, total: None
+    for i in receiver._arrivals(staging, [], None):
         assert begun == list(range(min(i + buckets.STAGING_BUFFERS, count)))
 
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * ALIGN_BYTES)
@@ -703,7 +662,8 @@ def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(mon
     receiving, sender = Receiving(Worker(Engine(), other), syncs=2), WeightSender(trainer)
     tensors = [(str(i), torch.full((ALIGN_BYTES,), i, dtype=torch.uint8)) for i in range(count)]
     sender.send_weights(tensors)
-    start, pack, gone = sender.staging.start, sender.packing.pack, set()
+    packing = sender.packings[sender.whole]
+    start, pack, gone = sender.whole.start, packing.pack, set()
 
     def starts(i):
         arrived = start(i)
@@ -713,23 +673,10 @@ def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(mon
         assert gone >= set(range(i - buckets.STAGING_BUFFERS + 1))
         pack(i, *rest)
 
-    sender.staging.start, sender.packing.pack = starts, packs
+    sender.whole.start, packing.pack = starts, packs
     sender.send_weights(tensors)
     receiving.join(10)
     assert gone == set(range(count))
-
-
-def test_rank_0_that_waits_for_other_ranks_asks_for_them(monkeypatch):
-    monkeypatch.setattr(ranks_module, "CONNECT_SECONDS", 0.2)
-    nccl = SimpleNamespace(is_completed=lambda: False)  # while a rank is missing
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: nccl)
-    with pytest.raises(WeightSyncError, match="and send_weights on every rank that has shards"):
-        Ranks(SimpleNamespace(size=lambda: 2)).connect("127.0.0.1", torch.device("cpu"))
-
-
-def test_reason_too_long_for_its_place_is_cut_short():
-    said = Ranks().first_text("n" * 5000, torch.device("cpu"), [], time.monotonic() + 5)
-    assert 100 < len(said) < 5000 and set(said) == {"n"}
 
 
 def test_tensors_that_are_not_sharded_alike_by_rows_are_an_error():
@@ -746,7 +693,7 @@ def test_tensors_that_are_not_sharded_alike_by_rows_are_an_error():
         assert (found.size, found.rank) == (2, 1)
         with pytest.raises(WeightSyncError, match="the tensors are sharded over different groups of ranks"):
             ranks_of({"rows": rows, "others": others})
-        with pytest.raises(WeightSyncError, match=r"columns is placed as .*: a sync only gathers shards of rows"):
+        with pytest.raises(WeightSyncError, match=r"columns is placed as .*: a sync only sends shards of rows"):
             ranks_of({"rows": rows, "columns": DTensor.from_local(row, mesh["a"], [Shard(1)])})
     finally:
         torch.distributed.destroy_process_group()
@@ -754,7 +701,9 @@ def test_tensors_that_are_not_sharded_alike_by_rows_are_an_error():
 
 def test_time_allowed_grows_with_the_bytes():
     allowed = [
-        buckets.seconds_allowed(plan_buckets([(n, torch.uint8, (1 << 30,)) for n in "abcd"[:count]], 1 << 30))
+        buckets.seconds_allowed(
+            plan_buckets([(n, torch.uint8, (1 << 30,), [0, 1 << 30]) for n in "abcd"[:count]], 1 << 30)
+        )
         for count in (1, 4)
     ]
     assert allowed[0] > link.CONNECT_SECONDS
@@ -763,13 +712,13 @@ def test_time_allowed_grows_with_the_bytes():
 
 def test_row_that_is_larger_than_a_bucket_must_lie_in_one_piece():
     tensor = torch.arange(40).view(4, 10).t()
-    planned = plan_buckets([("w", tensor.dtype, tuple(tensor.shape))], 8 * 20)
-    assert [piece_of(tensor, bucket[0]).shape for bucket in planned] == [(5, 4), (5, 4)]
-    assert torch.cat([piece_of(tensor, bucket[0]) for bucket in planned]).equal(tensor)
-    (first, *_), *_ = plan_buckets([("w", tensor.dtype, tuple(tensor.shape))], 8 * 3)
+    metadata = [("w", tensor.dtype, tuple(tensor.shape), [0, 40])]
+    planned = plan_buckets(metadata, 8 * 20)
+    assert torch.cat([rows_of(tensor, bucket[0]) for bucket in planned]).equal(tensor)
+    assert len(planned) == 2
+    (first, *_), *_ = plan_buckets(metadata, 8 * 3)
     with pytest.raises(WeightSyncError, match="w is not contiguous, and one row of it is larger than a bucket"):
-        piece_of(tensor, first)
-    assert piece_of(tensor.contiguous(), first).tolist() == [0, 10, 20]
+        rows_of(tensor, first)
 
 
 def test_views_of_one_storage_are_not_tied_unless_they_are_the_same():
@@ -795,8 +744,8 @@ def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
     trainer, other = groups(2)
     syncing = threading.Thread(target=WeightSender(trainer).send_weights, args=([("w", torch.ones(4))],))
     syncing.start()
-    other.group.store.wait([link.LINK_KEY])
-    port = json.loads(other.group.store.get(link.LINK_KEY))["port"]
+    other.group.store.wait([f"{link.LINK_KEY}/0"])
+    port = json.loads(other.group.store.get(f"{link.LINK_KEY}/0"))["port"]
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(greeting)
         worker = Worker(Engine(), other)

@@ -4,11 +4,13 @@ link                 messages between trainer and worker, with deadlines and the
 copies               many copies as one kernel, and a digest of what they write
 trace                which writes vLLM's weight loaders make
 lora                 weights with LoRA adapters, which are merged as they are read
-samples              blocks that are compared where a worker reads the trainer's own memory
-buckets              how tensors are packed into the buckets that travel
-groups               broadcast groups (NCCL, gloo) and memory that two processes share (CUDA IPC)
-channels             links and staging buffers between the trainer and its workers
+buckets              how tensors are cut into pieces, each of one trainer rank, and packed into buckets
+regions              the elements of a piece that a worker needs
+rotation             what is compared where a worker reads the trainer's own memory
+groups               groups of processes (NCCL, gloo) and memory that several processes map (CUDA IPC)
+staging              where the bytes of a sync lie at each end: buffers, or memory that both ends map
 ranks, packing       the trainer ranks that hold shards, and what each of them packs
+channels             links between the trainer ranks and the workers
 replay               a load, recorded as copies that later syncs repeat
 engine_model         the model inside a vLLM worker: preflight, reload, replay, digest
 comparison           of quantized weights with what was sent

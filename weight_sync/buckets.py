@@ -1,27 +1,34 @@
-"""How tensors are packed into buckets. Both ends compute the same plan, so only bytes travel."""
+"""How tensors are cut into pieces, and packed into buckets. Both ends compute the same plan, so only bytes travel.
+
+One trainer rank holds a piece. Pieces of all ranks take turns, so that all ranks send at the same time.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 
 import torch
 
-from .copies import WORD_BYTES
-from .link import CONNECT_SECONDS, WeightSyncError
+from .link import CONNECT_SECONDS
 
 STAGING_BYTES = 1000 << 20  # all staging buffers of one end; with the tables of copies this stays below 1 GiB
-STAGING_BUFFERS = 4  # of a broadcast: how many buffers share STAGING_BYTES, and so how many buckets are in flight
-ALIGN_BYTES = 256  # tensors start at multiples of this, so that every copy is vectorized
+STAGING_BUFFERS = 3  # how many buffers share STAGING_BYTES, and so how many buckets are in flight
+PIECE_BYTES = 8 << 20  # about the largest piece of a tensor that several ranks hold
+ALIGN_BYTES = 256  # pieces start at multiples of this, so that every copy is vectorized
 SLOWEST_BYTES_PER_SECOND = 50e6  # a slower transfer counts as stuck
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, begin + count) of a flattened tensor. They lie at byte `offset` of a bucket."""
+    """Elements [begin, begin + count) of a flattened tensor. They lie at byte `offset` of their rank's part of a
+    bucket."""
 
     number: int  # among all pieces of the plan
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    rank: int  # the trainer rank that holds them
+    first: int  # the first element of the tensor that this rank holds
     begin: int
     count: int
     offset: int
@@ -31,74 +38,81 @@ class Piece:
         return self.count * self.dtype.itemsize
 
     @property
-    def padded_nbytes(self) -> int:
-        """`nbytes`, rounded up to whole words."""
-        return -(-self.nbytes // WORD_BYTES) * WORD_BYTES
+    def row(self) -> int:
+        """Elements in a row of the tensor."""
+        return row_of(self.shape)
 
 
-def plan_buckets(metadata: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], bucket_bytes: int) -> list[list[Piece]]:
+def plan_buckets(metadata: Iterable[tuple], bucket_bytes: int, piece_bytes: int | None = None) -> list[list[Piece]]:
     """Pack tensors, in order, into buckets of at most `bucket_bytes` bytes, a multiple of ALIGN_BYTES.
 
-    `metadata` holds (name, dtype, shape) of each tensor. A tensor larger than a bucket is cut between rows.
+    `metadata` has (name, dtype, shape, bounds) of each tensor: rank r holds the elements from bounds[r] to
+    bounds[r + 1]. Pieces have at most `piece_bytes` (default: a bucket's), or one row, and end between rows. Only a row
+    that no bucket can hold is cut.
     """
-    buckets, offset, number = [[]], 0, 0
-    for name, dtype, shape in metadata:
-        numel = torch.Size(shape).numel()
-        row = max(1, numel // shape[0]) if shape else 1
-        begin = 0
-        while begin < numel:
-            room = (bucket_bytes - offset) // dtype.itemsize
-            count = min(numel - begin, room)
-            if count < numel - begin:
-                # What does not fit starts in a fresh bucket. Only a tensor that no bucket can hold is cut.
-                if offset:
-                    buckets.append([])
-                    offset = 0
-                    continue
-                count = max(count // row * row, min(count, row))
-            buckets[-1].append(Piece(number, name, dtype, tuple(shape), begin, count, offset))
+    buckets, ends, number = [[]], {}, 0  # ends: of the ranks' parts of the last bucket, in bytes
+    for name, dtype, shape, bounds in metadata:
+        row, most = row_of(shape), bucket_bytes // dtype.itemsize
+        largest = min(most, max((piece_bytes or bucket_bytes) // dtype.itemsize, row))
+        step = largest // row * row or largest
+        shares = [
+            [(rank, first, begin, min(step, end - begin)) for begin in range(first, end, step)]
+            for rank, (first, end) in enumerate(pairwise(bounds))
+        ]
+        for rank, first, begin, count in (cut for turn in zip_longest(*shares) for cut in turn if cut):
+            nbytes = aligned(count * dtype.itemsize)
+            if buckets[-1] and sum(ends.values()) + nbytes > bucket_bytes:
+                buckets.append([])
+                ends = {}
+            offset = ends.get(rank, 0)
+            buckets[-1].append(Piece(number, name, dtype, tuple(shape), rank, first, begin, count, offset))
+            ends[rank] = offset + nbytes
             number += 1
-            begin += count
-            offset += -(-count * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
     return buckets
 
 
-def staging_buffer_bytes(buffers: int = STAGING_BUFFERS) -> int:
-    """The size of one of so many staging buffers, and so of the largest bucket."""
-    return STAGING_BYTES // buffers
+def largest_bucket(times: int = 1) -> int:
+    """The bytes of a bucket: those of a staging buffer, or so many times that, if no end has more than a part of it."""
+    return min(STAGING_BYTES, times * STAGING_BYTES // STAGING_BUFFERS) // ALIGN_BYTES * ALIGN_BYTES
+
+
+def staging_buffers(bucket_bytes: int) -> int:
+    """How many staging buffers of this size one end has."""
+    return STAGING_BYTES // bucket_bytes
 
 
 def wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:
-    """`plan_buckets` for metadata from a message: (name, name of the dtype, shape) of each tensor."""
-    metadata = [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in wire]
-    return plan_buckets(metadata, bucket_bytes)
+    """`plan_buckets` for metadata from a message: (name, name of the dtype, shape, bounds) of each tensor."""
+    metadata = [(name, getattr(torch, dtype), tuple(shape), bounds) for name, dtype, shape, bounds in wire]
+    several_ranks = len(metadata[0][3]) > 2  # noqa: PLR2004 - the bounds of one rank are the ends of the tensor
+    return plan_buckets(metadata, bucket_bytes, PIECE_BYTES if several_ranks else None)
 
 
 def wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """The inverse of `wire_buckets`: (name, name of the dtype, shape) of each tensor in these buckets."""
+    """(name, name of the dtype, shape) of each tensor in these buckets, in order."""
     return list(dict.fromkeys((p.name, dtype_name(p.dtype), p.shape) for bucket in buckets for p in bucket))
 
 
-def bucket_nbytes(bucket: list[Piece]) -> int:
-    return bucket[-1].offset + bucket[-1].padded_nbytes
+def part_sizes(bucket: list[Piece], ranks: int) -> list[int]:
+    """The bytes of each rank's part of a bucket."""
+    sizes = [0] * ranks
+    for piece in bucket:
+        sizes[piece.rank] = piece.offset + aligned(piece.nbytes)
+    return sizes
 
 
 def seconds_allowed(buckets: list[list[Piece]]) -> float:
     """How long one pass over these buckets may take before it counts as stuck."""
-    return CONNECT_SECONDS + sum(map(bucket_nbytes, buckets)) / SLOWEST_BYTES_PER_SECOND
+    return CONNECT_SECONDS + sum(piece.nbytes for bucket in buckets for piece in bucket) / SLOWEST_BYTES_PER_SECOND
 
 
-def piece_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A view of the piece's elements: flat [count], or rows if the tensor is not contiguous.
+def row_of(shape: tuple[int, ...]) -> int:
+    """The number of elements in a row of a tensor of this shape."""
+    return max(1, torch.Size(shape[1:]).numel())
 
-    Raises WeightSyncError for a piece of a non-contiguous tensor that does not consist of whole rows.
-    """
-    if tensor.is_contiguous():
-        return tensor.view(-1)[piece.begin : piece.begin + piece.count]
-    row = tensor[0].numel()
-    if piece.begin % row or piece.count % row:
-        raise WeightSyncError(f"{piece.name} is not contiguous, and one row of it is larger than a bucket")
-    return tensor[piece.begin // row : (piece.begin + piece.count) // row]
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def dtype_name(dtype: torch.dtype) -> str:

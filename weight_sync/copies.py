@@ -43,7 +43,7 @@ class BatchedCopy:
         self.torch_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         runs_by_cast = {False: [], True: []}
         for destination, source in (pair for pair in pairs if not callable(pair[1])):
-            runs = runs_of(destination, source) if _has_kernel(device) else None
+            runs = runs_of(destination, source)
             if runs is None:
                 self.torch_copies.append((destination, source))
             else:
@@ -168,7 +168,10 @@ def _in_words(tensor: torch.Tensor) -> bool:
 
 
 def runs_of(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor | None:
-    """The copy as runs [3, n]. None if it needs a part of a word, a cast that the kernel lacks, or runs too short."""
+    """The copy as runs [3, n]. None if it needs a part of a word, a cast that the kernel lacks, or runs too short, or
+    where there is no kernel."""
+    if not _has_kernel(source.device):
+        return None
     if source.dtype != destination.dtype and (source.dtype, destination.dtype) != (torch.float32, torch.bfloat16):
         return None
     dim, run = destination.dim(), 1  # dimensions before a run, and its elements
@@ -261,23 +264,18 @@ class Table:
         ]
         return cls(torch.stack(rows), cast, device)
 
-    @classmethod
-    def of_blocks(cls, address, words, cast: bool, number: torch.Tensor, device: torch.device) -> "Table":
-        """A table that only hashes: at each address so many words, one block at most, as tensors of these numbers."""
-        zero = torch.zeros_like(address)
-        return cls(torch.stack([address, zero, words, _multipliers(number, zero), zero + MASK]), cast, device)
-
-    def run(self, total: torch.Tensor | None, columns: slice = slice(None)) -> None:
-        """Copy, in the current stream, and add the digest to `total`, int64 [1]. With `columns`, only these runs."""
+    def run(self, total: torch.Tensor | None) -> None:
+        """Copy, in the current stream, and add the digest to `total`, int64 [1]."""
         if total is None:
             total = torch.empty(1, dtype=torch.int64, device=self.rows.device)
-        rows = self.rows[:, columns]
-        if rows.size(1):
-            _kernel()[(rows.size(1),)](rows, total, self.rows.size(1), self.cast, self.aligned, **TILING)
+        if runs := self.rows.size(1):
+            _kernel()[(runs,)](self.rows, total, runs, self.cast, self.aligned, **TILING)
 
 
 def load_kernel(device: torch.device) -> None:
     """Compile and load every variant of the kernel. CUDA forbids that while a graph is captured."""
+    if not _has_kernel(device):
+        return
     no_words = torch.zeros(5, dtype=torch.int64, device=device)  # a table of one empty run
     for cast, aligned in itertools.product((False, True), repeat=2):
         _kernel()[(1,)](no_words, torch.zeros_like(no_words), 1, cast, aligned, **TILING)

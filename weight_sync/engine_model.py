@@ -7,18 +7,18 @@ repeats the copies alone.
 import logging
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from .buckets import Piece, dtype_name, wire_of
-from .channels import Staging, TrainerMemory
 from .copies import BatchedCopy, digest, digest_together
 from .link import WeightSyncError
+from .regions import Region
 from .replay import Recording, capture
-from .samples import Samples
+from .staging import Staging
 from .trace import (
     Write,
     WriteTrace,
@@ -27,7 +27,6 @@ from .trace import (
     parameters_and_buffers,
     plain_tensors,
     registrations_restored,
-    storage_id,
     unwrapped_loaders,
 )
 
@@ -38,7 +37,6 @@ class ExpectedWrites:
 
     regions: set[tuple] = field(default_factory=set)
     elements: dict[str, Counter] = field(default_factory=dict)  # by layer and parameter, as vLLM's reload counts them
-    reregistered: set[str] = field(default_factory=set)  # parameters that loaders register anew; not in `elements`
     buffers: set[str] = field(default_factory=set)
 
 
@@ -56,7 +54,8 @@ class EngineModel:
         self.loaded_buffers: set[str] = set()  # buffers that syncs write
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
-        self.replay_steps: list[list] | None = None  # by bucket
+        self.replay_steps: list[list] | None = None  # by step of what arrives
+        self.compared: list[tuple[Region, torch.Tensor]] = []  # of a replay: what it copies, and the served copy
         self.replay_digests = False  # the steps of a replay compute the digest as well
         self.digest_total: torch.Tensor | None = None  # int64 [1]: the sum of their digests
         self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
@@ -69,7 +68,9 @@ class EngineModel:
         traced, problems = self.trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
         self.expected = self.expected_writes(traced)
-        problems = problems or [f"nothing is sent for the engine's {name}" for name in self.missing(self.expected)]
+        problems = problems or [
+            f"nothing that is sent goes to the engine's {name}" for name in self.missing(self.expected)
+        ]
         return dtypes, problems + self._untied(traced)
 
     def expected_writes(self, traced: dict[str, list[Write]]) -> ExpectedWrites:
@@ -80,12 +81,14 @@ class EngineModel:
         writes = by_region.values()  # elements that are written twice count once
         buffers = {name for name, _ in self.model.named_buffers()}
         expected = ExpectedWrites(set(by_region))
-        expected.reregistered |= {write.target for write in writes if write.reregistered}
-        expected.buffers |= {write.target for write in writes} & (buffers - expected.reregistered)
+        expected.buffers |= {write.target for write in writes} & buffers
         for write in writes:
             layer, _, name = write.target.rpartition(".")
-            uncounted = write.target in buffers or write.target in expected.reregistered or name in SKIP_LOAD_TENSORS
-            if not uncounted and not isinstance(write.value, int | float):
+            if (
+                write.target not in buffers
+                and name not in SKIP_LOAD_TENSORS
+                and not isinstance(write.value, int | float)
+            ):
                 expected.elements.setdefault(layer, Counter())[write.target] += write.destination.numel()
         return expected
 
@@ -126,11 +129,9 @@ class EngineModel:
         self.loaded_buffers |= expected.buffers
         with self._context():
             with self._bracket():
-                before = parameters_and_buffers(self.model)
                 for weights in batches:
                     self.model.load_weights(weights)
-                missed = self._missed(expected, before)
-                self._serve_reregistered()
+                missed = self._missed(expected)
             repack_tied_layers(self.model)
         if missed:
             more = f" and {len(missed) - 1} more" if missed[1:] else ""
@@ -157,8 +158,8 @@ class EngineModel:
             finalize_layerwise_reload(self.model, self.worker.model_config)
         self.loading = False
 
-    def _missed(self, expected: ExpectedWrites, before: dict[str, torch.Tensor]) -> list[str]:
-        """Parameters not loaded or not registered anew, and layers whose parameters were not wholly loaded."""
+    def _missed(self, expected: ExpectedWrites) -> list[str]:
+        """Parameters not loaded, and layers whose parameters were not wholly loaded."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         incomplete = []
@@ -168,45 +169,31 @@ class EngineModel:
             if info.can_load() and info.load_numel < elements.total():
                 loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
                 incomplete += sorted(elements.keys() - loaded) or [layer]
-        now = parameters_and_buffers(self.model)
-        kept = {name for name in expected.reregistered if now.get(name) is before.get(name)}
-        return incomplete + sorted(kept)
-
-    def _serve_reregistered(self) -> None:
-        """Copy the tensors that loaders have registered into those that the closing bracket will restore.
-
-        vLLM's Transformers backend registers a new `lm_head.bias` at each load. The bracket does not know the new one
-        and would restore the old one, or none after a start with dummy weights.
-        """
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        for module in self.model.modules():
-            registries = (module._parameters, module._buffers)
-            for served, loaded in zip(get_layerwise_info(module).kernel_tensors or (), registries, strict=False):
-                for name, tensor in loaded.items():
-                    if tensor is not None and not tensor.is_meta:
-                        served.setdefault(name, tensor).data.copy_(tensor)
+        return incomplete
 
     def mark_complete(self, version: int, digest: int | None) -> None:
         """Note that every parameter was written: the engine has this version of the weights."""
         self.digest, self.version = digest, version
 
-    def record(self, buckets: list[list[Piece]], staging: Staging) -> str | None:
-        """Record a load of these buckets as steps for `replay`. Returns the reason if that is impossible."""
+    def record(self, steps: list[list[Piece]], open_staging: Callable[[list[list[Region]]], Staging]) -> str | None:
+        """Record a load of these pieces, in steps, for `replay`. Returns the reason if that is impossible.
+
+        `open_staging` gets the regions that each step needs, and returns where they will arrive.
+        """
         self.replay_steps, self.replay_digests = None, False
-        traced, _ = self.trace(wire_of(buckets))
+        traced, _ = self.trace(wire_of(steps))
         try:
-            recording = Recording(self.model, self._context, traced, buckets, staging)
-            steps = [recording.steps(i) for i in range(len(buckets))]
-            if packed := [name for name, module in self.model.named_modules() if hasattr(module, "cpu_linear")]:
+            recording = Recording(self.model, self._context, traced, steps, self.worker.device)
+            if packed := [name for name, module in self.model.named_modules() if computes_with_copy(module)]:
                 return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
-            copies = [step for bucket_steps in steps for step in bucket_steps if isinstance(step, BatchedCopy)]
-            served = list(self.served_tensors())
-            self.replay_digests = not recording.layers and digest_together(copies, served)
-            if isinstance(staging, TrainerMemory):
-                staging.samples = Samples(copies, staging.bases, served)
+            staging = open_staging(recording.regions)
+            replay_steps = [recording.steps(i, staging) for i in range(len(steps))]
+            copies = [each for one in replay_steps for each in one if isinstance(each, BatchedCopy)]
+            self.replay_digests = not recording.layers and digest_together(copies, list(self.served_tensors()))
+            self.compared = recording.compared
             self.digest_total = torch.zeros(1, dtype=torch.int64, device=self.worker.device)
-            self.replay_steps = capture(steps, self.digest_total) if recording.device.type == "cuda" else steps
+            on_gpu = recording.device.type == "cuda"
+            self.replay_steps = capture(replay_steps, self.digest_total) if on_gpu else replay_steps
         except NotImplementedError as reason:
             return str(reason)
         except Exception as error:  # processing that cannot be captured, no memory: reload still works
@@ -215,7 +202,7 @@ class EngineModel:
 
     @torch.no_grad()
     def replay(self, arrivals: Iterator[int]) -> int | None:
-        """Run the recorded steps of each bucket as it arrives. Returns the digest of all weights."""
+        """Run what was recorded of each step as it arrives. Returns the digest of all weights."""
         self.digest = None
         for i in arrivals:
             for step in self.replay_steps[i]:
@@ -251,7 +238,7 @@ class EngineModel:
                 try:
                     with WriteTrace(parameters, source) as trace:
                         self.model.load_weights([(name, source)])
-                    traced[name] = trace.writes + self._reregistering_writes(trace.other_writes)
+                    traced[name] = trace.writes
                 except Exception as error:  # loaders raise anything for a name or shape that does not fit
                     reason = textwrap.shorten(f"{type(error).__name__}: {error}", 120, placeholder=" ...")
                     problems.append(f"{name} {list(shape)}: the engine cannot load it ({reason})")
@@ -259,16 +246,6 @@ class EngineModel:
                 if self._loads_only_part(traced[name], torch.Size(shape).numel()):
                     problems.append(f"{name} {list(shape)}: the engine would load only a part of it")
         return traced, problems
-
-    def _reregistering_writes(self, other_writes: list[tuple[torch.Tensor, object]]) -> list[Write]:
-        """Those of the writes whose tensors the loader has registered as parameters since."""
-        registered = parameters_and_buffers(self.model) if other_writes else {}
-        targets = {storage_id(tensor): (name, tensor) for name, tensor in registered.items()}
-        return [
-            Write(*targets[storage_id(tensor)], tensor, value, reregistered=True)
-            for tensor, value in other_writes
-            if storage_id(tensor) in targets
-        ]
 
     @contextmanager
     def _loadable_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -306,8 +283,8 @@ class EngineModel:
             if parameter.numel():
                 yield from plain_tensors(parameter.detach())
         for module in self.model.modules():
-            # On CPU, vLLM packs linear weights into an opaque form. Multiplying with the identity reads them.
-            if hasattr(module, "cpu_linear"):
+            # The copy's form is opaque. Multiplying with the identity reads it.
+            if computes_with_copy(module):
                 size = module.weight.size(-1) if module.weight.numel() else module.input_size  # of a replicated layer
                 identity = torch.eye(getattr(module, "input_size_per_partition", size), dtype=module.weight.dtype)
                 yield module.cpu_linear(identity, module.weight, None)
@@ -329,13 +306,19 @@ class EngineModel:
             logger.setLevel(level)
 
 
+def computes_with_copy(module: torch.nn.Module) -> bool:
+    """Whether this layer computes with a packed copy of its weight, as linear layers do where vLLM has oneDNN."""
+    # vLLM makes `cpu_linear` a closure over the copy. A function without one computes with the weight it is given.
+    return bool(getattr(getattr(module, "cpu_linear", None), "__closure__", None))
+
+
 def repack_tied_layers(model: torch.nn.Module) -> None:
     """On CPU, pack tied layers again: vLLM packs a copy for each, and loads weights only into the first."""
     first_users = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
         tied = weight is not None and first_users.setdefault(id(weight), module) is not module
-        if tied and hasattr(module, "cpu_linear"):
+        if tied and computes_with_copy(module):
             module.quant_method.process_weights_after_loading(module)
 
 

@@ -1,4 +1,4 @@
-"""Transports: a broadcast group (NCCL, gloo) between devices, shared memory (CUDA IPC) on one device."""
+"""Transports: a group (NCCL, gloo) between devices, and memory that processes of one node share (CUDA IPC)."""
 
 import base64
 import os
@@ -6,6 +6,8 @@ import pickle
 import socket
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -14,7 +16,7 @@ from .link import CONNECT_SECONDS, WeightSyncError, address_family, host_and_por
 
 
 class GlooCommunicator:
-    """A broadcast group for tensors on CPU, with the interface of vLLM's PyNcclCommunicator."""
+    """A group for tensors on CPU, with the interface of vLLM's PyNcclCommunicator."""
 
     def __init__(self, group):
         from torch.distributed import PrefixStore, ProcessGroupGloo
@@ -24,29 +26,58 @@ class GlooCommunicator:
         self._gloo = ProcessGroupGloo(
             PrefixStore("gloo", group.store), group.rank, group.world_size, timeout=timedelta(seconds=CONNECT_SECONDS)
         )
+        self._threads = ThreadPoolExecutor(
+            64
+        )  # each waits for a transfer: of a send, gloo does not say that it is done
 
-    def start_broadcast(self, tensor: torch.Tensor, src: int):
-        """Start to broadcast a contiguous tensor in place. Returns torch.distributed's Work."""
+    def start(self, kind: str, tensor: torch.Tensor, peer: int) -> Future:
+        """Start to "send" a contiguous tensor to a rank, or to "recv" or "broadcast" it from there."""
         from torch.distributed import BroadcastOptions
 
         if not tensor.is_contiguous():
-            raise ValueError("broadcast needs a contiguous tensor")
-        options = BroadcastOptions()
-        options.rootRank = src
-        return self._gloo.broadcast([tensor.detach().view(-1).view(torch.uint8)], options)
+            raise ValueError(f"a {kind} needs a contiguous tensor")
+        tensors, options = [tensor.detach().view(-1).view(torch.uint8)], BroadcastOptions()
+        options.rootRank = peer
+        arguments = (options,) if kind == "broadcast" else (peer, 0)
+        return self._threads.submit(getattr(self._gloo, kind)(tensors, *arguments).wait)
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream=None) -> None:
         """Broadcast a contiguous tensor in place and wait for it. `stream` is ignored."""
-        self.start_broadcast(tensor, src).wait()
+        self.start("broadcast", tensor, src).result()
 
     def destroy(self) -> None:
-        """Leave the group, in a thread: gloo waits for unfinished broadcasts, for CONNECT_SECONDS at most."""
+        """Leave the group, in a thread: gloo waits for unfinished transfers, for CONNECT_SECONDS at most."""
         only_reference = [vars(self).pop("_gloo", None)]  # whoever drops it waits
         threading.Thread(target=only_reference.clear).start()  # no daemon: a process that ends meanwhile would abort
 
 
+class Wire:
+    """Transfers between the members of a communicator's group, beside the work of the current stream."""
+
+    def __init__(self, communicator, device: torch.device):
+        self.communicator, self.device, self.stream = communicator, device, None
+        if device.type == "cuda":
+            # High priority: a copy kernel that fills the GPU must not keep the next transfer from starting.
+            self.stream = torch.cuda.Stream(device, priority=-1)
+        elif not isinstance(communicator, GlooCommunicator):
+            raise WeightSyncError("the tensors are on the CPU, and NCCL sends those of a GPU")
+
+    def start(self, transfers: list[tuple[str, torch.Tensor, int]]) -> Callable[[], bool]:
+        """Start these transfers, as `GlooCommunicator.start` describes them, on a GPU after what is queued so far.
+        Returns a check for their end."""
+        if self.stream is None:
+            running = [self.communicator.start(*transfer) for transfer in transfers]
+            return lambda: all(each.done() and each.result() for each in running)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.communicator.group_start()
+        for kind, tensor, peer in transfers:
+            getattr(self.communicator, kind)(tensor, peer, stream=self.stream)
+        self.communicator.group_end()
+        return self.stream.record_event().query
+
+
 def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device):
-    """Join a broadcast group of the trainer (rank 0) and the engine workers, beside torch.distributed's global groups.
+    """Join a group of the trainer's ranks (the first ones) and the engine workers, beside torch.distributed's groups.
 
     Every rank calls this at about the same time. Returns vLLM's `PyNcclCommunicator` on a GPU,
     `GlooCommunicator` on `cpu`. Raises WeightSyncError if the port is taken, or if vLLM would build a disabled
@@ -97,22 +128,27 @@ def refuse_expandable_segments() -> None:
 
 
 def share_tensor(tensor: torch.Tensor) -> tuple:
-    """A handle with which another process on this device maps the tensor's memory, by `rebuild_ipc`.
+    """A handle with which another process on this node maps the tensor's memory, by `rebuild_ipc`.
 
-    On a GPU this is torch's `reduce_tensor` (CUDA IPC) and works for any tensor. On CPU it works for a tensor of
-    `shared_buffer`, or a view of all of it, and raises WeightSyncError for others.
+    On a GPU this is torch's `reduce_tensor` (CUDA IPC) and works for any tensor. On CPU it works for a contiguous view
+    of a `shared_buffer`, and raises WeightSyncError for others.
     """
     if tensor.is_cuda:
         from torch.multiprocessing.reductions import reduce_tensor
 
         return reduce_tensor(tensor.detach())
-    path = _shared_paths.get(tensor.data_ptr())
-    if path is None:
+    if not can_share(tensor):
         raise WeightSyncError("on CPU, only tensors of shared_buffer can be mapped by another process")
-    return _map_memory, (path, tensor.dtype, tensor.shape)
+    address = tensor.untyped_storage().data_ptr()
+    return _map_memory, (_shared_paths[address], tensor.dtype, tensor.shape, tensor.data_ptr() - address)
 
 
-_shared_paths: dict[int, str] = {}  # by address of a tensor of `shared_buffer` on CPU: its file
+def can_share(tensor: torch.Tensor) -> bool:
+    """Whether `share_tensor` can share this tensor, which lies in one piece."""
+    return tensor.is_cuda or tensor.untyped_storage().data_ptr() in _shared_paths
+
+
+_shared_paths: dict[int, str] = {}  # by address of a `shared_buffer` on CPU: its file
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -130,8 +166,10 @@ def shared_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _map_memory(path: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_file(path, shared=True, size=torch.Size(shape).numel(), dtype=dtype).view(shape)
+def _map_memory(path: str, dtype: torch.dtype, shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.from_file(path, shared=True, size=begin + nbytes, dtype=torch.uint8)
+    return memory[begin:].view(dtype).view(shape)
 
 
 def rebuild_ipc(handle: tuple, device_id: int | None = None) -> torch.Tensor:

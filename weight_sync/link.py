@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
 CONNECT_SECONDS = 60.0  # limit for the peer to start its half of a rendezvous
@@ -19,7 +19,7 @@ HELLO_SECONDS = 5.0  # limit for the first message of a new connection
 HELLO_BYTES = 1 << 12  # largest first message
 SILENT_SECONDS = 15  # a peer that acknowledges nothing for this long is gone (dead node, cut network)
 BUSY_POLL_SECONDS = 0.02  # poll this long for a message that is due: sleeping and waking up would add 0.1 to 0.3 ms
-LINK_KEY = "rlhf_utils/link"  # the key, in a group's store, of the port where the trainer listens
+LINK_KEY = "rlhf_utils/link"  # with "/" and a trainer rank, the key in a group's store of where that rank listens
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the errors of a socket whose peer is gone
 
 
@@ -55,16 +55,17 @@ class Link:
         self.peer = "the other side"
         self.pending: list[dict] = []  # messages that `watch` has read; `recv` returns them
 
-    def send_hello(self, role: str, token: str) -> None:
+    def send_hello(self, role: str, token: str, **more) -> None:
         """Introduce this side. The token shows that it belongs to the group."""
-        self.send(peer=f"{role} (pid {os.getpid()} on {socket.gethostname()})", token=token)
+        self.send(peer=f"{role} (pid {os.getpid()} on {socket.gethostname()})", token=token, **more)
 
-    def recv_hello(self, token: str, timeout: float = CONNECT_SECONDS) -> None:
-        """Learn the peer's name. Raises WeightSyncError if it does not know the token."""
-        hello = self.recv(timeout, HELLO_BYTES)
+    def recv_hello(self, token: str, timeout: float = CONNECT_SECONDS, max_bytes: int | None = None) -> dict:
+        """Learn the peer's name. Returns its hello. Raises WeightSyncError if it does not know the token."""
+        hello = self.recv(timeout, max_bytes)
         if hello.get("token") != token:
             raise WeightSyncError("a stranger connected to the weight sync's port")
         self.peer = hello["peer"]
+        return hello
 
     def send(self, **message) -> None:
         try:
@@ -73,18 +74,14 @@ class Link:
             self.watch()  # raises the peer's own reason, if it sent one
             raise self._gone(error) from error
 
-    def recv(self, timeout: float, max_bytes: int | None = None, expected_soon: bool = False) -> dict:
+    def recv(self, timeout: float, max_bytes: int | None = None) -> dict:
         """The next message, of at most `max_bytes` bytes, within `timeout` seconds.
 
-        Raises WeightSyncError with the peer's own error, if that is the message, or if the peer is gone or silent. With
-        `expected_soon`, busy-polls at first.
+        Raises WeightSyncError with the peer's own error, if that is the message, or if the peer is gone or silent.
         """
         if self.pending:
             return self.pending.pop(0)
         try:
-            busy_until = time.monotonic() + (BUSY_POLL_SECONDS if expected_soon else 0)
-            while time.monotonic() < busy_until and not self.connection.poll(0):
-                pass
             if not self.connection.poll(timeout):
                 raise WeightSyncError(f"{self.peer} did not answer within {timeout:.5g} s")
             return self._read(max_bytes)
@@ -98,13 +95,6 @@ class Link:
                 self.pending.append(self._read())
         except (EOFError, OSError) as error:
             raise self._gone(error) from error
-
-    def received(self, **message) -> bool:
-        """Whether `watch` has read this message. Removes it."""
-        if message not in self.pending:
-            return False
-        self.pending.remove(message)
-        return True
 
     def close(self, error: str | None = None) -> None:
         """End the session. A waiting peer raises `error`, or that this side closed the session."""
@@ -146,19 +136,33 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listen(host: str, count: int, announce: Callable[[dict], None], links: list[Link], peers: str, hint: str) -> None:
-    """Listen on `host`, `announce` the endpoint, and append a link to each of `count` peers as they connect.
+def address_towards(host: str) -> str:
+    """The address of this machine in the network over which it reaches the host. Nothing is sent."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+def listen(
+    host: str, count: int, announce: Callable[[dict], None], links: list[Link], peers: str, hint: str, role: str
+) -> None:
+    """Listen on `host`, `announce` the endpoint, and append a link to each of `count` peers as they connect. They learn
+    this side's `role`.
 
     Raises WeightSyncError if they have not all connected within CONNECT_SECONDS. It calls them `peers` and adds a hint.
     """
     token = os.urandom(16).hex()
     with socket.create_server((host, 0), family=address_family(host), backlog=count) as server:
         announce({"host": host, "port": server.getsockname()[1], "token": token})
-        accept(server, count, token, links, peers, hint)
+        accept(server, count, token, links, peers, hint, role)
 
 
-def accept(server: socket.socket, count: int, token: str, links: list[Link], peers: str, hint: str) -> None:
-    """Append a link to each of `count` peers that connect and know the token. Raises as `listen` does."""
+def accept(
+    server: socket.socket, count: int, token: str, links: list[Link], peers: str, hint: str, role: str, **hello
+) -> None:
+    """Append a link to each of `count` peers that connect and know the token. They are told this side's `role`, and
+    `hello`. Raises as `listen` does."""
     deadline = time.monotonic() + CONNECT_SECONDS
     while len(links) < count:
         server.settimeout(max(0.001, deadline - time.monotonic()))
@@ -169,73 +173,81 @@ def accept(server: socket.socket, count: int, token: str, links: list[Link], pee
                 f"{count - len(links)} of {count} {peers} did not connect within {CONNECT_SECONDS:.3g} s: {hint}"
             ) from error
         try:
-            link.recv_hello(token, HELLO_SECONDS)
-            link.send_hello("the trainer", token)
+            link.recv_hello(token, HELLO_SECONDS, HELLO_BYTES)
+            link.send_hello(role, token, **hello)
             links.append(link)
         except WeightSyncError:
             link.close()  # a stranger, or a peer whose own limit has passed: keep listening
 
 
-def connect(endpoint: dict, role: str) -> Link:
-    """The other side of `listen`: connect, as `role`, to the announced endpoint. Raises WeightSyncError if it fails."""
-    if "error" in endpoint:
-        raise WeightSyncError(f"the trainer failed: {endpoint['error']}")
-    try:
-        link = Link(socket.create_connection((endpoint["host"], endpoint["port"]), timeout=CONNECT_SECONDS))
-    except OSError as error:
-        raise WeightSyncError(f"the trainer is gone: {error}") from error
-    link.send_hello(role, endpoint["token"])
-    link.recv_hello(endpoint["token"])
-    return link
+def connect_group(group, links: list[Link], role_beside: Callable[[int], str], timeout: float) -> None:
+    """Append a link from a worker to each trainer rank. Rank 0 must start to listen within `timeout` seconds.
+
+    `role_beside(ranks)` is what errors call the worker of a trainer with so many ranks.
+    """
+    first = _endpoint(group, 0, timeout)
+    for rank in range(first["ranks"]):
+        endpoint = _endpoint(group, rank, CONNECT_SECONDS) if rank else first
+        host = endpoint["host"] if rank else group.store.host  # by which this node may know rank 0 alone
+        _connect(links, (host, endpoint["port"]), role_beside(first["ranks"]), endpoint["token"], CONNECT_SECONDS)
 
 
-def connect_group(group, role: str, timeout: float) -> Link:
-    """Connect a worker to the trainer, which must start to listen within `timeout` seconds."""
-    deadline = time.monotonic() + timeout
+def _endpoint(group, rank: int, timeout: float) -> dict:
+    """Where a trainer rank listens. Raises WeightSyncError if it has failed, or says nothing for so long."""
+    deadline, key = time.monotonic() + timeout, f"{LINK_KEY}/{rank}"
     try:
-        while not group.store.check([LINK_KEY]):
+        while not group.store.check([key]):
             if time.monotonic() > deadline:
                 raise WeightSyncError(f"no trainer called send_weights within {timeout:.5g} s")
             time.sleep(0.01)
-        # This node may know the trainer by another address than the trainer itself.
-        endpoint = json.loads(group.store.get(LINK_KEY)) | {"host": group.store.host}
+        endpoint = json.loads(group.store.get(key))
     except WeightSyncError:
         raise
     except RuntimeError as error:  # of TCPStore
         raise WeightSyncError(f"the trainer is gone: {error}") from error
-    return connect(endpoint, role)
+    if "error" in endpoint:
+        raise WeightSyncError(f"the trainer failed: {endpoint['error']}")
+    return endpoint
 
 
-def connect_path(path: str, rank: int, timeout: float) -> Link:
-    """The worker's side of `SharedMemoryChannel.accept`. The trainer must accept within `timeout` seconds."""
-    socket_ = socket.socket(socket.AF_UNIX)
-    socket_.settimeout(timeout)
+def connect_paths(path: str, links: list[Link], rank: int, timeout: float) -> None:
+    """The worker's side of `SharedMemoryChannel.accept`: append a link to the trainer rank at this socket, which must
+    accept within `timeout` seconds, and to the others that it names, in their order."""
+    role = f"engine worker {rank}"
+    paths = _connect(links, path, role, os.path.dirname(path), timeout)["paths"]
+    for other in paths:
+        if other != path:
+            _connect(links, other, role, os.path.dirname(other), CONNECT_SECONDS)
+    links.insert(paths.index(path), links.pop(0))
+
+
+def _connect(links: list[Link], address: tuple[str, int] | str, role: str, token: str, timeout: float) -> dict:
+    """Append a link to whoever listens at this host and port, or socket. Returns the other side's hello."""
+    family = socket.AF_UNIX if isinstance(address, str) else address_family(address[0])
+    sock = socket.socket(family)
+    sock.settimeout(timeout)
     try:
-        socket_.connect(path)
+        sock.connect(address)
     except OSError as error:
         raise WeightSyncError(f"the trainer is gone, or this channel was used before: {error}") from error
-    link = Link(socket_)
-    link.send_hello(f"engine worker {rank}", os.path.dirname(path))
-    link.recv_hello(os.path.dirname(path), timeout)
-    return link
+    links.append(Link(sock))
+    links[-1].send_hello(role, token)
+    return links[-1].recv_hello(token, timeout)
 
 
-def recv_all(links: list[Link], timeout: float, others: Sequence[Link] = (), expected_soon: bool = False) -> list[dict]:
-    """The next message of each link, within `timeout` seconds.
+def recv_all(links: list[Link], timeout: float, expected_soon: bool = False) -> list[dict]:
+    """The next message of each link, within `timeout` seconds. With `expected_soon`, busy-polls at first.
 
-    Raises WeightSyncError as `recv` does, for the first to fail of the links and `others`. With `expected_soon`,
-    busy-polls at first.
+    Raises WeightSyncError as `recv` does, for the first to fail.
     """
     started = time.monotonic()
     while silent := [link for link in links if not link.pending]:
         waited = time.monotonic() - started
         busy = expected_soon and waited < BUSY_POLL_SECONDS
-        ready = wait([link.connection for link in (*silent, *others)], 0 if busy else max(0.0, timeout - waited))
+        ready = wait([link.connection for link in silent], 0 if busy else max(0.0, timeout - waited))
         for link in silent:
             if link.connection in ready:
                 link.pending.append(link.recv(0))
-        for link in others:
-            link.watch()
         if waited > timeout and not ready:
             raise WeightSyncError(f"{silent[0].peer} did not answer within {timeout:.5g} s")
     return [link.pending.pop(0) for link in links]
@@ -256,7 +268,9 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
     except WeightSyncError:
         raise
     except RuntimeError:  # of gloo, for a closed connection; a link says whose, possibly a moment later
-        wait([link.connection for link in links], timeout=1.0)
-        for link in links:
-            link.watch()
+        late = time.monotonic() + 1.0
+        while time.monotonic() < late:
+            wait([link.connection for link in links], timeout=0.1)
+            for link in links:
+                link.watch()
         raise

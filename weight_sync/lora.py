@@ -1,14 +1,10 @@
 """Weights with LoRA adapters, which travel merged: nobody ever holds a merged copy of the model."""
 
 import functools
-import random
 from dataclasses import dataclass
 
 import torch
 
-from .link import WeightSyncError
-
-SAMPLED_ROWS = 4  # rows of a merged weight that are computed again
 TILING = {"ROWS": 32, "COLUMNS": 64, "RANKS": 16, "num_warps": 2}  # of the kernel
 
 
@@ -81,28 +77,6 @@ class Merge:
             **TILING,
             enable_fp_fusion=False,  # torch rounds a product before it adds
         )
-
-    def count_wrong(self, merged: torch.Tensor, seed: int) -> torch.Tensor:
-        """The number of wrong elements, int [], in a few rows of `merged` [m, n]. The seed draws the rows.
-
-        They are computed again in fp64. What fp32 sums in any order may give, rounded to `merged`'s dtype, is right.
-        """
-        begin = random.Random(seed).randrange(max(1, len(self.base) - SAMPLED_ROWS + 1))
-        base, merged = self.base[begin:][:SAMPLED_ROWS].double(), merged[begin:][:SAMPLED_ROWS]
-        left, right = (factor.double() for factor in self._factors())
-        left, scaling = left[begin:][: len(base)], self.weight.scaling
-        exact = base + scaling * (left @ right)
-        terms = base.abs() + abs(scaling) * (left.abs() @ right.abs())
-        error = terms * (len(right) + 4) * torch.finfo(torch.float32).eps
-        low, high = ((exact + deviation).to(merged.dtype).double() for deviation in (-error, error))
-        merged = merged.double()
-        return ((merged < low) | (merged > high) | (merged.isnan() != exact.isnan())).sum()
-
-
-def refuse_wrong(count: int) -> None:
-    """Raise WeightSyncError if `Merge.count_wrong` is not 0."""
-    if count:
-        raise WeightSyncError(f"{count} sampled elements of a merged weight are not base + scaling * B @ A")
 
 
 def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:

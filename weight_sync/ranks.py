@@ -1,6 +1,5 @@
 """The trainer ranks that hold shards of the tensors."""
 
-import json
 import time
 from dataclasses import dataclass
 
@@ -8,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from .link import CONNECT_SECONDS, Link, WeightSyncError, connect, listen, wait_until
+from .buckets import row_of
+from .copies import Digester
+from .link import CONNECT_SECONDS, Link, WeightSyncError, wait_until
 
-REASON_BYTES = 1000  # longest text that one rank tells the others
-HINT = "every rank of rank 0's replica calls send_weights, rank 0 with the broadcast group and the others with None"
+TEXT_BYTES = 1000  # longest text that one rank tells the others
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,72 +42,81 @@ class ShardedPart:
     def detach(self) -> "ShardedPart":
         return self
 
-    def to_local(self) -> torch.Tensor:
-        return self.base.to_local()
+    def bounds(self, ranks: int) -> list[int]:
+        """Where in the flat weight each rank's elements begin, and where the last rank's end: [ranks + 1]."""
+        rows = -(-self.base.shape[0] // ranks)  # divided as by torch.chunk
+        begins = [rank * rows * row_of(self.base.shape) - self.begin for rank in range(ranks + 1)]
+        return [min(max(begin, 0), self.numel()) for begin in begins]
 
     def local(self, rank: int, ranks: int) -> tuple[int, torch.Tensor]:
         """The weight's elements [n] on this rank of `ranks`, and where in the flat weight they begin."""
-        rows = -(-self.base.shape[0] // ranks)  # divided as by torch.chunk
-        shard, first = self.base.to_local().flatten(), rank * rows * self.base.shape[1:].numel()
-        begin = max(self.begin, first)
-        end = max(begin, min(self.begin + self.numel(), first + len(shard)))
-        return begin - self.begin, shard[begin - first : end - first]
+        begin, end = self.bounds(ranks)[rank : rank + 2]
+        first = self.begin + begin - rank * -(-self.base.shape[0] // ranks) * row_of(self.base.shape)  # in the shard
+        return begin, local_part(self.base).flatten()[first : first + end - begin]
 
 
 class Ranks:
-    """The ranks over which the trainer's tensors are sharded, or, without a group, this rank alone.
-
-    Either each of them sends to a worker of its own, or rank 0 sends to all and is linked with the others: `connect`.
-    """
+    """The ranks over which the trainer's tensors are sharded, or, without a group, this rank alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0):
         self.group, self.rank, self.size = group, rank, group.size() if group else 1
-        self.links: list[Link] = []  # from rank 0 to all others, from another one to rank 0
+        self.role = f"trainer rank {rank}" if self.size > 1 else "the trainer"  # what errors call this rank
 
-    def connect(self, host: str | None, device: torch.device) -> None:
-        """Link rank 0 with the others. Rank 0 listens on `host`, an address of its node; the others pass None.
+    def bounds(self, tensor: torch.Tensor | ShardedPart) -> list[int]:
+        """As `ShardedPart.bounds`. Of a tensor that is not sharded, rank 0 sends all."""
+        if not isinstance(tensor, (DTensor, ShardedPart)):
+            return [0] + [tensor.numel()] * self.size
+        return _part(tensor).bounds(self.size)
 
-        Raises WeightSyncError if they pass something else, or if a rank does not connect within CONNECT_SECONDS.
-        """
-        if bool(host) != (self.rank == 0):
-            raise WeightSyncError(f"trainer rank {self.rank} has {'a' if host else 'no'} broadcast group: {HINT}")
-        text = torch.zeros(REASON_BYTES, dtype=torch.uint8, device=device)
+    def elements(self, tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
+        """What this rank sends of a tensor: elements [n], in the tensor's own memory if it is contiguous."""
+        if isinstance(tensor, (DTensor, ShardedPart)):
+            return _part(tensor).local(self.rank, self.size)[1]
+        return tensor.reshape(-1)[: 0 if self.rank else tensor.numel()]
 
-        def broadcast() -> None:
-            work = dist.broadcast(text, group_src=0, group=self.group, async_op=True)
-            self._wait(work, [], time.monotonic() + CONNECT_SECONDS)
-
-        def announce(endpoint: dict) -> None:
-            text.copy_(_encode(json.dumps(endpoint)))
-            broadcast()
-
-        if host:
-            listen(host, self.size - 1, announce, self.links, "trainer ranks", HINT)
-        else:
-            broadcast()
-            self.links.append(connect(json.loads(_decode(text)), f"trainer rank {self.rank}"))
+    def exchange(
+        self, parts: list[torch.Tensor | None], sizes: list[int], digest: int, links: list[Link], deadline: float
+    ) -> None:
+        """Bring each rank's part, of these sizes in bytes, to all ranks that have a place for it. This rank's own is
+        packed and has this digest. Raises WeightSyncError if something else arrives, or as `sum` does."""
+        own = parts[self.rank]
+        unused = torch.empty(max(sizes), dtype=torch.uint8, device=own.device)
+        places = [unused[:size] if part is None else part for part, size in zip(parts, sizes, strict=True)]
+        self.wait(
+            [
+                dist.broadcast(place, group_src=rank, group=self.group, async_op=True)
+                for rank, place in enumerate(places)
+                if len(place)
+            ],
+            links,
+            deadline,
+        )
+        digests = torch.zeros(self.size, dtype=torch.int64, device=own.device)
+        digests[self.rank] = digest
+        self.sum(digests, links, deadline)
+        for rank, part in enumerate(parts):
+            total = torch.zeros_like(digests[:1])
+            Digester([part], rank).run(total) if part is not None else total.copy_(digests[rank])
+            if not total.equal(digests[rank : rank + 1]):
+                raise WeightSyncError(f"what arrived from trainer rank {rank} is not what it has sent")
 
     def sum(self, tensor: torch.Tensor, links: list[Link], deadline: float) -> None:
-        """Sum a tensor over the ranks, in place. If only rank 0 sends, only rank 0 gets the sum.
+        """Sum a tensor over the ranks, in place. Raises WeightSyncError if a worker behind one of `links` fails, or
+        after the deadline, as when a rank is missing."""
+        self.wait([dist.all_reduce(tensor, group=self.group, async_op=True)], links, deadline)
 
-        Raises WeightSyncError if a rank fails, or a worker behind one of `links`, or after the deadline.
-        """
-        if self.size > 1:
-            if self.links:
-                work = dist.reduce(tensor, group_dst=0, group=self.group, async_op=True)
-            else:
-                work = dist.all_reduce(tensor, group=self.group, async_op=True)
-            self._wait(work, links, deadline)
+    def texts(self, text: str, device: torch.device | str) -> list[str]:
+        """The text of each rank."""
+        if self.size == 1:
+            return [text]
+        rows = torch.zeros(self.size, TEXT_BYTES, dtype=torch.uint8, device=device)
+        rows[self.rank] = torch.tensor(list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+        self.sum(rows, [], time.monotonic() + CONNECT_SECONDS)
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.tolist()]
 
-    def first_text(self, text: str, device: torch.device, links: list[Link], deadline: float) -> str:
-        """The text of the lowest rank whose text is not empty, "" if all are."""
-        texts = torch.zeros(self.size, REASON_BYTES, dtype=torch.uint8, device=device)
-        texts[self.rank] = _encode(text)
-        self.sum(texts, links, deadline)
-        return next(filter(None, map(_decode, texts)), "")
-
-    def _wait(self, work: dist.Work, links: list[Link], deadline: float) -> None:
-        wait_until(lambda: work.is_completed() and work.wait(), [*links, *self.links], deadline)
+    @staticmethod
+    def wait(works: list[dist.Work], links: list[Link], deadline: float) -> None:
+        wait_until(lambda: all(work.is_completed() and work.wait() for work in works), links, deadline)
 
 
 def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:
@@ -121,7 +130,7 @@ def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:
         if isinstance(tensor, DTensor):
             mesh_dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
             if [tensor.placements[dim] for dim in mesh_dims] != [Shard(0)]:
-                raise WeightSyncError(f"{name} is placed as {tensor.placements}: a sync only gathers shards of rows")
+                raise WeightSyncError(f"{name} is placed as {tensor.placements}: a sync only sends shards of rows")
             group = tensor.device_mesh.get_group(mesh_dims[0])
             rank_by_group[group] = tensor.device_mesh.get_local_rank(mesh_dims[0])
     if len(rank_by_group) > 1:
@@ -129,10 +138,11 @@ def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:
     return Ranks(*next(iter(rank_by_group.items()), ()))
 
 
-def _encode(text: str) -> torch.Tensor:
-    encoded = text.encode()[:REASON_BYTES]
-    return torch.tensor(list(encoded.ljust(REASON_BYTES, b"\0")), dtype=torch.uint8)
+def local_part(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
+    """This rank's rows of the tensor, or the tensor if it is not sharded."""
+    tensor = tensor.base if isinstance(tensor, ShardedPart) else tensor
+    return getattr(tensor, "_local_tensor", tensor)  # to_local() of a DTensor takes 2 to 8 us, for each of hundreds
 
 
-def _decode(text: torch.Tensor) -> str:
-    return bytes(text.tolist()).rstrip(b"\0").decode(errors="replace")
+def _part(tensor: DTensor | ShardedPart) -> ShardedPart:
+    return tensor if isinstance(tensor, ShardedPart) else ShardedPart(tensor, 0, tensor.shape)

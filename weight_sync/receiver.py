@@ -1,16 +1,19 @@
 """The worker's end of a weight sync."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 
-from .buckets import Piece, dtype_name, seconds_allowed, staging_buffer_bytes, wire_buckets, wire_of
-from .channels import Staging
+from .buckets import Piece, dtype_name, largest_bucket, seconds_allowed, wire_buckets, wire_of
 from .comparison import compare_quantized
 from .engine_model import EngineModel
 from .groups import device_id_of
-from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, wait_until
+from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
+from .regions import Region
+from .rotation import Rotation
+from .staging import RANK_NUMBERS, RoutedStaging, Staging
 from .trace import Write
 
 
@@ -44,8 +47,10 @@ class WeightReceiver:
     """The worker's end of a `WeightSender`'s syncs. Subclasses add the channel."""
 
     channel = ""  # how weights come: "broadcast" or "shared memory"
-    weight_link: Link | None = None
-    weight_staging: Staging | None = None
+    weight_place: ClassVar[dict] = {"size": 1, "rank": 0}  # the engine's workers, and this one's rank in the group
+    weight_links: Sequence[Link] = ()  # to the trainer's ranks
+    weight_staging: Staging | None = None  # for whole buckets, or what the trainer shares
+    weight_routing: RoutedStaging | None = None  # for what this worker needs
     collected_weights: CollectedWeights | None = None  # until a sync of a `WeightSender`, or the end of a session
 
     def check_weights_changed(self) -> bool:
@@ -82,118 +87,181 @@ class WeightReceiver:
     def compare_weights(self) -> None:
         """Take part in one `WeightSender.compare_weights`. Errors are raised by the trainer, not here."""
         try:
-            if self._message(ANSWER_SECONDS).get("mode") != "compare":
+            if self._messages(ANSWER_SECONDS)[0].get("mode") != "compare":
                 raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
-            self.weight_link.send(found=self._read(self._compare))
+            self._answer(found=self._read(self._staging("compare"), self._compare))
+            self._drop_buckets()
         except Exception as error:
-            self._close_link(reason_of(error))
+            self._close_links(reason_of(error))
 
-    def _receive(self, timeout: float, connect: Callable[[], Link]) -> dict:
+    def _receive(self, timeout: float, connect: Callable[[list[Link]], None]) -> dict:
         # Return errors, never raise: vLLM stops reading the workers' answers at the first exception and then takes the
         # unread ones for answers to its next call.
         try:
             return {"version": self._run_sync(timeout, connect)}
         except Exception as error:
-            self._close_link(reason_of(error))
+            self._close_links(reason_of(error))
             return {"error": reason_of(error)}
 
-    def _run_sync(self, timeout: float, connect: Callable[[], Link]) -> int:
+    def _run_sync(self, timeout: float, connect: Callable[[list[Link]], None]) -> int:
         """Take part in one sync. Returns the version of the weights."""
         self.collected_weights, model = None, self._engine_model()
-        if self.weight_link is None:
-            self.weight_link = connect()
-        link = self.weight_link
-        message = self._message(timeout)
-        if "metadata" in message:
-            dtypes, problems = model.preflight(message["metadata"])
-            link.send(dtypes=dtypes, problems=problems, version=model.version)
-            handshake = link.recv(ANSWER_SECONDS)
-            model.replay_steps = self.weight_staging = None  # free their memory before allocating anew
-            self.weight_buckets = wire_buckets(handshake["wire"], handshake["bucket_bytes"])
-            self.weight_staging = self._open_staging(handshake)
-            message = link.recv(ANSWER_SECONDS)
-        mode = message["mode"]
+        if not self.weight_links:
+            self.weight_links = []
+            connect(self.weight_links)
+        messages = self._messages(timeout)
+        if any("metadata" in message for message in messages):
+            messages = self._agree(messages)
+        mode, version = messages[0]["mode"], messages[0]["version"]
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
-        version = message["version"]
-        loaded = self._load(mode) if self.weight_staging.is_digested(mode) else self._replay_mapped(version)
+        loaded = self._load(mode, version)
         model.mark_complete(version, loaded)
         if mode == "record":
             self._record(loaded)
         else:
-            link.send(done=True)
+            self._answer(done=True)
         return version
+
+    def _agree(self, messages: list[dict]) -> list[dict]:
+        """The handshake with all ranks, at least one of which asks for it. Returns their messages after it."""
+        model, links = self._engine_model(), self.weight_links
+        for i, link in enumerate(links):
+            if "metadata" not in messages[i] and self._staging("reload").is_mapped:  # another rank's tensors have moved
+                link.recv(ANSWER_SECONDS)  # the digest that follows
+                link.send(again=True)
+                messages[i] = link.recv(ANSWER_SECONDS)
+            if messages[i].get("metadata") != messages[0].get("metadata"):
+                raise WeightSyncError(f"{link.peer} sends other tensors than {links[0].peer}")
+        dtypes, problems = model.preflight(messages[0]["metadata"])
+        self._answer(dtypes=dtypes, problems=problems, version=model.version, **self.weight_place)
+        self.weight_handshakes, self.weight_rotations = recv_all(links, ANSWER_SECONDS), []
+        model.replay_steps = self.weight_staging = self.weight_routing = None  # free memory before allocating anew
+        self.weight_buckets = wire_buckets(self.weight_handshakes[0]["wire"], self.weight_handshakes[0]["bucket_bytes"])
+        return recv_all(links, ANSWER_SECONDS)
 
     def _record(self, loaded: int | None) -> None:
         """Record the load that has left weights of digest `loaded`, and prove a replay, as the trainer asks for it."""
-        model, link = self._engine_model(), self.weight_link
-        refused = model.record(self.weight_buckets, self.weight_staging)
+        model, links = self._engine_model(), self.weight_links
+        refused = model.record(self.weight_buckets, self._open_routing)
         reloaded = None if refused else model.state_digest()
-        link.send(refused=refused)
-        while (mode := (message := link.recv(ANSWER_SECONDS))["mode"]) != "end":
+        for i, link in enumerate(links):
+            link.send(refused=refused, regions=[] if refused else self._regions_from(i))
+        while (mode := (message := recv_all(links, ANSWER_SECONDS)[0])["mode"]) != "end":
             if mode == "verify":  # load other weights first, so that an element which replay misses is wrong
                 self._load_other_weights()
             else:
                 model.replay_steps = None
             same = self._load(mode) == loaded == model.weights_digest() and model.state_digest() == reloaded
             model.digest = loaded if same else None
-            link.send(same=same)
+            self._answer(same=same)
         if not message["replays"]:
-            model.replay_steps = self.weight_staging.samples = None
-        samples = self.weight_staging.samples
-        link.send(blocks=samples and samples.blocks.tolist())
+            model.replay_steps = self.weight_routing = None
+        self._drop_buckets()
+        self._answer(done=True)
 
-    def _message(self, timeout: float) -> dict:
-        """The trainer's next message. Skips "prepare", which announces it."""
-        message = self.weight_link.recv(timeout)
-        return self.weight_link.recv(timeout, expected_soon=True) if "prepare" in message else message
+    def _open_routing(self, needs: list[list[Region]]) -> Staging:
+        """The staging from which a replay reads, if this worker needs these regions of each step."""
+        if not all(handshake["routes"] for handshake in self.weight_handshakes):
+            return self._staging("reload")
+        self.weight_staging = None  # free its memory before allocating anew
+        self.weight_routing = RoutedStaging.of_worker(
+            self.weight_buckets, needs, len(self.weight_links), self.weight_wire
+        )
+        return self.weight_routing
 
-    def _load(self, mode: str) -> int | None:
-        """Load all buckets as they arrive, by reload or replay. Returns the digest of the loaded weights."""
-        return self._read(self._engine_model().replay if mode in ("replay", "verify") else self._reload)
+    def _regions_from(self, i: int) -> list[list[Region]]:
+        """What this worker needs of rank `i` in each step or, of memory that it maps, what is compared."""
+        if self.weight_routing:
+            return [messages[i].regions for messages in self.weight_routing.messages]
+        if not self._staging("reload").is_mapped:
+            return []
+        holds, ranks = self.weight_handshakes[i]["handles"], {p.number: p.rank for p in self.weight_buckets[0]}
+        compared = [pair for pair in self._engine_model().compared if str(ranks[pair[0].piece]) in holds]
+        served = [(tensor, tensor.dtype) for _, tensor in compared]
+        first_number = self.weight_handshakes[i]["rank"] * RANK_NUMBERS
+        self.weight_rotations.append(Rotation(self.device, served, first_number))
+        return [[region for region, _ in compared]]
 
-    def _reload(self, arrivals: Iterator[int]) -> int | None:
+    def _messages(self, timeout: float) -> list[dict]:
+        """The next message of each rank. Skips "prepare", which announces it."""
+        messages = recv_all(self.weight_links, timeout)
+        return recv_all(self.weight_links, timeout, expected_soon=True) if "prepare" in messages[0] else messages
+
+    def _answer(self, **message) -> None:
+        """Send this to every rank."""
+        for link in self.weight_links:
+            link.send(**message)
+
+    def _staging(self, mode: str) -> Staging:
+        """Where the bytes of a pass over the weights arrive. Opens the staging buffers for whole buckets if need be."""
+        if self.weight_routing and mode in ("replay", "verify"):
+            return self.weight_routing
+        if self.weight_staging is None:
+            self.weight_staging = self._open_staging()
+        return self.weight_staging
+
+    def _drop_buckets(self) -> None:
+        """Free the staging buffers for whole buckets, if the syncs to come need none."""
+        if self.weight_routing:
+            self.weight_staging = None
+
+    def _load(self, mode: str, version: int = 0) -> int | None:
+        """Load everything as it arrives, by reload or replay. Returns the digest of the loaded weights."""
+        staging, model = self._staging(mode), self._engine_model()
+        if mode == "replay" and staging.is_mapped:
+            return self._replay_mapped(version)
+        if mode in ("replay", "verify"):
+            return self._read(staging, lambda _, arrivals: model.replay(arrivals))
+        return self._read(staging, self._reload)
+
+    def _reload(self, staging: Staging, arrivals: Iterator[int]) -> int | None:
         model = self._engine_model()
-        model.reload(_batches(self.weight_buckets, self.weight_staging, arrivals), model.expected)
+        model.reload(_batches(staging, arrivals), model.expected)
         return model.weights_digest()
 
-    def _compare(self, arrivals: Iterator[int]) -> dict:
-        batches = _batches(self.weight_buckets, self.weight_staging, arrivals)
-        tensors = (pair for batch in batches for pair in batch)
+    def _compare(self, staging: Staging, arrivals: Iterator[int]) -> dict:
+        tensors = (pair for batch in _batches(staging, arrivals) for pair in batch)
         return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
 
-    def _read(self, read: Callable[[Iterator[int]], object]) -> object:
-        """Have `read` read all buckets as they arrive, and return its result.
+    def _read(self, staging: Staging, read: Callable[[Staging, Iterator[int]], object]) -> object:
+        """Have `read` read all steps as they arrive, and return its result.
 
         Raises WeightSyncError if something else arrived than the trainer sent.
         """
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        result = read(_arrivals(self.weight_buckets, self.weight_staging, self.weight_link, total))
-        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(total):
-            raise WeightSyncError("the weights that arrived are not those that the trainer sent: their digests differ")
+        result = read(staging, _arrivals(staging, self.weight_links, total))
+        self._compare_digest(total, "what arrived is not what the trainer sent: their digests differ")
         return result
 
     def _replay_mapped(self, version: int) -> int | None:
-        """Replay from the trainer's own memory, and compare a sample. Returns the digest of the loaded weights."""
-        samples = self.weight_staging.samples
+        """Replay from the trainer's own memory, and compare a part. Returns the digest of the loaded weights."""
+        total = torch.zeros(1, dtype=torch.int64, device=self.device)
 
         def arrivals() -> Iterator[int]:
-            yield from range(len(self.weight_buckets))
-            samples.hash(version)  # queued behind the copies
+            yield 0
+            for rotation in self.weight_rotations:  # queued behind the copies
+                rotation.add(version, total)
 
         loaded = self._engine_model().replay(arrivals())
-        if self.weight_link.recv(ANSWER_SECONDS)["digest"] != int(samples.total):
-            raise WeightSyncError("a sample of what the engine now serves is not what the trainer has")
+        self._compare_digest(total, "what the engine now serves is not what the trainer has: digests of a part differ")
         return loaded
 
-    def _load_other_weights(self) -> None:
-        model, buckets = self._engine_model(), self.weight_buckets
-        model.reload(_batches(buckets, _OtherWeights(self.device), range(len(buckets))), model.expected)
+    def _compare_digest(self, total: torch.Tensor, difference: str) -> None:
+        digests = [message["digest"] for message in recv_all(self.weight_links, ANSWER_SECONDS)]
+        if int(torch.tensor(digests).sum()) != int(total):  # both modulo 2**64
+            raise WeightSyncError(difference)
 
-    def _close_link(self, error: str | None = None) -> None:
-        """Leave the session. With `error`, a waiting trainer raises it."""
-        if self.weight_link is not None:
-            self.weight_link.close(error)
-        self.weight_link = self.weight_staging = self.collected_weights = None
+    def _load_other_weights(self) -> None:
+        model = self._engine_model()
+        staging = _OtherWeights(self.weight_buckets, self.device)
+        model.reload(_batches(staging, range(len(self.weight_buckets))), model.expected)
+
+    def _close_links(self, error: str | None = None) -> None:
+        """Leave the session. With `error`, waiting trainer ranks raise it."""
+        for link in self.weight_links:
+            link.close(error)
+        self.weight_links = []
+        self.weight_staging = self.weight_routing = self.collected_weights = None
         if hasattr(self, "weight_model"):
             self.weight_model.replay_steps = None
 
@@ -208,53 +276,50 @@ class WeightReceiver:
         return self.weight_model
 
 
-def _arrivals(buckets: list[list[Piece]], staging: Staging, link: Link, total: torch.Tensor) -> Iterator[int]:
-    """The receive loop: yields each bucket's number once the bucket has arrived. Others may be in flight meanwhile.
+def _arrivals(staging: Staging, links: list[Link], total: torch.Tensor) -> Iterator[int]:
+    """The receive loop: yields each step's number once it has arrived. Others may be in flight meanwhile.
 
-    Adds the digest of what arrived to `total`, int64 [1]. The caller must have read the bucket, or on a GPU have
-    queued its reads in the current stream, before it asks for the next number.
+    Adds the digest of what arrived to `total`, int64 [1]. The caller must have read the step, or on a GPU have queued
+    its reads in the current stream, before it asks for the next number.
     """
-    deadline = time.monotonic() + seconds_allowed(buckets)
+    deadline = time.monotonic() + seconds_allowed(staging.steps)
     arriving: list[Callable[[], bool]] = []
-    in_flight = len(staging.buffers) or 1  # without buffers, all is in the trainer's memory
-    for i in range(len(buckets)):
-        while len(arriving) < min(i + in_flight, len(buckets)):
+    for i in range(len(staging.steps)):
+        while len(arriving) < min(i + staging.in_flight, len(staging.steps)):
             arriving.append(staging.start(len(arriving)))
-        wait_until(arriving[i], [link], deadline)
+        wait_until(arriving[i], links, deadline)
         staging.digest(i, total)
         yield i
-        staging.release(i)
 
 
 class _OtherWeights(Staging):
     """Stands in for buckets of other weights, all one constant. Takes no memory."""
 
-    def __init__(self, device: torch.device):
-        super().__init__([], [])
+    def __init__(self, buckets: list[list[Piece]], device: torch.device):
+        super().__init__(buckets, [])
         self.device = device
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         return torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
 
 
-def _batches(
-    buckets: list[list[Piece]], staging: Staging, arrivals: Iterable[int]
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def _batches(staging: Staging, arrivals: Iterable[int]) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Whole tensors for vLLM's loader, about a bucket at a time.
 
     They are copied out of the staging buffers, since the reload bracket keeps them until their layer is complete.
     """
-    incomplete, weights, waiting_bytes = {}, [], 0
+    incomplete, missing, weights, waiting_bytes = {}, {}, [], 0
     for i in arrivals:
-        for piece in buckets[i]:
+        for piece in staging.steps[i]:
             view = staging.view(i, piece)
             if piece.name not in incomplete:
                 incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
-            weight = incomplete[piece.name]
-            weight.view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
+                missing[piece.name] = incomplete[piece.name].numel()
+            incomplete[piece.name].view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
+            missing[piece.name] -= piece.count
             waiting_bytes += piece.nbytes
-            if piece.begin + piece.count == weight.numel():
+            if not missing[piece.name]:
                 weights.append((piece.name, incomplete.pop(piece.name)))
-            if weights and (piece is buckets[i][-1] or waiting_bytes > staging_buffer_bytes()):
+            if weights and (piece is staging.steps[i][-1] or waiting_bytes > largest_bucket()):
                 yield weights
                 weights, waiting_bytes = [], 0

@@ -9,25 +9,27 @@ import torch
 
 from .buckets import Piece
 from .copies import BatchedCopy, load_kernel
-from .lora import LoRAWeight, Merge
-from .trace import Write, layer_of, layout, parameters_and_buffers, plain_tensors, strided_as
+from .regions import Region, cut
+from .staging import Staging
+from .trace import Write, layer_of, layout, parameters_and_buffers, plain_tensors
 
 PROCESSED = "_already_called_process_weights_after_loading"  # vLLM's quantization methods set this flag on a layer
 
 
 class Recording:
-    """A load of some buckets as steps: copies, and the processing of each layer that the copies complete.
+    """A load, in steps of some pieces, as copies and the processing of each layer that the copies complete.
 
     Raises NotImplementedError, with the reason, for a load that does anything else.
     """
 
-    def __init__(self, model, context: Callable, traced: dict[str, list[Write]], buckets: list[list[Piece]], staging):
-        self.traced, self.buckets, self.staging = traced, buckets, staging
-        self.device = staging.view(0, buckets[0][0]).device
-        self.served = parameters_and_buffers(model)
+    def __init__(
+        self, model, context: Callable, traced: dict[str, list[Write]], steps: list[list[Piece]], device: torch.device
+    ):
+        self.device, self.served = device, parameters_and_buffers(model)
+        self.compared: list[tuple[Region, torch.Tensor]] = []  # what a copy reads, and the served tensor that it is in
         self.layers: dict[str, ProcessedLayer] = {}
         self.unused_scratch: dict[tuple, list[torch.Tensor]] = {}  # by shape and dtype
-        pieces = Counter(piece.name for bucket in buckets for piece in bucket)
+        pieces = Counter(piece.name for step in steps for piece in step)
         for name, writes in traced.items():
             for write in writes:
                 if write.value is None:
@@ -42,22 +44,32 @@ class Recording:
                 layer, _, parameter = write.target.rpartition(".")
                 if layer in self.layers and parameter not in self.layers[layer].loadable:
                     self.layers[layer].served_as_loaded.add(parameter)
+        # By step: each piece, each write that reads it, and what it reads, None if that is nothing.
+        self.reads = [
+            [
+                (piece, write, isinstance(write.value, torch.Tensor) and cut(write.destination, write.value, piece))
+                for piece in step
+                for write in traced[piece.name]
+            ]
+            for step in steps
+        ]
+        self.regions = [list(dict.fromkeys(read[1] for _, _, read in step if read)) for step in self.reads]  # by step
 
-    def steps(self, i: int) -> list:
-        """The steps to run once bucket `i` has arrived. Call this for every bucket, in order."""
+    def steps(self, i: int, staging: Staging) -> list:
+        """The steps to run once step `i` has arrived in this staging. Call this for every one, in order."""
         steps, pairs, fills = [], [], []
-        for piece in self.buckets[i]:
-            for write in self.traced[piece.name]:
-                layer, parameter = self._destination(write)
-                view = write.destination
-                destination = parameter.as_strided(view.size(), view.stride(), view.storage_offset())
-                if isinstance(write.value, torch.Tensor):
-                    pairs += _piece_copies(destination, write.value, piece, self.staging.source(i, piece))
-                elif piece.begin == 0:
-                    fills.append((destination, write.value))
-                if layer and layer.count_write(self.unused_scratch):
-                    steps += [BatchedCopy(self.device, pairs, fills), layer]
-                    pairs, fills = [], []
+        for piece, write, read in self.reads[i]:
+            layer, parameter = self._destination(write)
+            if read:
+                destination = _in(parameter, read[0])
+                pairs.append(staging.copy(i, piece, read[1], destination))
+                if layer is None:
+                    self.compared.append((read[1], destination))
+            elif piece.begin == 0 and not isinstance(write.value, torch.Tensor):
+                fills.append((_in(parameter, write.destination), write.value))
+            if layer and layer.count_write(self.unused_scratch):
+                steps += [BatchedCopy(self.device, pairs, fills), layer]
+                pairs, fills = [], []
         return [*steps, BatchedCopy(self.device, pairs, fills)]
 
     def _destination(self, write: Write) -> tuple["ProcessedLayer | None", torch.Tensor]:
@@ -70,6 +82,11 @@ class Recording:
                 reason = " on a CPU, so replay is off"
             raise NotImplementedError(f"vLLM packs {write.target}{reason}")
         return layer, layer.scratch[parameter]
+
+
+def _in(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The view of a parameter that is like this view of its meta tensor."""
+    return parameter.as_strided(view.size(), view.stride(), view.storage_offset())
 
 
 class ProcessedLayer:
@@ -173,35 +190,3 @@ def capture(steps: list[list], total: torch.Tensor) -> list[list]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _piece_copies(
-    destination: torch.Tensor, copied: torch.Tensor, piece: Piece, source: torch.Tensor | LoRAWeight
-) -> list[tuple[torch.Tensor, torch.Tensor | Merge]]:
-    """What a traced copy reads from `piece`, as a list of at most one (destination, source).
-
-    The trace saw `destination.copy_(copied)`, where `copied` is a view of a meta tensor of the full shape. `source`
-    holds the piece's elements, in any dtype, or merges them. Raises NotImplementedError if the piece is only a part of
-    the tensor and the copy does not read whole rows of it.
-    """
-    offset = copied.storage_offset()
-    if piece.count < torch.Size(piece.shape).numel():
-        row = torch.Size(piece.shape[1:]).numel()
-        if copied.stride(0) != row or piece.begin % row or piece.count % row:
-            raise NotImplementedError(f"{piece.name}: it is larger than a bucket, and not copied by rows")
-        first, view_first = piece.begin // row, offset // row
-        begin = max(first, view_first)
-        end = max(begin, min(first + piece.count // row, view_first + copied.size(0)))
-        destination = destination[begin - view_first : end - view_first]
-        copied = copied[begin - view_first : end - view_first]
-        offset = copied.storage_offset() - piece.begin
-    if not copied.numel():
-        return []
-    if isinstance(source, LoRAWeight):
-        columns = source.shape[1]
-        if copied.stride() == (1, columns):
-            destination, copied = destination.t(), copied.t()
-        if copied.stride() != (columns, 1):
-            raise NotImplementedError(f"{piece.name}: it is merged, and copied neither by rows nor by columns")
-        return [(destination, Merge(source, strided_as(source.base, copied), *divmod(offset, columns)))]
-    return [(destination, source.as_strided(copied.size(), copied.stride(), source.storage_offset() + offset))]

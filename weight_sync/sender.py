@@ -3,28 +3,23 @@
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from .buckets import (
-    Piece,
-    bucket_nbytes,
-    dtype_name,
-    seconds_allowed,
-    staging_buffer_bytes,
-    wire_buckets,
-)
-from .channels import BroadcastChannel, SharedMemoryChannel, Staging, TrainerMemory
+from .buckets import Piece, dtype_name, largest_bucket, part_sizes, seconds_allowed, wire_buckets
+from .channels import GroupChannel, SharedMemoryChannel
 from .comparison import Comparison, comparison_of
-from .copies import digest, load_kernel
-from .groups import pack_handle, synchronize
+from .copies import load_kernel
+from .groups import Wire, can_share, shared_buffer
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
 from .lora import LoRAWeight
 from .packing import Packing
-from .ranks import Ranks, ShardedPart, ranks_of
-from .samples import TrainerSamples
+from .ranks import Ranks, ShardedPart, local_part, ranks_of
+from .regions import Region, copy_of, rows_of
+from .rotation import Rotation
+from .staging import RANK_NUMBERS, RoutedStaging, Staging, TrainerMemory, broadcast_staging
 from .trace import storage_id
 
 
@@ -44,32 +39,41 @@ class SyncReport:
 
 
 class WeightSender:
-    """The trainer's end of a weight sync.
+    """The trainer's end of a weight sync: one for each trainer rank.
 
-    `channel` is the communicator that `stateless_init_process_group` returned to rank 0, or this trainer rank's
-    `SharedMemoryChannel` to the workers on the same device. If rank 0 of a sharded trainer has a communicator, the
-    other ranks pass None: they help rank 0 to gather. With `replay=False`, every sync is a reload. With a `timeout`, a
-    worker has failed if an answer, or one pass over the weights, takes longer than so many seconds. Without, the limit
-    depends on the size of the weights. A channel serves one sender: another one on it raises WeightSyncError. A sender
-    keeps the tensors of its last sync alive until the next one, or until `close`.
+    `channel` is the communicator that `stateless_init_process_group` returned to this rank, or this rank's
+    `SharedMemoryChannel`. With `replay=False`, every sync is a reload. With a `timeout`, a worker has failed if an
+    answer, or one pass over the weights, takes longer than so many seconds. Without, the limit depends on the size of
+    the weights. A channel serves one sender: another one on it raises WeightSyncError. A sender keeps the tensors of
+    its last sync alive until the next one, or until `close`.
     """
 
     def __init__(self, channel, replay: bool = True, timeout: float = math.inf):
-        is_communicator = channel is not None and not isinstance(channel, SharedMemoryChannel)
-        self.channel = BroadcastChannel(channel) if is_communicator else channel
+        if channel is None:
+            raise WeightSyncError(
+                "this trainer rank has no communicator: each rank calls stateless_init_process_group with its own rank,"
+                " and the workers' rank_offset is the number of ranks"
+            )
         if getattr(channel, "has_sender", False):
             raise WeightSyncError("this channel has a WeightSender: call that one, or make a new channel on both sides")
-        if channel:
-            channel.has_sender = True
+        channel.has_sender = True
+        self.maps = isinstance(channel, SharedMemoryChannel)  # workers map memory of the trainer's
+        self.channel = channel if self.maps else GroupChannel(channel)
         self.replay, self.timeout, self.closed, self.version = replay, timeout, False, 0
         self.links: list[Link] = []  # to the workers
         # What the last handshake agreed on:
         self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor; addresses of factors
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
-        self.staging: Staging | None = None
-        self.buckets: list[list[Piece]] = []
+        self.tensors: dict[str, torch.Tensor] = {}  # tied ones once; of weights with adapters, the bases
+        self.adapted: dict[str, LoRAWeight] = {}
         self.ranks = Ranks()  # which hold shards of the tensors
-        self.packing: Packing | None = None  # None if workers read the tensors where they are
+        self.buckets: list[list[Piece]] = []
+        self.routes: list[int] = []  # the workers' ranks in the group, if each is to get only what it needs
+        self.whole: Staging | None = None  # of all that this rank has
+        self.routing: RoutedStaging | None = None  # of what each worker needs
+        self.packings: dict[Staging, Packing] = {}
+        self.rotations: list[Rotation] = []  # of each worker: what is compared of the memory that it maps
+        self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
     @torch.no_grad()
@@ -77,10 +81,9 @@ class WeightSender:
         """Send these weights to every engine worker. Names are those of the Hugging Face checkpoint; any dtype.
 
         Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors must be sharded by rows,
-        as FSDP2 shards them. They are gathered a bucket at a time, so all ranks that hold shards call this together;
-        with HSDP and a communicator, only those of rank 0's replica.
-        Raises WeightSyncError with the reason of the side that failed. The session is then closed, and a new one needs
-        a new channel on both sides.
+        as FSDP2 shards them; all ranks that hold shards, with HSDP those of one replica, call this together, and each
+        sends its own. Raises WeightSyncError with the reason of the side that failed. The session is then closed, and a
+        new one needs new channels on both sides.
         """
         started = time.perf_counter()
         return self._in_session(named_tensors, lambda: self._sync(started))
@@ -102,11 +105,11 @@ class WeightSender:
         if self.closed:
             return
         self.closed = True
-        for link in (*self.links, *self.ranks.links):
+        for link in self.links:
             link.close(error)
-        self.links, self.ranks, self.sources, self.staging, self.packing = [], Ranks(), None, None, None
-        if self.channel:
-            self.channel.close(error)
+        self.links, self.tensors, self.adapted, self.sources = [], {}, {}, None
+        self._free()
+        self.channel.close(error)
 
     def _in_session(self, named_tensors: Iterable, send: Callable[[], object], names: Iterable[str] = ()) -> object:
         """Agree with the workers on these tensors, or those of them that `names` has, and send them.
@@ -123,55 +126,44 @@ class WeightSender:
                 weights = {name: weights[name] for name in names}
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
             tensors = weights | {name: weight.base for name, weight in adapted.items()}
-            with torch.cuda.device_of(next(iter(tensors.values()), torch.empty(0))):
+            with torch.cuda.device_of(local_part(next(iter(tensors.values()), torch.empty(0)))):
+                if self.maps and self.loader == "replay" and not names:
+                    self._fill_memory("replay", self.version + 1)  # a GPU does it while this side checks its tensors
                 self._agree(tensors, adapted)
-                return send() if self.channel else self._help()
+                return send()
         except BaseException as error:  # KeyboardInterrupt as well: half a session must not be used again
             self.close(reason_of(error))
             raise
 
     def _agree(self, tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> None:
-        """Unless the tensors are those of the last sync: preflight, and prepare the copies that pack the buckets."""
-        sources = [
-            (name, _local(t).data_ptr(), t.dtype, t.shape, t.stride(), adapted.get(name)) for name, t in tensors.items()
-        ]
+        """Preflight, unless the tensors are those of the last sync."""
+        local = {name: local_part(tensor) for name, tensor in tensors.items()}
+        sources = [(name, t.data_ptr(), t.dtype, t.shape, t.stride(), adapted.get(name)) for name, t in local.items()]
         sources += [(name, weight.lora_A.data_ptr(), weight.lora_B.data_ptr()) for name, weight in adapted.items()]
         if sources == self.sources:
             return
-        if len(devices := {str(tensor.device) for tensor in tensors.values()}) > 1:
+        if len(devices := {str(tensor.device) for tensor in local.values()}) > 1:
             raise WeightSyncError(f"the tensors are on {', '.join(sorted(devices))}: a sync sends those of one device")
-        tensors = _without_ties(tensors, adapted)
-        metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()]
-        moved = isinstance(self.staging, TrainerMemory)  # workers have mapped memory that the tensors have left
-        self.packing, ranks = None, ranks_of(tensors)
+        self.tensors, self.adapted, self.packings = _without_ties(tensors, adapted), adapted, {}
+        metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         if self.sources is None:
-            self.ranks = ranks
-            if self.channel is None or (ranks.size > 1 and isinstance(self.channel, BroadcastChannel)):
-                ranks.connect(self.channel and self.channel.host, next(iter(tensors.values())).device)
-        if metadata != self.metadata or moved:
-            self.staging = None  # free its memory before allocating anew
-            if self.channel:
-                self._preflight(metadata, tensors, adapted, may_map=self.replay and not moved)
-            else:
-                self._follow(metadata, next(iter(tensors.values())).device)
-            self.metadata = metadata
-        if not isinstance(self.staging, TrainerMemory):
-            self.packing = Packing(tensors, adapted, self.buckets, self.staging, self.ranks)
+            self.ranks = ranks_of(self.tensors)
+        if metadata != self.metadata or self.maps:  # workers may have mapped memory that the tensors have left
+            self._preflight(metadata)
         self.sources = sources
 
-    def _preflight(
-        self, metadata: list, tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight], may_map: bool
-    ) -> None:
+    def _preflight(self, metadata: list) -> None:
         """The handshake: every worker checks names, dtypes and shapes, and both ends agree on dtypes and buckets.
 
-        With `may_map`, workers map the tensors' memory if they can, and there are no staging buffers. Raises
-        WeightSyncError with all problems.
+        Raises WeightSyncError with all problems.
         """
+        self._free()  # before allocating anew
         if not self.links:
-            self.channel.accept(self.links)
+            self.channel.accept(self.links, self.ranks)
+            self.links.sort(key=lambda link: link.peer)  # on all ranks in the same order
         for link in self.links:
             link.send(metadata=metadata)
-        answers = recv_all(self.links, min(ANSWER_SECONDS, self.timeout), self.ranks.links)
+        answers = recv_all(self.links, min(ANSWER_SECONDS, self.timeout))
         dtypes, problems = [], sorted({problem for answer in answers for problem in answer["problems"]})
         workers_reject = bool(problems)  # which can leave a tensor without a dtype
         for i, (name, _, shape) in enumerate(metadata):
@@ -183,121 +175,209 @@ class WeightSender:
             dtypes.append(next(iter(engine_dtypes), None))
         if problems:
             raise WeightSyncError("preflight, nothing was sent:\n  " + "\n  ".join(problems))
-        wire = [(name, dtype, shape) for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)]
-        memory = TrainerMemory({name: adapted.get(name, tensor) for name, tensor in tensors.items()})
-        is_mapped, device = may_map and self.channel.can_map(memory.mapped), memory.bases[0].device
-        # One bucket if workers map all.
-        bucket_bytes = 1 << 62 if is_mapped else staging_buffer_bytes(self.channel.staging_buffers)
-        self.buckets = wire_buckets(wire, bucket_bytes)
-        if is_mapped:
-            self.staging, shared = memory, {"memory": memory.bases, "factors": memory.factors}
-            load_kernel(device)  # or a later sync would wait for its compilation
+        wire = [
+            (name, dtype, shape, self.ranks.bounds(self.tensors[name]))
+            for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)
+        ]
+        # What a worker needs of a tensor can be cut out of it only if the tensor lies in one piece. The busiest link is
+        # that of a worker, or of a rank, which sends to every engine: it must not carry more than all weights.
+        ranks, size = self.ranks.size, min(answer["size"] for answer in answers)
+        in_one_piece = all(local_part(tensor).is_contiguous() for tensor in self.tensors.values())
+        routes = (
+            self.replay and not self.maps and in_one_piece and max(ranks, size) > 1 and len(answers) <= ranks * size
+        )
+        self.routes = [answer["rank"] for answer in answers] if routes else []
+        self.bucket_bytes = 1 << 62 if self.maps else largest_bucket(min(ranks, size) if routes else 1)
+        self.buckets = wire_buckets(wire, self.bucket_bytes)
+        if self.maps:
+            self.whole = self._share_memory(in_one_piece)
         else:
-            self.staging, shared = self.channel.open_staging(self.links, self.buckets, device)
-        handles = {kind: [pack_handle(tensor) for tensor in tensors] for kind, tensors in shared.items()}
-        adapters = {name: (weight.scaling, weight.transposed) for name, weight in memory.adapted.items()}
-        for link in (*self.links, *self.ranks.links):
-            link.send(wire=wire, bucket_bytes=bucket_bytes, adapters=adapters, **handles)
-        self.nbytes = sum(piece.nbytes for bucket in self.buckets for piece in bucket)
+            self.wire = Wire(self.channel.communicator, self._device)
+        handles = self.whole.handles() if self.maps else {}
+        for link in self.links:
+            link.send(wire=wire, bucket_bytes=self.bucket_bytes, routes=routes, rank=self.ranks.rank, handles=handles)
+        self.metadata, self.nbytes = metadata, sum(piece.nbytes for piece in chain(*self.buckets))
         self.loader = "" if self.replay else "reload (replay is switched off)"
         self.version = max(answer["version"] for answer in answers)  # a failed sync may leave different ones
 
-    def _follow(self, metadata: list, device: torch.device) -> None:
-        """Learn from rank 0 what it and the workers have agreed on."""
-        message = self.ranks.links[0].recv(ANSWER_SECONDS)
-        wire = message.get("wire", [])
-        if [(name, tuple(shape)) for name, _, shape in wire] != [(name, shape) for name, _, shape in metadata]:
-            raise WeightSyncError("rank 0 sends other tensors than this rank has")
-        self.buckets = wire_buckets(wire, message["bucket_bytes"])
-        buffer = torch.empty(max(map(bucket_nbytes, self.buckets)), dtype=torch.uint8, device=device)
-        self.staging = Staging([buffer], self.buckets)  # nobody reads it: one is enough
+    def _free(self) -> None:
+        self.whole = self.routing = None
+        self.packings, self.rotations, self.filled = {}, [], None
+
+    def _share_memory(self, in_one_piece: bool) -> TrainerMemory:
+        """What workers map: the tensors, or copies of them.
+
+        Copies are made where another process cannot map the tensors, and for ranks on other nodes; with other ranks
+        also of fp32 weights, so that half as many bytes cross the links between GPUs.
+        """
+        own, sizes, shares = self.ranks.rank, part_sizes(self.buckets[0], self.ranks.size), self._shares()
+        sent_bytes = sum(piece.nbytes for piece in self.buckets[0] if piece.rank == own)
+        few_bytes = self.ranks.size == 1 or sum(share.nbytes for share in shares.values()) <= sent_bytes
+        in_place = all(map(can_share, shares.values())) and in_one_piece and few_bytes and not self._spans_nodes
+        parts, weights = [None] * len(sizes), [{} for _ in sizes]
+        if in_place:
+            adapted = {name: replace(self.adapted[name], base=shares[name]) for name in shares.keys() & self.adapted}
+            weights[own] = shares | adapted
+        else:
+            for rank, holder in enumerate(self.channel.holders):
+                if holder == own:
+                    parts[rank] = shared_buffer(max(1, sizes[rank]), self._device)[: sizes[rank]]
+        load_kernel(self._device)  # or a later sync would wait for its compilation
+        return TrainerMemory(self.buckets, parts, weights)
+
+    @property
+    def _device(self) -> torch.device:
+        return local_part(next(iter(self.tensors.values()))).device
+
+    @property
+    def _spans_nodes(self) -> bool:
+        """Whether other ranks are on other nodes, so that workers here map copies of what those have."""
+        return self.maps and self.channel.holders != list(range(self.ranks.size))
+
+    def _shares(self) -> dict[str, torch.Tensor]:
+        """What this rank sends of each tensor, by name: elements [n]."""
+        shares = {name: self.ranks.elements(tensor) for name, tensor in self.tensors.items()}
+        return {name: share for name, share in shares.items() if len(share)}
+
+    def _packing(self, staging: Staging) -> Packing:
+        """The copies that fill this rank's parts of a staging."""
+        if staging not in self.packings:
+            shares, rank = self._shares(), self.ranks.rank
+            pieces = {piece.number: piece for piece in chain(*self.buckets)}
+
+            def copy(place: torch.Tensor, region: Region) -> tuple:
+                piece = pieces[region.piece]
+                tensor = self.tensors[piece.name]
+                if not local_part(tensor).is_contiguous():  # then it is sent whole
+                    rows = rows_of(tensor, piece)
+                    return place.view(rows.shape), rows
+                elements = shares[piece.name][piece.begin - piece.first :][: piece.count]
+                return copy_of(place, region, piece, elements, self.adapted.get(piece.name))
+
+            fills = [
+                [(part, [copy(*place) for place in places]) for part, places in staging.sent(i, rank)]
+                for i in range(len(staging.steps))
+            ]
+            numbers = [i * self.ranks.size + rank for i in range(len(fills))]
+            self.packings[staging] = Packing(self._device, fills, numbers)
+        return self.packings[staging]
 
     def _sync(self, started: float) -> SyncReport:
         self.version += 1
-        if self.loader:
-            self._transmit("replay" if self.loader == "replay" else "reload")
-        else:
+        if self.loader and any("again" in answer for answer in self._transmit(self.loader.partition(" ")[0])):
+            self._preflight(self.metadata)  # the tensors of another rank have moved in memory
+            self.version += 1
+        if not self.loader:
             self._first_sync()
         seconds = time.perf_counter() - started
-        report = SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
-        for link in self.ranks.links:
-            link.send(report=asdict(report))
-        return report
+        return SyncReport(self.version, len(self.metadata), self.nbytes, seconds, self.loader)
 
     def _compare(self) -> dict:
         """What `compare_quantized` returned on all workers, by weight and worker."""
-        results = {}
-        for link, answer in zip(self.links, self._transmit("compare"), strict=True):
-            results |= {f"{name} of {link.peer}": result for name, result in answer["found"].items()}
-        for link in self.ranks.links:
-            link.send(found=results)
-        return results
-
-    def _help(self) -> SyncReport | dict:
-        """Help rank 0 to gather until it sends its report or comparison, and return that."""
-        while "mode" in (message := self.ranks.links[0].recv(ANSWER_SECONDS)):
-            self.version, deadline = message["version"], time.monotonic() + seconds_allowed(self.buckets)
-            for i in range(len(self.buckets)):
-                self.packing.pack(i, self.version, [], deadline)
-            self.packing.digest([], deadline)
-        if "wire" in message:
-            raise WeightSyncError("rank 0 sends other tensors than this rank has")
-        return SyncReport(**message["report"]) if "report" in message else message["found"]
+        answers = zip(self.links, self._transmit("compare"), strict=True)
+        return {f"{name} of {link.peer}": result for link, each in answers for name, result in each["found"].items()}
 
     def _first_sync(self) -> None:
         """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did."""
-        if refused := self._any_worker([answer["refused"] for answer in self._transmit("record")]):
+        answers = self._transmit("record")
+        regions = [[list(map(Region.read, step)) for step in answer["regions"]] for answer in answers]
+        if refused := self._any_worker([answer["refused"] for answer in answers]):
             self.loader = f"reload ({refused})"
-        elif not self._any_worker([not answer["same"] for answer in self._transmit("verify")]):
-            self.loader = "replay"
-        elif not self._any_worker([not answer["same"] for answer in self._transmit("fallback")]):
-            self.loader = "reload (replay did not reproduce it bit for bit)"
         else:
-            raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
+            if self.routes:
+                self.whole, self.packings = None, {}  # free their memory before allocating anew
+                self.routing = RoutedStaging.of_rank(self.buckets, regions, self.routes, self.wire)
+            if not self._any_worker([not answer["same"] for answer in self._transmit("verify")]):
+                self.loader = "replay"
+            elif not self._any_worker([not answer["same"] for answer in self._transmit("fallback")]):
+                self.loader = "reload (replay did not reproduce it bit for bit)"
+            else:
+                raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
         for link in self.links:
             link.send(mode="end", replays=self.loader == "replay")
-        answers = recv_all(self.links, min(ANSWER_SECONDS, self.timeout), self.ranks.links)
-        if self.loader == "replay" and not self.packing:
-            weights, dtypes = list(self.staging.weights.values()), [piece.dtype for piece in self.buckets[0]]
-            self.staging.samples = [TrainerSamples(answer["blocks"], weights, dtypes) for answer in answers]
+        recv_all(self.links, min(ANSWER_SECONDS, self.timeout))
+        if self.loader != "replay":
+            self.routing = None
+        elif self.maps:
+            self.rotations = self._rotations([step for (step,) in regions])
 
     def _any_worker(self, values: list) -> str:
-        """The first true value as text, "" if there is none. `values` has one of each worker.
-
-        If every rank has a worker of its own, each pass gathers from all ranks. So the ranks exchange their workers'
-        values and all take the first true one.
-        """
+        """The first true value as text, "" if there is none: the same on all ranks. `values` has one of each worker."""
         text = str(next(filter(None, values), ""))
-        if self.ranks.size == 1 or self.ranks.links:
-            return text
-        deadline = time.monotonic() + seconds_allowed(self.buckets)
-        return self.ranks.first_text(text, self.packing.total.device, self.links, deadline)
+        if not self._spans_nodes:
+            return text  # all ranks have the answers of all workers
+        return next(filter(None, self.ranks.texts(text, self._device)), "")
+
+    def _rotations(self, compared: list[list[Region]]) -> list[Rotation]:
+        """What is compared with each worker, which has named these regions. Workers that read the same share one."""
+        pieces, made = {piece.number: piece for piece in self.buckets[0]}, {}
+        for regions in map(tuple, compared):
+            if regions not in made:
+                sources = []
+                for region in regions:
+                    piece, place = pieces[region.piece], torch.empty(region.size, device="meta")
+                    sources.append((self.whole.copy(0, piece, region, place)[1], piece.dtype))
+                made[regions] = Rotation(self._device, sources, self.ranks.rank * RANK_NUMBERS)
+        return [made[tuple(regions)] for regions in compared]
 
     def _transmit(self, mode: str) -> list[dict]:
-        """Send all buckets once. Returns the workers' answers."""
-        deadline = time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
-        peers = [*self.links, *self.ranks.links]
-        if not self.packing:
-            synchronize(self.staging.bases[0].device)  # the optimizer step may still be running
-        for link in peers:
+        """Have the workers read everything once. Returns their answers."""
+        deadline = self._deadline()
+        if self.maps:
+            digests = self._filled(mode)  # the workers' GPUs are theirs from the next message on
+        for link in self.links:
             link.send(mode=mode, version=self.version)
-        transfers: list[Callable[[], bool]] = []  # whether each bucket has gone
-        in_flight = len(self.staging.buffers)
-        for i in range(len(self.buckets) if self.packing else 0):
-            if i >= in_flight:
-                wait_until(transfers[i - in_flight], peers, deadline)
-            self.packing.pack(i, self.version, self.links, deadline)
-            transfers.append(self.staging.start(i))
-        if self.staging.is_digested(mode):  # the last buckets are on their way
-            total = self.packing.digest(self.links, deadline) if self.packing else digest(self.staging.mapped)
-            totals = [total] * len(self.links)
-        else:  # now, while the workers' copies have hardly begun: later, the trainer would wait for its turn on the GPU
-            totals = [samples.digest(self.version) for samples in self.staging.samples]
-        for link, total in zip(self.links, totals, strict=True):
-            link.send(digest=total)  # the worker compares it with its own
-        for has_gone in transfers[-in_flight:]:
-            wait_until(has_gone, peers, deadline)
-        return recv_all(self.links, max(0.0, deadline - time.monotonic()), self.ranks.links, expected_soon=True)
+        if not self.maps:
+            digests = self._send_steps(mode, deadline)
+        for link, digest in zip(self.links, digests, strict=True):
+            link.send(digest=digest)  # the worker compares it with its own
+        return recv_all(self.links, max(0.0, deadline - time.monotonic()), expected_soon=True)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
+
+    def _send_steps(self, mode: str, deadline: float) -> list[int]:
+        """Pack and send all steps. Returns the digest of what each worker gets."""
+        if not (staging := self.routing if mode in ("replay", "verify") and self.routing else self.whole):
+            staging = self.whole = broadcast_staging(self.buckets, self.bucket_bytes, self.ranks.size, self.wire)
+        packing = self._packing(staging)
+        transfers: list[Callable[[], bool]] = []  # whether each step has gone
+        for i in range(len(staging.steps)):
+            if i >= staging.in_flight:
+                wait_until(transfers[i - staging.in_flight], self.links, deadline)
+            packing.pack(i)
+            transfers.append(staging.start(i))
+        digests = packing.digests()  # while the last steps are on their way
+        for has_gone in transfers[-staging.in_flight :]:
+            wait_until(has_gone, self.links, deadline)
+        if staging is self.whole and self.routing:  # for a comparison: no sync needs it
+            self.whole = self.packings.pop(staging) and None
+        return [digests[part] for part in staging.part_of or [0] * len(self.links)]
+
+    def _fill_memory(self, mode: str, version: int) -> None:
+        """Start to make the copies that workers map, and to digest what each worker is to compare: all that this rank
+        holds or, in a replay, a part."""
+        packing = self._packing(self.whole)
+        packing.pack(0)
+        if self._spans_nodes:  # bring the copies to ranks on other nodes
+            sizes, deadline = part_sizes(self.buckets[0], self.ranks.size), self._deadline()
+            self.ranks.exchange(self.whole.parts[0], sizes, packing.digests()[0], self.links, deadline)
+        compared = dict.fromkeys(self.rotations) if mode == "replay" else {}
+        self.filled = torch.zeros(max(1, len(compared)), dtype=torch.int64, device=self._device)
+        for i, rotation in enumerate(compared):
+            rotation.add(version, self.filled[i : i + 1])
+        if not compared:
+            self.whole.digest(0, self.filled)
+
+    def _filled(self, mode: str) -> list[int]:
+        """The digests of `_fill_memory`, for each worker."""
+        if self.filled is None:
+            self._fill_memory(mode, self.version)
+        digests, self.filled = self.filled.tolist(), None
+        if mode != "replay":
+            return digests * len(self.links)
+        by_rotation = dict(zip(dict.fromkeys(self.rotations), digests, strict=True))
+        return [by_rotation[rotation] for rotation in self.rotations]
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
@@ -307,7 +387,7 @@ def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoR
     """
     tensors, first_names = {}, {}
     for name, tensor in named_tensors.items():
-        local = _local(tensor)
+        local = local_part(tensor)
         begin = tensor.begin if isinstance(tensor, ShardedPart) else local.storage_offset()
         memory = (storage_id(local), begin, tensor.shape, tensor.stride())  # a shard without rows has no address
         first = first_names.setdefault(memory, name)
@@ -318,8 +398,3 @@ def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoR
     if not tensors:
         raise WeightSyncError("there is nothing to send: the model has no parameters")
     return tensors
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a sharded tensor, any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, (DTensor, ShardedPart)) else tensor  # faster than a union type

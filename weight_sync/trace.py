@@ -16,7 +16,6 @@ class Write:
     parameter: torch.Tensor  # as the loader sees it: before vLLM's processing (quantization, padding)
     destination: torch.Tensor  # the view of the parameter that is written
     value: object  # a view of the loaded tensor if it is copied, a number if it is filled in, None if it is computed
-    reregistered: bool = False  # the loader makes and registers this parameter itself, anew at each load
 
     @property
     def region(self) -> tuple:
@@ -31,8 +30,6 @@ class WriteTrace(TorchDispatchMode):
         super().__init__()
         self.parameters = {storage_id(parameter): (name, parameter) for name, parameter in parameters.items()}
         self.source_id, self.writes = storage_id(source), []
-        # Writes to real tensors that are not parameters (yet): the tensor and, as in `Write`, the value.
-        self.other_writes: list[tuple[torch.Tensor, object]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable or not isinstance(args[0], torch.Tensor):
@@ -49,8 +46,6 @@ class WriteTrace(TorchDispatchMode):
             value = 0
         if parameter:
             self.writes.append(Write(*parameter, args[0], value))
-        elif not args[0].is_meta:
-            self.other_writes.append((args[0], value))
         return args[0] if parameter or not executes else func(*args, **(kwargs or {}))
 
 

@@ -5,10 +5,9 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from weight_sync.lora import LoRAWeight
-from weight_sync.ranks import ShardedPart
+from weight_sync.ranks import ShardedPart, local_part
 
 from .lora import adapted_weights
-from .sharding import local_part
 
 
 class NamedTensors:
@@ -81,8 +80,7 @@ def _sharded_part(sharded: DTensor | None, view: torch.Tensor, name: str) -> tor
 
 def _storage(tensor: torch.Tensor | ShardedPart) -> int:
     """The identity of a tensor's storage: equal for tensors, and stand-ins, that share their memory."""
-    tensor = tensor.to_local() if isinstance(tensor, DTensor | ShardedPart) else tensor
-    return tensor.untyped_storage()._cdata
+    return local_part(tensor).untyped_storage()._cdata
 
 
 class _WithoutCopies(TorchFunctionMode):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weight_sync.lora import LoRAWeight
+from weight_sync.ranks import local_part
 
-from .sharding import local_part, sharded_like, whole
+from .sharding import sharded_like, whole
 
 WEIGHTS_FILE, STATE_FILE = "model.safetensors", "trainer_state.pt"
 

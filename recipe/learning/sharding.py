@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from weight_sync.link import host_and_port
-from weight_sync.ranks import ShardedPart
+from weight_sync.ranks import ShardedPart, local_part
 
 from ..errors import RunError
 
@@ -174,11 +174,6 @@ class Offload:
     def _moments(self) -> Iterator[tuple[torch.Tensor, dict, str]]:
         for parameter, state in self.optimizer.state.items():
             yield from ((parameter, state, name) for name in state if name != "step")
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of the tensor, or the tensor if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,196 @@
+"""Several trainer ranks, whose bytes go only to the workers that need them. No vLLM: modules that load as vLLM's do.
+
+pytest tests/test_routed_sync.py
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_replay import HIDDEN, PADDING, Engine, Model, Quantized, QuantizedEngine, quantizable, tensors
+from test_transport import Receiving, Worker, groups, same_bits
+
+from rlhf_utils import LoRAWeight, WeightSender
+from weight_sync import buckets
+from weight_sync import sender as sender_module
+from weight_sync.lora import materialized
+from weight_sync.ranks import Ranks, ShardedPart
+
+
+class Whole(Model):
+    """An engine of a single worker."""
+
+    size = 1
+
+
+class Base:
+    """A tensor of which a rank holds some rows, as FSDP2 divides them; without a torch.distributed group."""
+
+    def __init__(self, whole, rank, ranks):
+        rows = -(-len(whole) // ranks)
+        self.rank, self.ranks = rank, ranks
+        self._local_tensor = whole[rank * rows : (rank + 1) * rows].clone()
+        self.shape, self.dtype, self.device = whole.shape, whole.dtype, whole.device
+
+
+def sharded(weights, rank, ranks):
+    """What a rank holds of these weights: rows, of a LoRAWeight rows of its base. Of "plain" ones all."""
+
+    def part(tensor):
+        return ShardedPart(Base(tensor, rank, ranks), 0, tensor.shape)
+
+    return {
+        name: LoRAWeight(part(weight.base), weight.lora_A, weight.lora_B, weight.scaling, weight.transposed)
+        if isinstance(weight, LoRAWeight)
+        else part(weight)
+        for name, weight in weights.items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def ranks_without_a_group(monkeypatch):
+    def ranks_of(tensors):
+        base = next(tensor.base for tensor in tensors.values() if isinstance(tensor, ShardedPart))
+        return Ranks(SimpleNamespace(size=lambda: base.ranks) if base.ranks > 1 else None, base.rank)
+
+    monkeypatch.setattr(sender_module, "ranks_of", ranks_of)
+
+
+class Sync:
+    """So many trainer ranks and engines, whose workers have models of this class."""
+
+    def __init__(self, ranks, engines, model=Model, engine=Engine, syncs=1):
+        self.ranks, self.model = ranks, model
+        members = groups(ranks + engines * model.size)
+        models = [model(rank) for _ in range(engines) for rank in range(model.size)]
+        self.workers = [Worker(engine(m), other, model.size) for m, other in zip(models, members[ranks:], strict=True)]
+        self.receiving = [Receiving(worker, syncs) for worker in self.workers]
+        self.senders = [WeightSender(trainer) for trainer in members[:ranks]]
+
+    def send(self, weights):
+        """Sync. Returns each rank's report, or the text of its error."""
+
+        def send(rank):
+            try:
+                return self.senders[rank].send_weights(sharded(weights, rank, self.ranks).items())
+            except Exception as error:
+                return str(error)
+
+        with ThreadPoolExecutor(self.ranks) as threads:
+            return list(threads.map(send, range(self.ranks)))
+
+    def __call__(self, weights):
+        """Sync, check every worker's every bit, and return how the next sync loads."""
+        (loader,) = {getattr(answer, "loader", answer) for answer in self.send(weights)}
+        for worker in self.workers:
+            engine = worker.weight_model
+            expected = type(engine.model)(engine.model.rank)
+            expected.load_weights((name, materialized(weight)) for name, weight in weights.items())
+            expected.process_weights()
+            for name, parameter in expected.named_parameters():
+                assert same_bits(parameter.data, engine.model.get_parameter(name).data), name
+            assert engine.unchanged()
+        return loader
+
+    def sent(self):
+        """Elements that each rank sends to each worker in a sync."""
+        return [
+            [sum(r.numel for m in sender.routing.messages for r in m[part].regions) for part in sender.routing.part_of]
+            for sender in self.senders
+        ]
+
+
+LAYOUTS = [(1, 1, Model), (2, 1, Model), (3, 1, Model), (2, 2, Model), (2, 1, Whole), (3, 2, Whole)]
+
+
+@pytest.mark.parametrize(("ranks", "engines", "model"), LAYOUTS)
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20])
+def test_each_worker_gets_what_it_needs_from_each_rank(monkeypatch, ranks, engines, model, bucket_bytes):
+    monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
+    monkeypatch.setattr(buckets, "PIECE_BYTES", 256)
+    sync = Sync(ranks, engines, model, syncs=3)
+    for seed in (1, 2, 3):
+        assert sync(tensors(seed)) == "replay"
+    needed = sum(parameter.numel() for parameter in model(0).parameters()) - PADDING * HIDDEN
+    by_rank = sync.sent()
+    assert [sum(elements) for elements in zip(*by_rank, strict=True)] == [needed] * engines * model.size
+    if ranks == 2:
+        assert sum(by_rank[0]) == sum(by_rank[1])  # so the links of both carry the same
+
+
+def test_what_several_workers_need_is_packed_once():
+    sync = Sync(ranks=2, engines=2, model=Model)
+    sync(tensors(1))
+    assert all(sender.routing.part_of == [0, 1, 0, 1] for sender in sync.senders)
+
+
+def test_more_engines_than_ranks_get_whole_buckets():
+    sync = Sync(ranks=1, engines=2, model=Model, syncs=2)
+    for seed in (1, 2):
+        assert sync(tensors(seed)) == "replay"
+    assert all(sender.routing is None for sender in sync.senders)
+
+
+def test_staging_memory_is_that_of_one_way_at_a_time():
+    sync = Sync(ranks=2, engines=1)
+    sync(tensors(1))
+    for end in (*sync.senders, *(SimpleNamespace(whole=worker.weight_staging) for worker in sync.workers)):
+        assert end.whole is None
+
+
+@pytest.mark.parametrize("model", [Model, Whole])
+def test_adapters_are_merged_where_they_are_packed(monkeypatch, model):
+    monkeypatch.setattr(buckets, "PIECE_BYTES", 256)
+    sync = Sync(ranks=2, engines=1, model=model, syncs=2)
+    for seed in (1, 2):
+        weights = tensors(seed)
+        for name in ("q", "o", "fc"):  # copied by rows, by columns, and transposed
+            rows, columns = weights[name].shape
+            weights[name] = LoRAWeight(weights[name], torch.randn(3, columns), torch.randn(rows, 3), 0.7)
+        assert sync(weights) == "replay"
+
+
+@pytest.mark.parametrize("side", ["rank", "worker"])
+def test_bit_that_flips_on_the_way_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
+    sync = Sync(ranks=2, engines=2, syncs=2)
+    assert sync(tensors(1)) == "replay"
+    staging = sync.senders[1].routing if side == "rank" else sync.workers[3].weight_routing
+    start = staging.start
+
+    def flip(i):
+        staging.parts[i][-1][5] ^= 1
+        return True
+
+    def starts(i):
+        if side == "rank":
+            assert flip(i)
+            return start(i)
+        arrived = start(i)
+        return lambda: arrived() and flip(i)
+
+    staging.start = starts
+    assert all("the weights that arrived are not those" in answer for answer in sync.send(tensors(2)))
+    sync.receiving[3].join(10)
+    assert "the weights that arrived are not those" in sync.receiving[3].error
+    assert not sync.workers[3].check_weights_changed()
+
+
+def test_rank_that_fails_ends_the_sync_everywhere(monkeypatch):
+    sync = Sync(ranks=2, engines=2, syncs=2)
+    assert sync(tensors(1)) == "replay"
+    packing = sync.senders[1].packings[sync.senders[1].routing]
+    monkeypatch.setattr(packing, "pack", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(sync.senders[1], "_agree", lambda *_: None)
+    answers = sync.send(tensors(2))
+    assert all("can't allocate memory" in answer for answer in answers)
+    assert "trainer rank 1" in answers[0]
+    for receiving in sync.receiving:
+        receiving.join(10)
+        assert "trainer rank 1" in receiving.error and "can't allocate memory" in receiving.error
+
+
+def test_layers_that_are_processed_after_loading_are_routed_too():
+    sync = Sync(ranks=2, engines=1, model=Quantized, engine=QuantizedEngine, syncs=2)
+    for seed in (1, 2):
+        assert sync(quantizable(seed)) == "replay"

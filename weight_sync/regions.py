@@ -1,0 +1,107 @@
+"""Regions: the elements of a piece that one copy of a worker's loaders reads. A worker needs no others."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .buckets import Piece, aligned
+from .link import WeightSyncError
+from .lora import LoRAWeight, Merge
+
+
+class Region(NamedTuple):
+    """Elements of a piece, in the order in which they are copied."""
+
+    piece: int  # its number
+    offset: int  # of the first element, in the piece
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def read(cls, message: list) -> "Region":
+        """A region from a message, where tuples are lists."""
+        return cls(*(tuple(value) if isinstance(value, list) else value for value in message))
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.size).numel()
+
+
+def whole(piece: Piece) -> Region:
+    """All elements of a piece: rows, or if it is not made of whole rows, [count]."""
+    if piece.row > 1 and piece.count % piece.row == piece.begin % piece.row == 0:
+        return Region(piece.number, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
+    return Region(piece.number, 0, (piece.count,), (1,))
+
+
+def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, Region] | None:
+    """What a traced copy reads from a piece, and the part of the destination that this is for; None if it is nothing.
+
+    The trace saw `destination.copy_(copied)`, where `copied` is a view of a meta tensor of the full shape. Raises
+    NotImplementedError if the piece is only a part of the tensor and its rows are no part of what is copied.
+    """
+    begin = 0
+    if piece.count < torch.Size(piece.shape).numel():
+        row, begin = piece.row, piece.begin
+        dims = [dim for dim, stride in enumerate(copied.stride()) if stride == row and copied.size(dim) > 1]
+        across = [i for i in range(copied.dim()) if i not in dims]  # dimensions within a row
+        first, column = divmod(copied.storage_offset(), row)
+        last_column = column + sum((copied.size(dim) - 1) * copied.stride(dim) for dim in across)
+        if len(dims) > 1 or last_column >= row or piece.begin % row or piece.count % row:
+            raise NotImplementedError(f"{piece.name}: it is cut, and not copied by rows")
+        rows = copied.size(dims[0]) if dims else 1
+        low = max(piece.begin // row, first)
+        count = min((piece.begin + piece.count) // row, first + rows) - low
+        if count <= 0:
+            return None
+        for dim in dims:
+            destination, copied = (view.narrow(dim, low - first, count) for view in (destination, copied))
+    if not copied.numel():
+        return None
+    return destination, Region(piece.number, copied.storage_offset() - begin, tuple(copied.size()), copied.stride())
+
+
+def copy_of(
+    destination: torch.Tensor, region: Region, piece: Piece, elements: torch.Tensor, adapted: LoRAWeight | None = None
+) -> tuple[torch.Tensor, torch.Tensor | Merge]:
+    """The copy (destination, source) of a region. `elements` [count] are those of its piece, in any dtype: of the base,
+    if the weight is `adapted`.
+
+    Raises NotImplementedError for adapted weights that are copied neither by rows nor by columns.
+    """
+    destination, columns = destination.view(region.size), piece.row
+    source = elements.as_strided(region.size, region.stride, elements.storage_offset() + region.offset)
+    if adapted is None:
+        return destination, source
+    first_row, first_column = divmod(piece.begin + region.offset, columns)
+    if region.stride == (columns, 1):
+        return destination, Merge(adapted, source, first_row, first_column)
+    if region.stride == (1, columns):
+        turned = replace(adapted, transposed=not adapted.transposed)
+        return destination, Merge(turned, source, first_column, first_row)
+    raise NotImplementedError(f"{piece.name}: it is merged, and copied neither by rows nor by columns")
+
+
+def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The rows of a tensor that is not contiguous. Raises WeightSyncError if the piece is not made of whole ones."""
+    if piece.begin % piece.row or piece.count % piece.row:
+        raise WeightSyncError(f"{piece.name} is not contiguous, and one row of it is larger than a bucket")
+    return tensor[piece.begin // piece.row :][: piece.count // piece.row]
+
+
+class Message:
+    """The regions of one step that travel from a rank to a worker, one after the other."""
+
+    def __init__(self, regions: list[Region], pieces: dict[int, Piece]):
+        self.regions, self.offsets, self.dtypes, self.nbytes = regions, [], [pieces[r.piece].dtype for r in regions], 0
+        for region, dtype in zip(regions, self.dtypes, strict=True):
+            self.offsets.append(self.nbytes)
+            self.nbytes += aligned(region.numel * dtype.itemsize)
+
+    def places(self, part: torch.Tensor) -> list[tuple[torch.Tensor, Region]]:
+        """Each region with its place in `part`, uint8 [nbytes], in the region's size."""
+        return [
+            (part[offset : offset + region.numel * dtype.itemsize].view(dtype).view(region.size), region)
+            for region, dtype, offset in zip(self.regions, self.dtypes, self.offsets, strict=True)
+        ]

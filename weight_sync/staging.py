@@ -1,0 +1,199 @@
+"""Where the bytes of a sync lie at one end, step by step: in staging buffers, or in memory that both ends map."""
+
+import functools
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+
+from .buckets import STAGING_BUFFERS, Piece, part_sizes, staging_buffers
+from .copies import Digester
+from .groups import Wire, pack_handle, rebuild_ipc, unpack_handle
+from .lora import LoRAWeight
+from .regions import Message, Region, copy_of, whole
+
+RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
+
+
+class Staging:
+    """Whole buckets, of which each rank has a part. `parts[i]` are those of step i, uint8 [n] each."""
+
+    is_mapped = False  # whether workers read memory of the trainer's
+    part_of: list[int] | None = None  # the part of each step that each worker gets; None: all get the same
+    in_flight = 1
+
+    def __init__(self, steps: list[list[Piece]], parts: list[list[torch.Tensor | None]]):
+        self.steps, self.parts = steps, parts
+
+    def view(self, i: int, piece: Piece) -> torch.Tensor:
+        """The elements [count] of a piece, in the part of its rank."""
+        return self.parts[i][piece.rank][piece.offset : piece.offset + piece.nbytes].view(piece.dtype)
+
+    def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
+        """The copy (destination, source) of a region, which a replay repeats."""
+        return copy_of(destination, region, piece, self.view(i, piece))
+
+    def sent(self, i: int, rank: int) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, Region]]]]:
+        """The parts of step i that this trainer rank fills, each with the places of the regions that go there."""
+        return [(self.parts[i][rank], [(self.view(i, p), whole(p)) for p in self.steps[i] if p.rank == rank])]
+
+    def digest(self, i: int, total: torch.Tensor) -> None:
+        """Add the digest of step i, as it lies in its parts, to `total`, int64 [1]."""
+        self._digesters[i].run(total)
+
+    @functools.cached_property
+    def _digesters(self) -> list[Digester]:
+        return [Digester(parts, i * len(parts)) for i, parts in enumerate(self.parts)]
+
+    def start(self, i: int) -> Callable[[], bool]:
+        """Start to send or to receive step i, after the copies queued so far. Returns a check for its end."""
+        return lambda: True
+
+
+class WiredStaging(Staging):
+    """Staging buffers of this end, as many as steps in flight. `sizes` are the bytes of each step's parts.
+
+    `transfers` has, of each step, what passes over the wire, as `Wire.start` takes it, with a part's index for the
+    tensor.
+    """
+
+    def __init__(
+        self, steps: list, sizes: list[list[int]], transfers: list[tuple], wire: Wire, buffers: int = STAGING_BUFFERS
+    ):
+        self.in_flight = min(buffers, len(sizes))
+        largest = [max(map(sum, sizes[i :: self.in_flight])) for i in range(self.in_flight)]
+        memory = [torch.empty(nbytes, dtype=torch.uint8, device=wire.device) for nbytes in largest]
+        parts = [list(memory[i % self.in_flight][: sum(each)].split(each)) for i, each in enumerate(sizes)]
+        super().__init__(steps, parts)
+        self.wire, self.transfers = wire, transfers
+
+    def start(self, i: int) -> Callable[[], bool]:
+        parts = self.parts[i]
+        return self.wire.start([(kind, parts[n], peer) for kind, n, peer in self.transfers if len(parts[n])])
+
+
+class RoutedStaging(WiredStaging):
+    """Nothing but what workers need. `needs` has the regions in each part, by part and step."""
+
+    def __init__(self, steps: list[list[Piece]], needs: list[list[list[Region]]], transfers: list[tuple], wire: Wire):
+        pieces = {piece.number: piece for piece in chain(*steps)}
+        self.messages = [[Message(part, pieces) for part in step] for step in zip(*needs, strict=True)]
+        super().__init__(steps, [[message.nbytes for message in each] for each in self.messages], transfers, wire)
+
+    @classmethod
+    def of_rank(
+        cls, steps: list[list[Piece]], needs: list[list[list[Region]]], workers: list[int], wire: Wire
+    ) -> "RoutedStaging":
+        """What a rank sends: a part for all workers that need the same. `needs` has the regions that each worker wants
+        of this rank, by step, and `workers` their ranks in the group."""
+        different = [each for i, each in enumerate(needs) if each not in needs[:i]]
+        part_of = [different.index(each) for each in needs]
+        transfers = [("send", part, to) for part, to in zip(part_of, workers, strict=True)]
+        staging = cls(steps, different, transfers, wire)
+        staging.part_of = part_of
+        return staging
+
+    @classmethod
+    def of_worker(cls, steps: list[list[Piece]], needs: list[list[Region]], ranks: int, wire: Wire) -> "RoutedStaging":
+        """What a worker gets: a part from each rank. `needs` has the regions that it wants, by step."""
+        holder = {piece.number: piece.rank for piece in chain(*steps)}
+        parts = [[[region for region in step if holder[region.piece] == r] for step in needs] for r in range(ranks)]
+        return cls(steps, parts, [("recv", rank, rank) for rank in range(ranks)], wire)
+
+    @functools.cached_property
+    def places(self) -> dict[Region, torch.Tensor]:
+        """Where each region lies, of those of a worker."""
+        messages = zip(chain(*self.messages), chain(*self.parts), strict=True)
+        return {region: place for message, part in messages for place, region in message.places(part)}
+
+    def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
+        return destination, self.places[region]
+
+    def sent(self, i: int, rank: int) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, Region]]]]:
+        return [(part, message.places(part)) for message, part in zip(self.messages[i], self.parts[i], strict=True)]
+
+
+class TrainerMemory(Staging):
+    """Memory of the ranks that workers map, and read in a single step: of each rank either its tensors or, in `parts`,
+    copies of them in the dtypes that travel.
+
+    `weights` has the tensors of each rank by name: its elements [n] or, of a weight with an adapter, the base's with
+    both factors, which a worker merges while it reads.
+    """
+
+    is_mapped = True
+
+    def __init__(
+        self,
+        steps: list[list[Piece]],
+        parts: list[torch.Tensor | None],
+        weights: list[dict[str, torch.Tensor | LoRAWeight]],
+    ):
+        super().__init__(steps, [parts])
+        self.weights = weights
+
+    def handles(self) -> dict[int, dict]:
+        """What another process needs to map this memory, by rank: of nobody's, nothing."""
+
+        def pack(weight: torch.Tensor | LoRAWeight) -> list:
+            if not isinstance(weight, LoRAWeight):
+                return [pack_handle(weight)]
+            return [*map(pack_handle, (weight.base, weight.lora_A, weight.lora_B)), weight.scaling, weight.transposed]
+
+        handles = {}
+        for rank, (part, weights) in enumerate(zip(self.parts[0], self.weights, strict=True)):
+            if part is not None or weights:
+                packed = {name: pack(weight) for name, weight in weights.items()}
+                handles[rank] = {"part": None if part is None else pack_handle(part), "weights": packed}
+        return handles
+
+    @classmethod
+    def mapped(
+        cls, steps: list[list[Piece]], ranks: int, handles: dict[int, dict], device: int | None
+    ) -> "TrainerMemory":
+        """The memory behind the `handles` of all ranks, in this process."""
+
+        def rebuild(base: str, *adapter) -> torch.Tensor | LoRAWeight:
+            tensors = [rebuild_ipc(unpack_handle(handle), device) for handle in (base, *adapter[:2])]
+            return LoRAWeight(*tensors, *adapter[2:]) if adapter else tensors[0]
+
+        parts, weights = [None] * ranks, [{} for _ in range(ranks)]
+        for rank, each in handles.items():
+            parts[rank] = each["part"] and rebuild(each["part"])
+            weights[rank] = {name: rebuild(*handle) for name, handle in each["weights"].items()}
+        return cls(steps, parts, weights)
+
+    def view(self, i: int, piece: Piece) -> torch.Tensor:
+        elements, adapted = self._elements(piece)
+        if adapted is None:
+            return elements
+        merged = torch.empty(piece.count, dtype=piece.dtype, device=elements.device)
+        rows, merge = copy_of(merged, whole(piece), piece, elements, adapted)
+        merge(rows)
+        return merged
+
+    def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
+        return copy_of(destination, region, piece, *self._elements(piece))
+
+    def _elements(self, piece: Piece) -> tuple[torch.Tensor, LoRAWeight | None]:
+        if (weight := self.weights[piece.rank].get(piece.name)) is None:
+            return super().view(0, piece), None
+        adapted = weight if isinstance(weight, LoRAWeight) else None
+        return getattr(weight, "base", weight)[piece.begin - piece.first :][: piece.count], adapted
+
+    def sent(self, i: int, rank: int) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, Region]]]]:
+        return [] if self.parts[0][rank] is None else super().sent(i, rank)
+
+    def digest(self, i: int, total: torch.Tensor) -> None:
+        for rank, (part, weights) in enumerate(zip(self.parts[0], self.weights, strict=True)):
+            tensors = [] if part is None else [part]
+            for weight in weights.values():
+                tensors += [weight.base, weight.lora_A, weight.lora_B] if isinstance(weight, LoRAWeight) else [weight]
+            if tensors:
+                Digester(tensors, rank * RANK_NUMBERS).run(total)  # a new one: it keeps copies of odd tensors
+
+
+def broadcast_staging(buckets: list[list[Piece]], bucket_bytes: int, ranks: int, wire: Wire) -> WiredStaging:
+    """Whole buckets, of which each rank broadcasts its part to all other members of the group."""
+    sizes, transfers = [part_sizes(bucket, ranks) for bucket in buckets], [("broadcast", r, r) for r in range(ranks)]
+    return WiredStaging(buckets, sizes, transfers, wire, staging_buffers(bucket_bytes))
