@@ -11,7 +11,7 @@
 1. Place: one Ray placement group, with a bundle for each trainer rank and one for each engine worker.
 2. Connect the trainer's ranks with all workers, and sync once: now the engines serve the trainer's weights.
 3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engines' log-probabilities of the
-   tokens they sampled must equal the trainer's but for rounding, or the run ends with an error.
+   tokens they sampled must equal the trainer's, with --exact bit for bit, else but for rounding.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
@@ -28,6 +28,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
+from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
 from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
@@ -41,7 +42,9 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, ToolArguments, LayoutArguments, EngineArguments, RunArguments):
+class Arguments(
+    GRPOConfig, TaskArguments, ToolArguments, LayoutArguments, ExactArguments, EngineArguments, RunArguments
+):
     """The flags of this script."""
 
 
@@ -49,7 +52,7 @@ class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension"}
+        options = exact_options(args, model, "WorkerExtension")
         return self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
@@ -65,8 +68,8 @@ class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner, which sends what it has of the weights."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, args.trainers, device)
-        proof = Proof(MAX_MISMATCH[device], weights_proven=True)
+        torch_device = self.join(address, args.trainers, device, args.exact)
+        proof = Proof(MAX_MISMATCH[device], True, args.exact, args.tensor_parallel_size)
         self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
         return self.resume(models.checkpoint)
 
@@ -117,6 +120,7 @@ def main(args: Arguments) -> None:
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        args = settle_exactness(run, args, models.loaded, trainers)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)

@@ -32,6 +32,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments, llm_options
+from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
 from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
@@ -46,7 +47,14 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 @dataclass
 class Arguments(
-    GRPOConfig, TaskArguments, ToolArguments, AsyncArguments, LayoutArguments, EngineArguments, RunArguments
+    GRPOConfig,
+    TaskArguments,
+    ToolArguments,
+    AsyncArguments,
+    LayoutArguments,
+    ExactArguments,
+    EngineArguments,
+    RunArguments,
 ):
     """The flags of this script."""
 
@@ -55,7 +63,7 @@ class Engine(AsyncEngineActor):
     """A Ray actor around vllm.AsyncLLM. Many of its methods run at the same time."""
 
     async def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension"}
+        options = exact_options(args, model, "WorkerExtension")
         return await self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
 
     async def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
@@ -70,8 +78,8 @@ class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner, which sends what it has of the weights."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, args.trainers, device)
-        proof = Proof(MAX_MISMATCH[device], weights_proven=True)
+        torch_device = self.join(address, args.trainers, device, args.exact)
+        proof = Proof(MAX_MISMATCH[device], True, args.exact, args.tensor_parallel_size)
         self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
         return self.resume(models.checkpoint)
 
@@ -122,6 +130,7 @@ def main(args: Arguments) -> None:
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        args = settle_exactness(run, args, models.loaded, trainers)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)

@@ -35,13 +35,12 @@ from annotated_types import Ge, Gt, Le
 from transformers.hf_argparser import HfArg
 
 from recipe.errors import RunError
-from recipe.learning.exact import match_engine
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactArguments, exact_options, is_exact, settle_exactness
+from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, by_node, measure, memory_table, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models, replace_flags
@@ -87,8 +86,8 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int], before: int | None) -> int:
         """Start the engine, after the one on the same GPUs that has returned `before`."""
-        options = {"worker_extension_cls": "rlhf_utils.ColocateWorkerExtension"}
-        options |= {"enable_sleep_mode": args.sleep != "none"} | (exact_options(model) if args.exact != "off" else {})
+        options = {"enable_sleep_mode": args.sleep != "none"}
+        options |= exact_options(args, model, "ColocateWorkerExtension")
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE / args.engines_per_gpu)
         args = replace_flags(args, gpu_memory_utilization=args.gpu_memory_utilization / args.engines_per_gpu)
         max_model_len = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
@@ -114,10 +113,8 @@ class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner. It sends to the workers on the same device."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        if args.exact != "off":
-            match_engine()
-        torch_device = self.join(address, args.engines * args.tensor_parallel_size, device)
-        proof = Proof(MAX_MISMATCH[device], weights_proven=True)
+        torch_device = self.join(address, args.engines * args.tensor_parallel_size, device, args.exact)
+        proof = Proof(MAX_MISMATCH[device], True, args.exact, args.tensor_parallel_size)
         self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
         resumed = self.resume(models.checkpoint)
         self.learner.release_memory()  # loading held whole tensors
@@ -181,7 +178,7 @@ def main(args: Arguments) -> None:
         run.say("no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake" if device == "cpu" else "")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args = settle_exactness(run, args, models.loaded, trainers.rank_0("starting", "capability"))
+        args = settle_exactness(run, args, models.loaded, trainers, by_nccl=False)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         max_model_len = start(engines, models.loaded, args, device)
         address = trainers.rank_0("loading", "address")
@@ -190,11 +187,6 @@ def main(args: Arguments) -> None:
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(run, trainers, engines, args)
-        if args.exact != "off" and not is_exact(run, engines, trainers, task, args, max_model_len):
-            args = replace_flags(args, exact="off")
-            engines.restart()
-            start(engines, models.loaded, args, device)
-            handles = connect(run, trainers, engines, args)
         level, memory_after_loading = args.sleep, measure(session, "load")
         run.start_metrics(steps_done, args)
 

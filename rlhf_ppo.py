@@ -45,6 +45,7 @@ from recipe.learning.rollout import Rollout, rollout_metrics
 from recipe.learning.value_models import RewardModel
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options
 from recipe.rollouts.evaluation import evaluate
+from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
 from recipe.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, memory_table, reserve, seat
 from recipe.run.arguments import RunArguments, parse
@@ -62,7 +63,7 @@ UNFINISHED = "unfinished-critic"  # the critic's folder in the run folder, until
 
 
 @dataclass
-class Arguments(PPOConfig, RewardArguments, TaskArguments, EngineArguments, RunArguments):
+class Arguments(PPOConfig, RewardArguments, TaskArguments, ExactArguments, EngineArguments, RunArguments):
     """The flags of this script."""
 
     task: str = HfArg(
@@ -93,9 +94,10 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         self.has_own_gpus = device == "cuda" and args.placement == "split"
-        options = {"worker_extension_cls": "rlhf_utils.WorkerExtension", "enable_sleep_mode": args.sleep != "none"}
-        if args.placement == "colocated":
-            options["worker_extension_cls"] = "rlhf_utils.ColocateWorkerExtension"
+        colocated = args.placement == "colocated"
+        options = {"enable_sleep_mode": args.sleep != "none"}
+        options |= exact_options(args, model, "ColocateWorkerExtension" if colocated else "WorkerExtension")
+        if colocated:
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
         max_model_len = self.load(model, llm_options(args, device, bundles, **options))
         self.remember_weights()
@@ -123,7 +125,7 @@ class Rank(LearnerActor):
         self, address: tuple[str, int], ranks: int, path: str, state: Path | None, args: Arguments, device: str
     ) -> tuple[int, str]:
         self.shared = device == "cuda" and args.placement == "colocated"
-        self.make(path, args, self.join(address, ranks, device, AT_ONCE))
+        self.make(path, args, self.join(address, ranks, device, args.exact, AT_ONCE))
         resumed = self.resume(state) if self.learner else (0, "")
         with self.turn():
             pass  # the next model needs the memory that loading took
@@ -136,6 +138,8 @@ class Reference(Rank):
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
         self.model = Model(path, args, device)
+        if args.exact != "off":  # as the policy, or the KL would not begin at 0
+            self.model.make_exact(args.tensor_parallel_size)
 
 
 class Reward(Rank):
@@ -163,7 +167,7 @@ class Trainer(Rank):
     weights_stay = True  # on the GPU, where the engine reads them
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        proof = Proof(MAX_MISMATCH[device.type], weights_proven=True)
+        proof = Proof(MAX_MISMATCH[device.type], True, args.exact, args.tensor_parallel_size)
         self.learner = PPOLearner(path, args, device, args.seed, args.steps, proof)
 
     def open_channel(self, tensor_parallel_size: int) -> dict[str, str]:
@@ -235,9 +239,10 @@ def main(args: Arguments) -> None:
         task.tokenize(paths["trainer"], args.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
+        models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
+        args = settle_exactness(run, args, paths["trainer"], models["trainer"], by_nccl=args.placement == "split")
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
         max_model_len = engine.first("starting", "start", paths["trainer"], args, device, each=engine.bundles)
-        models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
         loading = (  # a generator: the port of each address is asked for just before its model loads
             (group, "load", group.rank_0("loading", "address"), len(group), paths[name], states.get(name), args, device)
             for name, group in models.items()

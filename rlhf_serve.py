@@ -33,6 +33,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments
+from recipe.rollouts.exact_engine import ExactArguments, settle_exactness
 from recipe.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
 from recipe.run.arguments import RunArguments, parse
@@ -49,7 +50,14 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 @dataclass
 class Arguments(
-    GRPOConfig, TaskArguments, ToolArguments, AsyncArguments, ServeArguments, EngineArguments, RunArguments
+    GRPOConfig,
+    TaskArguments,
+    ToolArguments,
+    AsyncArguments,
+    ServeArguments,
+    ExactArguments,
+    EngineArguments,
+    RunArguments,
 ):
     """The flags of this script."""
 
@@ -102,8 +110,8 @@ class Trainer(LearnerActor):
     """A Ray actor around the learner. It is rank 0 of a group with each server."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, 1, device)
-        proof = Proof(MAX_MISMATCH[device], weights_proven=True)
+        torch_device = self.join(address, 1, device, args.exact)
+        proof = Proof(MAX_MISMATCH[device], True, args.exact, args.tensor_parallel_size)
         self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
         self.senders, self.timeout, self.threads = {}, args.engine_timeout, ThreadPoolExecutor(64)
         return self.resume(models.checkpoint)
@@ -176,6 +184,7 @@ def main(args: Arguments) -> None:
             run.say("no GPU: the trainer runs on CPU, and so do the servers that it starts, with gloo between them")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        args = settle_exactness(run, args, models.loaded, trainers)
         engines = ActorGroup(session, "engines", Engines, engine_seats)
         address = trainers.rank_0("starting", "address")
         loading = trainers.begin("load", address, models, args, device)

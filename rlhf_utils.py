@@ -14,12 +14,12 @@ messages. If one side fails or dies, its link ends the others' wait. A sync has 
    without storage and records what they would copy where. An unknown, missing or misshapen parameter is an error that
    names it, before a byte moves. The workers also report each parameter's dtype. The trainer casts to it, so fp32
    master weights travel as bf16 to a bf16 engine.
-2. Each worker loads what arrives. In the first sync, every rank broadcasts all it has. *Reload* hands the tensors to vLLM's loader inside vLLM's reload bracket
-   (`initialize_layerwise_reload` ... `finalize_layerwise_reload`). It works for every quantization and device, and for
-   every model whose loaders vLLM's reload can see; for others, the sync fails and says so. *Replay* repeats a recorded
-   reload as copies straight from the buckets, plus vLLM's own processing of quantized layers. The first sync reloads,
-   then loads other weights and replays. If the replay gives every worker the same bits as the reload, later syncs
-   replay, and only what these copies read is sent.
+2. Each worker loads what arrives: in the first sync, all that any rank has. *Reload* hands the tensors to vLLM's loader
+   inside vLLM's reload bracket (`initialize_layerwise_reload` ... `finalize_layerwise_reload`). It works for every
+   quantization and device, and for every model whose loaders vLLM's reload can see; for others, the sync fails and says
+   so. *Replay* repeats a recorded reload as copies straight from the buckets, plus vLLM's own processing of quantized
+   layers. The first sync reloads, then loads other weights and replays. If the replay gives every worker the same bits
+   as the reload, later syncs replay, and only what these copies read is sent.
 3. Both ends digest every bucket: each rank what it packs for a worker, the worker what has arrived. If the digests are
    equal, the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's
    own memory, each replay digests a part of the tensors instead, and 64 syncs all of them.

@@ -7,12 +7,14 @@
     python benchmarks/step.py --topology nccl --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 1024 \
         --mean-tokens 256 --steps 10                 # 2 GPUs
     python benchmarks/step.py --topology nccl --trainers 2 --engines 2    # 4 GPUs
+    python benchmarks/step.py --topology nccl --tensor-parallel-size 2 --ways rlhf.py exact    # 3 GPUs
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
 Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours"). On
 a GPU, runs it again with `--exact on` ("exact"), and prints what the steps have proven, and with learner and engine
 compiled ("compiled"). If trl is installed, runs TRL's GRPOTrainer ("TRL") with vLLM on the same GPU. With `--topology
-nccl`, runs rlhf.py and rlhf_async.py instead, each trainer rank and each TP=1 engine on a GPU of its own.
+nccl`, runs rlhf.py and rlhf_async.py with `--exact off` instead, each trainer rank and each engine worker on a GPU of
+its own, and on GPUs also rlhf.py with `--exact on` ("exact").
 
 All ways get the same model, prompts, reward and batch. The model has random weights. It cannot sample its tokenizer's
 end token, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of the vocabulary ends a
@@ -78,10 +80,11 @@ class Arguments:
         default="ipc", help="trainer and engine on one GPU (ipc; CPU: shared memory), or on several (nccl; CPU: gloo)"
     )
     trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="trainer ranks, each on a GPU, with --topology nccl")
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, each on a GPU, with --topology nccl")
+    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, with --topology nccl")
+    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(default=1, help="GPUs of an engine, with --topology nccl")
     ways: list[str] | None = HfArg(
         default=None,
-        help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py rlhf_async.py)",
+        help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py exact rlhf_async.py)",
     )
     shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
     prompts: Annotated[int, Ge(1)] = HfArg(default=16, help="prompts in a step")
@@ -148,7 +151,8 @@ def choose_gpus(args: Arguments) -> str:
     """The first GPUs that are visible, as many as the topology takes. Raises RunError if there are fewer."""
     import torch
 
-    wanted, available = args.trainers + args.engines if args.topology == "nccl" else 1, torch.cuda.device_count()
+    wanted = args.trainers + args.engines * args.tensor_parallel_size if args.topology == "nccl" else 1
+    available = torch.cuda.device_count()
     if available < wanted:
         raise RunError(f"--topology {args.topology} takes {wanted} GPUs, and there are {available}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(available)))
@@ -207,7 +211,7 @@ def our_step(
     model = folder.parent / "model"
     flags = {"model": model, "dataset": model / "prompts.jsonl", "prompts-per-step": args.prompts, "steps": args.steps}
     flags |= {"group-size": args.completions, "max-tokens": args.tokens, "reward": "step_trl:reward", "save-every": 0}
-    flags |= {"tensor-parallel-size": 1, "gpu-memory-utilization": args.gpu_memory_utilization}
+    flags |= {"tensor-parallel-size": args.tensor_parallel_size, "gpu-memory-utilization": args.gpu_memory_utilization}
     flags |= {"engines": args.engines} | ({"trainers": args.trainers} if args.topology == "nccl" else {})
     flags |= {"lora-rank": args.lora_rank} if args.lora_rank else {}
     options = [f"--{name}={value}" for name, value in flags.items()]
@@ -254,7 +258,10 @@ def choose_ways(args: Arguments, gpus: str) -> dict[str, Callable[[Path], tuple[
     """The ways to time, by name: functions that take a folder. Raises RunError if --ways has another name."""
     run = partial(our_step, args=args, gpus=gpus)
     if args.topology == "nccl":
-        ways = {script: partial(run, script=script) for script in ("rlhf.py", "rlhf_async.py")}
+        off = {"script_flags": ["--exact", "off"]}
+        ways = {script: partial(run, script=script, **off) for script in ("rlhf.py", "rlhf_async.py")}
+        if gpus:
+            ways["exact"] = partial(run, script="rlhf.py", script_flags=["--exact", "on"])
     else:
         ways = {"ours": partial(run, script="rlhf_colocate.py", script_flags=["--exact", "off"])}
         if gpus:
@@ -288,8 +295,8 @@ def over_bound(rows: list[dict]) -> float | None:
 def main(args: Arguments) -> None:
     if args.mean_tokens and args.mean_tokens >= args.tokens:
         raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
-    if args.topology == "ipc" and (args.trainers > 1 or args.engines > 1):
-        raise RunError("--trainers and --engines are for --topology nccl")
+    if args.topology == "ipc" and max(args.trainers, args.engines, args.tensor_parallel_size) > 1:
+        raise RunError("--trainers, --engines and --tensor-parallel-size are for --topology nccl")
     device = device_kind()
     gpus = "" if device == "CPU" else choose_gpus(args)
     ways, flops = choose_ways(args, gpus), None if args.mean_tokens else learning_flops(args)

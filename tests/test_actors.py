@@ -146,13 +146,6 @@ def test_a_call_goes_to_all_actors_and_its_answers_come_in_their_order(session):
     assert [*begun] == ["engine", "trainer 0", "trainer 1"]
     assert session.wait("learning", begun) == [0, (0,), (1,)]
 
-    pid = engine.first("learning", "pid")
-    engine.restart()
-    assert [*session.actors] == ["trainer 0", "trainer 1", "engine"]
-    assert trainers.call("learning", "sleep", 2) == [0, 1]  # with a look at all of them
-    assert not psutil.pid_exists(pid)
-    assert engine.first("learning", "pid") != pid
-
 
 @pytest.fixture
 def unpickled(monkeypatch):

@@ -228,8 +228,9 @@ def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path)
         ({"ways": ["rlhf.py"]}, 0, "--ways: there is no rlhf.py here, but ours"),
         ({"topology": "nccl", "ways": ["TRL"]}, 0, "--ways: there is no TRL here, but rlhf.py, rlhf_async.py"),
         ({"topology": "nccl"}, 1, "--topology nccl takes 2 GPUs, and there are 1"),
-        ({"trainers": 2}, 2, "--trainers and --engines are for --topology nccl"),
-        ({"engines": 2}, 2, "--trainers and --engines are for --topology nccl"),
+        ({"topology": "nccl", "tensor_parallel_size": 2}, 2, "--topology nccl takes 3 GPUs, and there are 2"),
+        ({"trainers": 2}, 2, "--trainers, --engines and --tensor-parallel-size are for --topology nccl"),
+        ({"tensor_parallel_size": 2}, 2, "--trainers, --engines and --tensor-parallel-size are for --topology nccl"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_is_written(
@@ -260,15 +261,16 @@ def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
         ways = step.choose_ways(step.Arguments(topology=topology, options="--enforce-eager"), "0,1")
         ways.pop("TRL", None)
         for way, measure in ways.items():
-            folder = tmp_path / way / "run"
+            folder = tmp_path / topology / way / "run"
             folder.mkdir(parents=True)
             (folder / "metrics.jsonl").write_text("")
-            measure(tmp_path / way)
+            measure(tmp_path / topology / way)
     scripts = [os.path.basename(command[0]) for command in commands]
-    assert scripts == ["rlhf_colocate.py"] * 3 + ["rlhf.py", "rlhf_async.py"]
-    assert ["--trainers=1" in command for command in commands] == [False] * 3 + [True] * 2
-    assert ["--exact" in command for command in commands] == [True, True, False, False, False]
-    assert ["--compile" in command for command in commands] == [False, False, True, False, False]
+    assert scripts == ["rlhf_colocate.py"] * 3 + ["rlhf.py", "rlhf_async.py", "rlhf.py"]
+    assert ["--trainers=1" in command for command in commands] == [False] * 3 + [True] * 3
+    exact = [command[command.index("--exact") + 1] if "--exact" in command else "" for command in commands]
+    assert exact == ["off", "on", "", "off", "off", "on"]
+    assert ["--compile" in command for command in commands] == [False, False, True, False, False, False]
     assert all("--enforce-eager" in command and "--tensor-parallel-size=1" in command for command in commands)
 
 

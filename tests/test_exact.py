@@ -6,6 +6,9 @@ pytest tests/test_exact.py
 """
 
 import math
+import re
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +17,14 @@ from test_learning import CPU, MODELS, config, rollouts, write_model
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
-import rlhf_colocate
-from recipe.errors import RunError
+import rlhf
+from recipe.errors import MismatchError, RunError
 from recipe.learning import exact
 from recipe.learning.grpo import GRPOLearner
+from recipe.learning.learner import Proof
 from recipe.learning.model import Model
 from recipe.rollouts.exact_engine import settle_exactness
-from recipe.run.checkpoint import replace_flags
+from weight_sync.lora import LoRAWeight
 
 EXACT = {"Llama": MODELS["Llama"], "Qwen2": MODELS["Llama"], "Mistral": MODELS["Llama"]}
 EXACT |= {"Qwen3": {**MODELS["Llama"], "head_dim": 32}, "OPT": MODELS["OPT"]}
@@ -74,23 +78,30 @@ def torch_arithmetic(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(("adapters", "workers"), [({}, 1), ({}, 2), ({"lora_rank": 4}, 4)])
 @pytest.mark.parametrize("architecture", EXACT)
-def test_exact_model_computes_what_transformers_computes_and_has_its_gradients(tmp_path, architecture):
+def test_exact_model_computes_what_transformers_computes_and_has_its_gradients(
+    tmp_path, architecture, adapters, workers
+):
     path = write_model(architecture, tmp_path, **EXACT[architecture])
-    plain, exactly = (GRPOLearner(path, config(temperature=0.7), CPU) for _ in range(2))
-    batch = rollouts(plain)
-    exactly.make_exact("on")
-    gradients = []
+    proofs = Proof(), Proof(exact="on", workers=workers)
+    plain, exactly = (GRPOLearner(path, config(temperature=0.7, **adapters), CPU, proof=proof) for proof in proofs)
+    batch, gradients = rollouts(plain), []
     for learner in (plain, exactly):
+        torch.manual_seed(1)
+        for parameter in learner.model.adapters:
+            torch.nn.init.normal_(parameter, std=0.1)
         logprobs, entropies = learner.model.score(batch, 8, entropy=True)
         logprobs.square().sum().backward()
-        gradients.append((logprobs, entropies, {n: p.grad for n, p in learner.model.module.named_parameters()}))
+        named = {name: p for name, p in learner.model.module.named_parameters() if p.requires_grad}
+        gradients.append((logprobs, entropies, {name: p.grad for name, p in named.items()}))
     (logprobs, entropies, expected), (own, own_entropies, found) = gradients
     torch.testing.assert_close(own, logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(own_entropies, entropies, atol=1e-5, rtol=1e-5)
     for name, gradient in expected.items():
         if architecture == "OPT" and name.endswith("k_proj.bias"):
             continue  # 0 but for rounding: it moves all scores of a query alike
+        assert found[name].dtype == gradient.dtype
         assert gradient.abs().max() > 0, name
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
 
@@ -101,8 +112,8 @@ def test_queries_of_opt_are_not_rounded_before_the_kernel_scales_their_products(
     projected, taken = [], []
     attention.q_proj.register_forward_hook(lambda module, inputs, output: projected.append(output))
     monkeypatch.setattr(exact, "attention_kernel", lambda *args: taken.append(args) or attend(*args))
-    for _ in range(2):  # a run calls it again after its check
-        model.make_exact(True)
+    for _ in range(2):
+        model.make_exact(1)
     model.module.bfloat16()(torch.arange(2, 20)[None])
     queries, _, _, scale, _ = taken[0]
     assert queries.flatten(2).equal(projected[0]) and scale == attention.head_dim**-0.5
@@ -114,9 +125,9 @@ def test_model_is_plain_again_where_it_is_told_so(tmp_path, architecture):
     ids = torch.arange(2, 20)[None]
     with torch.no_grad():
         before = model.module(ids).logits
-        model.make_exact(True)
+        model.make_exact(2)
         assert model.module.config._attn_implementation == "exact"
-        model.make_exact(False)
+        model.make_exact(0)
         assert model.module(ids).logits.equal(before)
     assert not [name for name, submodule in model.module.named_modules() if "forward" in vars(submodule)]
 
@@ -127,7 +138,7 @@ def test_another_model_of_the_family_stays_plain(tmp_path):
     ids = torch.arange(2, 20)[None]
     with torch.no_grad():
         before = other.module(ids).logits
-        Model(path, config(), CPU).make_exact(True)
+        Model(path, config(), CPU).make_exact(2)
         assert other.module(ids).logits.equal(before)
 
 
@@ -202,32 +213,106 @@ def test_attention_that_is_exact_depends_on_the_head_dimension(sizes, backend):
 
 
 def test_token_that_differs_is_an_error_or_said_once(tmp_path, capsys):
-    from dataclasses import replace
-
-    from recipe.errors import MismatchError
-
-    learner = GRPOLearner(write_model("Llama", tmp_path, **EXACT["Llama"]), config(), CPU)
-    learner.make_exact("on")
+    path = write_model("Llama", tmp_path, **EXACT["Llama"])
+    learner = GRPOLearner(path, config(), CPU, proof=Proof(exact="on"))
     batch = rollouts(learner)
     assert learner.learn(batch)["logprobs/different_tokens"] == 0
+    assert "step 1: exact: all " in capsys.readouterr().out
     wrong = rollouts(learner)
     shifted = list(wrong[2].logprobs)
     shifted[0] += 1e-6
     wrong[2] = replace(wrong[2], logprobs=shifted)
     with pytest.raises(MismatchError, match=r"--exact on: at step 2 1 of .* token 0 of completion 2 by "):
         learner.learn(wrong)
-    learner.make_exact("auto")
+    learner.exact = "auto"
     for _ in range(2):
         assert learner.learn(wrong)["logprobs/different_tokens"] >= 1
     assert capsys.readouterr().out.count("importance weights correct for that") == 1
 
 
-def test_attention_that_was_asked_for_is_used(tmp_path):
-    model, said = write_model("Llama", tmp_path, **EXACT["Llama"]), []
-    for attention, exactly in ((None, "auto"), ("eager", "off")):
-        args = rlhf_colocate.Arguments(tensor_parallel_size=1, attention=attention)
-        args = settle_exactness(SimpleNamespace(say=said.append), args, model, 90)
-        assert args.exact == exactly
-    assert said == ["not exact: trainers would not use the attention that was asked for (--attention)"]
-    with pytest.raises(RunError, match="--exact on: trainers would not use the attention"):
-        settle_exactness(None, replace_flags(args, exact="on"), model, 90)
+@pytest.mark.parametrize("options", [{}, {"num_mini_batches": 2}])
+def test_difference_over_the_bound_leaves_the_trainer_with_its_own_kernels(tmp_path, monkeypatch, capsys, options):
+    attend = exact.attention_kernel
+    monkeypatch.setattr(exact, "attention_kernel", lambda q, *args: attend(q.neg(), *args))  # wrong
+    path = write_model("Llama", tmp_path, **EXACT["Llama"])
+    batch = rollouts(GRPOLearner(path, config(), CPU))
+    with pytest.raises(MismatchError, match="over the bound of 1e-05"):
+        GRPOLearner(path, config(**options), CPU, proof=Proof(1e-5, exact="on")).learn(batch)
+    learner = GRPOLearner(path, config(kl_coef=0.1, **options), CPU, proof=Proof(1e-5, exact="auto"))
+    assert learner.reference.exact_workers == 1
+    metrics = learner.learn(batch)
+    assert metrics["logprobs/mismatch"] < 1e-6 and learner.step == 1
+    assert (learner.model.exact_workers, learner.reference.exact_workers) == (0, 0)
+    assert capsys.readouterr().out.count("not exact, so the trainer computes with transformers' kernels") == 1
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_parts_are_rounded_and_then_added_in_the_order_of_ranks(parts, adapted):
+    generator = torch.Generator().manual_seed(0)
+    # Whole numbers, so that a product has the same bits in whatever order it adds.
+    draw = lambda *shape: torch.randint(-9, 10, shape, generator=generator).float()  # noqa: E731
+    x, weight, bias = draw(2, 5, 64).bfloat16(), draw(24, 64).bfloat16(), draw(24).bfloat16()
+    adapter = (draw(4, 64), draw(24, 4), 0.5) if adapted else (None, None, 0.0)
+    engines = LoRAWeight(weight, *adapter).merge(weight).bfloat16() if adapted else weight
+    total = torch.zeros(2, 5, 24)
+    for i, (part, columns) in enumerate(zip(x.split(64 // parts, -1), engines.split(64 // parts, 1), strict=True)):
+        total += torch.nn.functional.linear(part.contiguous(), columns.contiguous(), None if i else bias).float()
+    found = exact.Linear.apply(x, weight, bias, *adapter, parts)
+    assert found.dtype == torch.bfloat16 and found.equal(total.bfloat16())
+    assert parts == 1 or not found.equal(torch.nn.functional.linear(x, engines, bias))  # else this shows nothing
+
+
+def test_rows_of_logits_are_as_far_apart_as_in_an_engine(monkeypatch):
+    monkeypatch.undo()  # the kernel itself
+    strides = []
+    names = {"vllm.v1.worker.gpu.sample.gumbel": "apply_temperature"}
+    names |= {"vllm.v1.worker.gpu.sample.logprob": "compute_token_logprobs"}
+
+    def computed(logits, token_ids):
+        strides.append(logits.stride(0))
+        return logits.float().log_softmax(-1).gather(1, token_ids)
+
+    for module, name in names.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: computed}))
+    for vocabulary in (258, 320):
+        logits, targets = torch.randn(3, vocabulary), torch.tensor([0, 5, vocabulary - 1])
+        expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(exact.logprob_kernel(logits, targets, 1.0), expected)
+    assert strides == [320, 320]
+
+
+def settled(gpu, say=lambda _: None, **options):
+    trainers = SimpleNamespace(rank_0=lambda *_: gpu)
+    return settle_exactness(SimpleNamespace(say=say), rlhf.Arguments(**options), options["model"], trainers)
+
+
+H200 = exact.GPU(90, (2, 30, 7), 8)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "reason"),
+    [
+        (H200, {}, ""),
+        (H200, {"tensor_parallel_size": 4}, ""),
+        (H200, {"tensor_parallel_size": 8}, ""),
+        (replace(H200, capability=80), {}, "the GPU's compute capability is below 9.0"),
+        (replace(H200, nccl=(2, 28, 9)), {}, "NCCL 2.28.9 takes vLLM's settings for all groups"),
+        (H200, {"tensor_parallel_size": 3}, "NCCL adds up for 3 workers, in an order of its own"),
+        (H200, {"tensor_parallel_size": 16}, "NCCL adds up for 16 workers"),
+        (replace(H200, linked=0), {"tensor_parallel_size": 4}, "NCCL adds up for 4 workers"),
+        (replace(H200, linked=0), {"tensor_parallel_size": 2}, ""),
+        (H200, {"compile": True}, "inductor rounds in other places (--compile)"),
+        (H200, {"attention": "eager"}, "trainers would not use the attention that was asked for (--attention)"),
+        (None, {"exact": "on"}, "there is no GPU"),
+    ],
+)
+def test_what_rules_exactness_out_is_said_before_anything_starts(tmp_path, gpu, options, reason):
+    options["model"], said = write_model("Llama", tmp_path, **EXACT["Llama"]), []
+    if gpu:
+        assert settled(gpu, said.append, **options).exact == ("off" if reason else "auto")
+        assert len(said) == bool(reason) and all(line.startswith(f"not exact: {reason}") for line in said)
+    if reason:
+        with pytest.raises(RunError, match=re.escape(f"--exact on: {reason}")):
+            settled(gpu, **options | {"exact": "on"})
+    assert settled(None, **options | {"exact": "auto"}).exact == "off"

@@ -168,30 +168,35 @@ def small_qwen2(folder, head_dim: int = 64):
     return folder
 
 
+DIFFER = r"\d+ of \d+ log-probabilities are not the engine's bit for bit: token"
 FLIPS = [
-    # after which sync, --exact, exit status, what the run says
-    (1, "auto", 0, r"^not exact: .* the engines start again, as with --exact off$"),
-    (3, "auto", 0, r"step 3: \d+ of \d+ log-probabilities are not the engine's bit for bit: .*correct for that$"),
-    (3, "on", 1, r"error: .*--exact on: at step 3 \d+ of \d+ log-probabilities are not the engine's bit for bit"),
+    # script, GPUs, after which sync, --exact, exit status, what the run says
+    ("rlhf_colocate.py", 1, 1, "auto", 0, rf"^step 1: not exact: {DIFFER} .*correct for that$"),
+    ("rlhf_colocate.py", 1, 3, "auto", 0, rf"^step 3: not exact: {DIFFER} .*correct for that$"),
+    ("rlhf_colocate.py", 1, 3, "on", 1, rf"error: .*--exact on: at step 3 {DIFFER} "),
+    ("rlhf.py", 3, 3, "auto", 0, rf"^step 3: not exact: {DIFFER} .*correct for that$"),
 ]
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize(("sync", "exactly", "status", "says"), FLIPS)
+@pytest.mark.parametrize(
+    ("name", "count", "sync", "exactly", "status", "says"),
+    [pytest.param(*flip, marks=pytest.mark.gpu(flip[1])) for flip in FLIPS],
+)
 def test_one_bit_that_flips_in_the_engine_shows_in_the_next_step(
-    script, tmp_path, monkeypatch, sync, exactly, status, says
+    script, tmp_path, monkeypatch, name, count, sync, exactly, status, says
 ):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import step
 
     step.build_model(model := tmp_path / "model", step.Arguments(shape="qwen2.5-0.5b"), "cuda")
     options = ["--model", model, "--steps", 5, "--max-tokens", 64, "--save-every", 0, "--output", "run", "--engines", 1]
-    options += ["--exact", exactly, "--gpu-memory-utilization", 0.1, "--tensor-parallel-size", 1]
-    engine = {"worker_extension_cls": "exact_fault.FlippingExtension", "kv_cache_memory_bytes": 2 << 30}
+    options += ["--exact", exactly, "--gpu-memory-utilization", 0.1, "--tensor-parallel-size", max(1, count - 1)]
+    extension = "FlippingColocateExtension" if name == "rlhf_colocate.py" else "FlippingExtension"
+    engine = {"worker_extension_cls": f"exact_fault.{extension}", "kv_cache_memory_bytes": 2 << 30}
     options += ["--engine-args", json.dumps(engine)]
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {"FLIP_AFTER": str(sync), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpus(slice(1))}
-    run = script("rlhf_colocate.py", *options, **environment)
+    environment = {"FLIP_AFTER": str(sync), "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": gpus(slice(count))}
+    run = script(name, *options, **environment)
     text = run.finish()
     assert run.process.returncode == status, text
     assert re.search(says, text, re.MULTILINE), text
@@ -225,7 +230,7 @@ def measure_exact_model(_, folder) -> None:
         precise[row, : len(ids)] = logits.log_softmax(-1).gather(1, torch.tensor(ids, device="cuda")[:, None])[:, 0]
     results = {"fp32": result(precise)}
     for exactly in (False, True):
-        model.make_exact(exactly)
+        model.make_exact(int(exactly))
         for shared, layout.SHARED_TOKENS in (("rows", 10**9), ("shared", 512)):
             with model.computing():
                 results[f"{'exact' if exactly else 'plain'} {shared}"] = result(model.score(rollouts, 300)[0])

@@ -67,7 +67,7 @@ def test_completions_behind_one_prompt_are_scored_as_in_rows_of_their_own(
     learner = GRPOLearner(write_model(architecture, tmp_path, **SHARING[architecture]), config(), CPU)
     assert learner.model.attention[0] == SHARED
     group = groups_of_three(learner)[:6]  # two groups
-    learner.model.make_exact(exactly)
+    learner.model.make_exact(int(exactly))
     found = []
     for tokens, rows in ((8, 1), (APART, 6)):
         monkeypatch.setattr(layout, "SHARED_TOKENS", tokens)

@@ -331,18 +331,6 @@ def test_a_loaders_reason_is_cut_short_between_words():
     assert problem.endswith("word word ...)")
 
 
-class RegistersMore(Model):
-    def load_norm(self, weight):
-        self.register_buffer("doubled", torch.zeros(HIDDEN))
-        self.norm.data.copy_(weight)
-
-
-def test_trace_leaves_nothing_registered():
-    engine = Engine(RegistersMore(0))
-    assert engine.preflight([("norm", "float32", (HIDDEN,))])[0] == ["float32"]
-    assert not list(engine.model.named_buffers())
-
-
 class WithBuffer(Model):
     def __init__(self, rank):
         super().__init__(rank)

@@ -170,9 +170,9 @@ def test_bit_that_flips_on_the_way_to_one_worker_ends_the_sync_everywhere(monkey
         return lambda: arrived() and flip(i)
 
     staging.start = starts
-    assert all("the weights that arrived are not those" in answer for answer in sync.send(tensors(2)))
+    assert all("what arrived is not what the trainer sent" in answer for answer in sync.send(tensors(2)))
     sync.receiving[3].join(10)
-    assert "the weights that arrived are not those" in sync.receiving[3].error
+    assert "what arrived is not what the trainer sent" in sync.receiving[3].error
     assert not sync.workers[3].check_weights_changed()
 
 

@@ -207,7 +207,7 @@ def test_one_flipped_bit_on_the_way_ends_the_sync_on_both_sides(monkeypatch, sid
         return lambda: arrived() and (i != bucket or flip())
 
     staging.start = starts
-    with pytest.raises(WeightSyncError, match=r"engine worker \d .* the weights that arrived are not those that"):
+    with pytest.raises(WeightSyncError, match=r"engine worker \d .* what arrived is not what the trainer sent"):
         sender.send_weights(tensors.items())
     receiving[1].join(10)
     assert "what arrived is not what the trainer sent: their digests differ" in receiving[1].error

@@ -26,7 +26,6 @@ from .trace import (
     loadable_elements,
     parameters_and_buffers,
     plain_tensors,
-    registrations_restored,
     unwrapped_loaders,
 )
 
@@ -232,7 +231,7 @@ class EngineModel:
     def trace(self, metadata: list) -> tuple[dict[str, list[Write]], list[str]]:
         """Run the loaders without effect. Returns their writes by tensor, and the problems."""
         traced, problems = {}, []
-        with self._loadable_parameters() as parameters, registrations_restored(self.model):
+        with self._loadable_parameters() as parameters:
             for name, dtype, shape in metadata:
                 source = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
                 try:

@@ -50,19 +50,6 @@ class WriteTrace(TorchDispatchMode):
 
 
 @contextmanager
-def registrations_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Undo what a loader registers on the model inside this context."""
-    registries = [registry for module in model.modules() for registry in (module._parameters, module._buffers)]
-    before = [dict(registry) for registry in registries]
-    try:
-        yield
-    finally:
-        for registry, tensors in zip(registries, before, strict=True):
-            registry.clear()
-            registry.update(tensors)
-
-
-@contextmanager
 def unwrapped_loaders(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Unwrap the weight loaders: a reload bracket wraps them to count elements and to process complete layers."""
     wrapped = []

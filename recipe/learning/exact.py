@@ -4,27 +4,63 @@ An engine with VLLM_BATCH_INVARIANT=1 gives a token the same bits whatever is be
 computes has the engine's bits as it is: linear layers (by cuBLAS without split-K), silu(gate) * up, additions,
 embeddings and LayerNorm. The rest runs here on vLLM's own kernels, each with a backward pass:
 
+    row-parallel layers with TP=N, the sum of N products, in the order in which vLLM's all-reduce adds them
+    layers with LoRA    one product with the merged weight, rounded as the sync rounds it
     RMSNorm             vLLM adds the residual and normalizes in one kernel, which gets the sum and zeros here
     rotary embedding    by vLLM's kernel, with the engine's table of cosines and sines in bf16
     attention           FlashAttention 3 for a head dimension of 128, else vLLM's Triton kernel
     log-probability     by the function of vLLM's sampler
 
-The script checks that all this is exact: after its first sync, and then with every sampled token.
+The run checks that all this is exact, with every sampled token.
 """
 
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
+
+from weight_sync.lora import LoRAWeight, Merge
 
 from .layout import shared_attention
 
 FLASH_HEAD_DIM = 128  # with which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
 PAGE = 16  # tokens in a block of the Triton kernel's keys and values
 KNOWN_LAYERS = torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm  # exact as transformers has them
+ROW_PARALLEL = ("o_proj", "down_proj", "fc2", "out_proj")  # layers whose inputs vLLM divides among workers
+VOCABULARY_PADDING = 64  # vLLM pads a vocabulary to a multiple of this
 NORMS_WITHOUT_RESIDUAL = ("layers.0.input_layernorm", ".q_norm", ".k_norm")
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What exactness depends on, of a GPU and its node."""
+
+    capability: int  # as 90 for 9.0
+    nccl: tuple[int, ...]  # the version that vLLM loads
+    linked: int  # how many GPUs the node has, each linked with all others; 0 if they are not
+
+    @property
+    def nccl_version(self) -> str:
+        return ".".join(map(str, self.nccl))
+
+    @classmethod
+    def here(cls) -> "GPU | None":
+        """The GPU of this process; None on CPU."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda():
+            return None
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+        from vllm.third_party import pynvml
+
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()  # also those that Ray hides
+        nccl = tuple(map(int, NCCLLibrary().ncclGetVersion().split(".")))
+        linked = count if current_platform.is_fully_connected(list(range(count))) else 0
+        return cls(current_platform.get_device_capability().to_int(), nccl, linked)
 
 
 def match_engine() -> None:
@@ -103,12 +139,17 @@ def _is_plain_rotation(rotate: Callable) -> bool:
     return rotated.shape == q.shape and torch.allclose(rotated, q * cos[:, None] + swapped * sin[:, None])
 
 
-def make_exact(module) -> None:
-    """Make this transformers model compute as the engine does. It must have no `missing_operation`."""
+def make_exact(module, workers: int) -> None:
+    """Make this transformers model compute as an engine of so many workers (its TP) does. It must have no
+    `missing_operation`."""
+    from peft.tuners.lora import LoraLayer
     from transformers import AttentionInterface
 
     for name, submodule in module.named_modules():
         kind, modeling = type(submodule).__name__, sys.modules[type(submodule).__module__]
+        parts = workers if name.endswith(ROW_PARALLEL) else 1
+        if parts > 1 or isinstance(submodule, LoraLayer):
+            submodule.forward = partial(_linear, submodule, parts)
         if kind.endswith("RMSNorm"):
             submodule.forward = partial(_norm, submodule, f".{name}".endswith(NORMS_WITHOUT_RESIDUAL))
         elif hasattr(submodule, "gate_proj"):
@@ -126,8 +167,8 @@ def make_exact(module) -> None:
 def make_plain(module, attention: str) -> None:
     """Undo `make_exact`. The model computes with this attention of transformers again."""
     for submodule in module.modules():
-        if type(submodule).__name__.endswith(("RMSNorm", "RotaryEmbedding")) or hasattr(submodule, "gate_proj"):
-            vars(submodule).pop("forward", None)
+        if getattr(vars(submodule).get("forward"), "func", None) in (_linear, _norm, _mlp, _positions):
+            del submodule.forward
         if hasattr(submodule, "kernel_scaling"):
             submodule.scaling = vars(submodule).pop("kernel_scaling")
     module.config._attn_implementation = attention
@@ -159,6 +200,15 @@ def scores_of_logits(
         return logprobs, _compiled(_entropies)(logits, temperature) if entropy else None
 
 
+def _linear(layer, parts: int, x: torch.Tensor) -> torch.Tensor:
+    base = getattr(layer, "base_layer", layer)
+    adapter = None, None, 0.0
+    if base is not layer and not layer.disable_adapters:
+        (lora_A,), (lora_B,), (scaling,) = layer.lora_A.values(), layer.lora_B.values(), layer.scaling.values()
+        adapter = lora_A.weight, lora_B.weight, scaling
+    return Linear.apply(x, base.weight, base.bias, *adapter, parts)
+
+
 def _norm(norm, without_residual: bool, x: torch.Tensor) -> torch.Tensor:
     return RMSNorm.apply(x, norm.weight.to(x.dtype), norm.variance_epsilon, without_residual)
 
@@ -184,6 +234,53 @@ def _rotate(
 def attention(module, query, key, value, attention_mask, scaling: float, sliding_window: int | None = None, **_):
     """An attention function of transformers, causal: of queries [B, H, S, D], the last one is at the last key."""
     return Attention.apply(query, key, value, getattr(module, "kernel_scaling", scaling), sliding_window), None
+
+
+class Linear(torch.autograd.Function):
+    """x [..., k] by a weight [n, k] in bf16, to which an adapter [r, k], [n, r] in fp32 may be added. Of several
+    `parts`, a worker each, every one rounds its product of a part of k. vLLM adds them in fp32, in the order of ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, lora_A, lora_B, scaling, parts):
+        x = x.to(weight.dtype)
+        ctx.save_for_backward(x, weight, lora_A, lora_B)
+        ctx.scaling = scaling
+        merged, total = _merged(weight, lora_A, lora_B, scaling), 0
+        if parts == 1:
+            return torch.nn.functional.linear(x, merged, bias)
+        for part, columns in zip(x.chunk(parts, -1), merged.chunk(parts, 1), strict=True):
+            # Contiguous, as a worker has them: what cuBLAS does with a bias depends on it.
+            total = total + torch.nn.functional.linear(part.contiguous(), columns.contiguous(), bias).float()
+            bias = None  # the first worker adds it
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, lora_A, lora_B = ctx.saved_tensors
+        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+        grads = [None] * 7
+        if ctx.needs_input_grad[0]:
+            grads[0] = grad @ _merged(weight, lora_A, lora_B, ctx.scaling)
+        if ctx.needs_input_grad[1]:
+            grads[1] = rows.T @ inputs
+        if ctx.needs_input_grad[2]:
+            grads[2] = rows.sum(0)
+        if lora_A is not None:  # never the gradient of the whole weight
+            grads[3] = ctx.scaling * (rows @ lora_B.to(x.dtype)).T @ inputs
+            grads[4] = ctx.scaling * rows.T @ (inputs @ lora_A.to(x.dtype).T)
+        return tuple(grads)
+
+
+def _merged(
+    weight: torch.Tensor, lora_A: torch.Tensor | None, lora_B: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """The weight that the engine has."""
+    if lora_A is None:
+        return weight
+    merged = torch.empty_like(weight)
+    Merge(LoRAWeight(weight, lora_A, lora_B, scaling), weight)(merged)
+    return merged
 
 
 class RMSNorm(torch.autograd.Function):
@@ -418,6 +515,9 @@ def logprob_kernel(logits: torch.Tensor, targets: torch.Tensor, temperature: flo
         logits = logits.to(torch.float32, copy=True)
         requests = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)  # all rows have one temperature
         apply_temperature(logits, requests, torch.tensor([temperature], device=logits.device))  # in place
+    elif unaligned := -logits.shape[1] % VOCABULARY_PADDING:
+        # The kernel's order of additions depends on the distance of two rows, which in the engine includes padding.
+        logits = torch.nn.functional.pad(logits, (0, unaligned))[:, :-unaligned]
     return compute_token_logprobs(logits, targets[:, None])[:, 0]
 
 

@@ -20,7 +20,7 @@ proof and the metrics, without a backward pass.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from annotated_types import Ge
@@ -62,7 +62,6 @@ class GRPOLearner(PolicyLearner):
         proof: Proof | None = None,
     ):
         super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
-        self.reference = None
         if config.kl_coef and not self.model.adapters:
             self.reference = Model(initial or path, config, device, like=self.model)
 
@@ -82,11 +81,6 @@ class GRPOLearner(PolicyLearner):
         reference = self._reference_logprobs(rollouts) if config.kl_coef else None
         metrics = self._run_policy_updates(rollouts, advantage[:, None], left_out, scores, reference, proof_rollouts)
         return rollout_metrics(rollouts, config.group_size) | metrics
-
-    def make_exact(self, exact: Literal["on", "auto", "off"]) -> None:
-        super().make_exact(exact)
-        if self.reference:
-            self.reference.make_exact(exact != "off")
 
     def _reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Log-probabilities [B, T] by the model that the run began with."""

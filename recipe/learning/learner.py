@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -212,6 +213,8 @@ class Proof:
 
     max_mismatch: float | None = None  # the largest that rounding explains in the script's precision
     weights_proven: bool = False  # whether digests prove the engine's weights after every sync
+    exact: Literal["on", "auto", "off"] = "off"  # whether every token must have the engine's bits, or may
+    workers: int = 1  # of an engine, which an exact trainer adds up as
 
 
 @dataclass(eq=False)
@@ -224,6 +227,26 @@ class PolicyScores:
     reference_logprobs: torch.Tensor | None = None
 
 
+def falls_back(method: Callable) -> Callable:
+    """A PolicyLearner's method that proves the last sync. With `exact` "auto", it is called again, with transformers'
+    own kernels from now on, if the engine's take log-probabilities further from the engine than `max_mismatch`."""
+
+    @wraps(method)
+    def call(self, *args, **options):
+        try:
+            return method(self, *args, **options)
+        except MismatchError as error:
+            if self.exact != "auto":
+                raise
+            self._say(f"not exact, so the trainer computes with transformers' kernels from now on: {error}")
+            self.exact = "off"
+            for model in filter(None, (self.model, self.reference)):
+                model.make_exact(0)
+            return method(self, *args, **options)
+
+    return call
+
+
 class PolicyLearner(Learner):
     """A learner of the policy that an engine samples from. The engine's log-probabilities prove each sync."""
 
@@ -232,8 +255,11 @@ class PolicyLearner(Learner):
     ):
         super().__init__(model, config, seed, steps)
         self.proof = proof or Proof()
-        self.exact = "off"  # the value of --exact
-        self.difference_reported = False  # with --exact auto
+        self.reference: Model | None = None  # to which the loss has a KL
+        self.exact = self.proof.exact
+        self.reported = ""  # what was said of exactness: "equal", "different"
+        if self.exact != "off":
+            model.make_exact(self.proof.workers)
         self.example = ""  # a token whose log-probability is not the engine's, as the end of a message
         self.max_mismatch = config.max_mismatch
         if self.max_mismatch is None and self.proof.max_mismatch is not None:
@@ -246,19 +272,12 @@ class PolicyLearner(Learner):
             text += f" the bound of the mismatch is {self.max_mismatch:.2g}"
         return text
 
+    @falls_back
     def mismatch(self, rollouts: list[Rollout]) -> float:
         """Mean distance of the engine's log-probabilities from the trainer's. Raises MismatchError as `score` does."""
         return self._check_mismatch(self._score_mismatch(rollouts))["logprobs/mismatch"]
 
-    def make_exact(self, exact: Literal["on", "auto", "off"]) -> None:
-        """From now on, compute what the engine computes, bit for bit, or as transformers does ("off").
-
-        If a token's log-probability is not the engine's, "on" raises a MismatchError. "auto" prints that once, and
-        importance weights correct for it.
-        """
-        self.exact = exact
-        self.model.make_exact(exact != "off")
-
+    @falls_back
     def score(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> PolicyScores:
         """The policy's scores of these rollouts, which prove the last sync together with `proof_rollouts`: raises
         MismatchError if the engine's log-probabilities are further off than `max_mismatch` on average."""
@@ -312,7 +331,10 @@ class PolicyLearner(Learner):
             )
         if self.exact == "off":
             return {"logprobs/mismatch": mismatch}
-        if different and not self.difference_reported:
+        if not different and not self.reported:
+            self.reported = "equal"
+            self._say(f"exact: all {tokens:.0f} log-probabilities are the engine's, bit for bit")
+        if different and self.reported != "different":
             examples = [self.example]
             if self.model.ranks > 1:  # the token may be on another rank
                 examples *= self.model.ranks
@@ -321,10 +343,13 @@ class PolicyLearner(Learner):
             difference += next(filter(None, examples), "")
             if self.exact == "on":
                 raise MismatchError(f"--exact on: at step {self.step + 1} {difference}")
-            self.difference_reported = True
-            if self.model.rank == 0:
-                print(f"step {self.step + 1}: {difference}; importance weights correct for that", flush=True)
+            self.reported = "different"
+            self._say(f"not exact: {difference}; importance weights correct for that")
         return {"logprobs/mismatch": mismatch, "logprobs/different_tokens": different}
+
+    def _say(self, text: str) -> None:
+        if self.model.rank == 0:
+            print(f"step {self.step + 1}: {text}", flush=True)
 
     def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
         """Tensors [B, T], right-padded with zeros, and the number of each "row" [B]. "mask" is 1 for tokens that the
@@ -364,6 +389,7 @@ class PolicyLearner(Learner):
         means = {name: float(mean) for name, mean in means.items()}
         return self._run_updates(rollouts, tensors, self._token_weights) | scores.metrics | means
 
+    @falls_back
     def _run_single_update(
         self, rollouts: list[Rollout], tensors: dict[str, torch.Tensor], proof_rollouts: list[Rollout]
     ) -> dict[str, float]:

@@ -91,10 +91,12 @@ class Model:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.attention: AttentionChoice | None = like.attention if like else None
         self.rounding = 0.0  # how far bf16 moves the log-probabilities on average, measured if the model learns
-        self.exact = False  # whether the model computes what an engine computes, bit for bit
+        self.exact_workers = 0  # of the engine as which the model computes, bit for bit; 0: of none
         self.module = self._load(path, learns, seed)
         self.named_tensors = NamedTensors(self.module)
         self.adapters = adapter_parameters(self.module)
+        if like and like.exact_workers:
+            self.make_exact(like.exact_workers)
 
     def remarks(self) -> str:
         """Lines to print at the start of a run."""
@@ -180,11 +182,12 @@ class Model:
             dist.all_reduce(sums)
         return sums.tolist()
 
-    def make_exact(self, on: bool) -> None:
-        """From now on, compute as an engine does, bit for bit (exact.py), or, if not `on`, as transformers does."""
-        self.exact = on
-        if on:
-            exact.make_exact(self.module)
+    def make_exact(self, workers: int) -> None:
+        """From now on, compute as an engine of so many workers does, bit for bit (exact.py), or with 0, as transformers
+        does."""
+        self.exact_workers = workers
+        if workers:
+            exact.make_exact(self.module, workers)
         else:
             exact.make_plain(self.module, self.attention.name)
         self._add_token_scores(self.module)
@@ -279,8 +282,8 @@ class Model:
 
     def _add_token_scores(self, module) -> None:
         """Give the module the method `token_scores`."""
-        score_logits = exact.scores_of_logits if self.exact else scores_of_logits
-        if not self.exact and (self.config.compile or self.device.type == "cuda"):
+        score_logits = exact.scores_of_logits if self.exact_workers else scores_of_logits
+        if not self.exact_workers and (self.config.compile or self.device.type == "cuda"):
             score_logits = torch.compile(score_logits, dynamic=True)  # fewer passes over the logits, the largest tensor
         add_forward(module, "token_scores", partial(token_scores, score_logits=score_logits))
 

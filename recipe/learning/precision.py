@@ -9,6 +9,7 @@ import torch
 @contextmanager
 def bf16_weights(model) -> Iterator[None]:
     """Inside, the model computes with bf16 copies of its fp32 weights. Gradients arrive at the fp32 weights, in fp32.
+    Adapters stay fp32, since a merge wants them so; elsewhere autocast rounds them.
 
     Backward belongs inside as well: what gradient checkpointing computes again must find the copies.
 
@@ -17,9 +18,9 @@ def bf16_weights(model) -> Iterator[None]:
     """
     slots = [
         (module._parameters, name, weight)
-        for module in model.modules()
+        for path, module in model.named_modules()
         for name, weight in module._parameters.items()
-        if weight is not None and weight.dtype == torch.float32
+        if weight is not None and weight.dtype == torch.float32 and ".lora_" not in path
     ]
     copies = {weight: weight.bfloat16() for weight in dict.fromkeys(weight for *_, weight in slots)}  # tied ones once
     try:

@@ -1,4 +1,4 @@
-"""Exact engines, whose log-probabilities a trainer computes bit for bit: whether there can be one, options, a check.
+"""Exact engines, whose log-probabilities a trainer computes bit for bit: whether there can be one, and options.
 
 Since the workers' extension is here, vLLM imports this module in every worker before it loads the model. If
 VLLM_BATCH_INVARIANT=1 is set, the import makes linear layers `torch.nn.functional.linear`. That mode has cuBLAS work
@@ -7,24 +7,23 @@ without split-K, so they give the same bits as vLLM's Triton kernel, and a decod
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from transformers.hf_argparser import HfArg
 
-from rlhf_utils import ColocateWorkerExtension
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 
-from ..errors import MismatchError, RunError
+from ..errors import RunError
 from ..learning.exact import attention_backend, missing_operation
 from ..run.actors import ActorGroup
 from ..run.checkpoint import replace_flags
 from ..run.folder import RunFolder
-from ..tasks.task import Task
-from .engine import complete
 
 LEAST_CAPABILITY = 90  # of a GPU: on SM80, that mode replaces more operations than are known here
-CHECKED_TOKENS = 600  # in each completion of the check: longer than a page, a chunk and most tilings
+LEAST_NCCL = (2, 29, 7)  # from which on vLLM's settings are for its own communicators only
+ORDERED_SUMS = (4, 6, 8)  # workers for which vLLM's own all-reduce adds in the order of ranks; 2 have only one order
 
 
 @dataclass
@@ -45,22 +44,33 @@ if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         module.linear_batch_invariant = torch.nn.functional.linear
 
 
-class ExactWorkerExtension(ColocateWorkerExtension):
+class ExactWorkerExtension(WorkerExtension):
+    """`WorkerExtension`, for an exact engine."""
+
+
+class ExactColocateWorkerExtension(ColocateWorkerExtension):
     """`ColocateWorkerExtension`, for an exact engine."""
 
 
-def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
+def settle_exactness(run: RunFolder, args, model: str, trainers: ActorGroup, by_nccl: bool = True):
     """The arguments, with `--exact off` if no engine of this model can be exact. Says why, or raises RunError with
-    `--exact on`. `capability` is that of the GPU, as 90 for 9.0; None without one."""
+    `--exact on`. `trainers` have started, and load no model yet; `by_nccl` says whether they send the weights so."""
     from transformers import AutoConfig
 
-    if args.exact == "off" or (args.exact == "auto" and capability is None):
+    gpu = None if args.exact == "off" else trainers.rank_0("starting", "gpu")
+    if args.exact == "off" or (args.exact == "auto" and gpu is None):
         return replace_flags(args, exact="off")
+    workers, hidden_size = args.tensor_parallel_size, AutoConfig.from_pretrained(model).get_text_config().hidden_size
     obstacles = {
-        "there is no GPU": capability is None,
-        f"the GPU's compute capability is below {LEAST_CAPABILITY / 10}": (capability or 0) < LEAST_CAPABILITY,
-        "several workers add up in another order (--tensor-parallel-size)": args.tensor_parallel_size > 1,
-        "adapters are merged in the engine, and not in the trainer": bool(args.lora_rank),
+        "there is no GPU": gpu is None,
+        f"the GPU's compute capability is below {LEAST_CAPABILITY / 10}": gpu and gpu.capability < LEAST_CAPABILITY,
+        f"NCCL {gpu and gpu.nccl_version} takes vLLM's settings for all groups, and the first sync would hang": (
+            gpu and by_nccl and gpu.nccl < LEAST_NCCL
+        ),
+        f"NCCL adds up for {workers} workers, in an order of its own (--tensor-parallel-size)": (
+            gpu and workers > 2 and (workers not in ORDERED_SUMS or workers > gpu.linked or hidden_size % 8)  # noqa: PLR2004
+        ),
+        "others have started the engines (--engine-url)": getattr(args, "engine_url", None),
         "inductor rounds in other places (--compile)": args.compile,
         "trainers would not use the attention that was asked for (--attention)": args.attention is not None,
     }
@@ -75,33 +85,13 @@ def settle_exactness(run: RunFolder, args, model: str, capability: int | None):
     return replace_flags(args, exact="off")
 
 
-def exact_options(model: str) -> dict:
-    """vLLM's options for an exact engine of this model. Sets the environment variable that its workers inherit."""
+def exact_options(args, model: str, extension: str) -> dict:
+    """vLLM's options for an engine with this worker extension of rlhf_utils, and if it is to be exact, for that. Then
+    sets the environment variable that its workers inherit."""
     from transformers import AutoConfig
 
+    if args.exact == "off":
+        return {"worker_extension_cls": f"rlhf_utils.{extension}"}
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     backend = attention_backend(AutoConfig.from_pretrained(model))
-    return {"worker_extension_cls": f"{__name__}.ExactWorkerExtension", "attention_backend": backend}
-
-
-def is_exact(run: RunFolder, engines: ActorGroup, trainers: ActorGroup, task: Task, args, max_model_len: int) -> bool:
-    """Have the engines sample a few long completions, and the trainers score them. Returns whether all
-    log-probabilities are equal, and says so, or what differs. With `--exact on`, a difference raises MismatchError."""
-    rows = task.draw(1)[:4]
-    tokens = min(CHECKED_TOKENS, max_model_len - max(len(row.prompt_ids) for row in rows))
-    probe = replace(args, max_tokens=tokens, group_size=2)
-    probe.ignore_eos = True
-    batch = complete(engines, rows * len(engines), probe, step=0)
-    trainers.call("proving", "make_exact", "on")
-    try:
-        trainers.first("proving", "mismatch", batch.rollouts)
-    except MismatchError as difference:
-        if args.exact == "on":
-            raise
-        reason = str(difference).removeprefix("--exact on: ")
-        run.say(f"not exact: {reason}; the engines start again, as with --exact off")
-        trainers.call("proving", "make_exact", "off")
-        return False
-    trainers.call("proving", "make_exact", args.exact)
-    run.say(f"exact: in completions of {tokens} tokens, the trainers' log-probabilities are the engines', bit for bit")
-    return True
+    return {"worker_extension_cls": f"{__name__}.Exact{extension}", "attention_backend": backend}

@@ -34,6 +34,7 @@ from ..errors import RunError
 from ..learning.rollout import Rollout
 from ..run.session import last_line
 from .engine import EngineArguments, labelled_rollouts_of, llm_options
+from .exact_engine import exact_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
 PR_SET_PDEATHSIG = 1  # Linux: a process gets a signal when its parent ends
@@ -358,7 +359,8 @@ class ReplicaPool:
 
         gpus, tp, port = os.environ.get("CUDA_VISIBLE_DEVICES"), args.tensor_parallel_size, get_open_port()
         bundles = list(range(number * tp, (number + 1) * tp))
-        options = {"worker_extension_cls": EXTENSION, "enable_scale_out": True, "distributed_executor_backend": "mp"}
+        options = {"enable_scale_out": True, "distributed_executor_backend": "mp"}
+        options |= exact_options(args, model, "WorkerExtension")
         options = llm_options(args, device, bundles, args.engines * tp, **options)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]

@@ -25,6 +25,7 @@ from transformers.hf_argparser import HfArg
 from weight_sync.groups import device_id_of
 
 from ..errors import RunError
+from ..learning.exact import GPU, match_engine
 from ..learning.learner import Learner
 from ..learning.model import Model
 from ..learning.rollout import Rollout
@@ -79,16 +80,11 @@ class ActorGroup:
     """Ray actors of one class, one on each of these seats. The class is called with the actor's number."""
 
     def __init__(self, session: RaySession, name: str, cls: type, seats: list[Seat]):
-        self.session, self.cls = session, cls
+        self.session = session
         names = [f"{name} {i}" for i in range(len(seats))] if len(seats) > 1 else [name]
-        self.seats, self.actors = dict(zip(names, seats, strict=True)), {}
-        self.restart()
-
-    def restart(self) -> None:
-        """End these actors, and what they have started, and begin with new ones on the same seats."""
-        self.session.end(self.actors)
-        is_async = inspect.getmembers(self.cls, inspect.iscoroutinefunction)
-        remote_class = ray.remote(max_concurrency=MAX_CALLS if is_async else 1)(self.cls)
+        self.seats = dict(zip(names, seats, strict=True))
+        is_async = inspect.getmembers(cls, inspect.iscoroutinefunction)
+        remote_class = ray.remote(max_concurrency=MAX_CALLS if is_async else 1)(cls)
         numbered_seats = enumerate(self.seats.items())
         self.actors = {name: remote_class.options(**seat.options).remote(i) for i, (name, seat) in numbered_seats}
         self.session.actors |= self.actors
@@ -146,23 +142,24 @@ class LearnerActor:
 
         return ray.util.get_node_ip_address(), get_open_port()
 
-    def join(self, address: tuple[str, int], ranks: int, device: str, at_once: int = 1) -> torch.device:
+    def join(
+        self, address: tuple[str, int], ranks: int, device: str, exact: str = "off", at_once: int = 1
+    ) -> torch.device:
         """Join the other ranks of this model. The first one listens at `address`. Returns this rank's device.
 
-        On CPU, all ranks of the models that compute `at_once` share the cores.
+        `exact` is the value of --exact. On CPU, all ranks of the models that compute `at_once` share the cores.
         """
+        if exact != "off":
+            match_engine()
         if device == "cpu":  # beside a GPU, Ray's one thread is faster: waking others takes longer than they save
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks * at_once)))
         rank_device = torch.device(device, 0)  # Ray makes one GPU visible
         join_ranks(*address, self.rank, ranks, rank_device)
         return rank_device
 
-    def capability(self) -> int | None:
-        """The compute capability of this actor's GPU, as 90 for 9.0; None on CPU."""
-        from vllm.platforms import current_platform
-
-        capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
-        return capability and capability.to_int()
+    def gpu(self) -> GPU | None:
+        """What is known of this actor's GPU; None on CPU."""
+        return GPU.here()
 
     def run(self, method: str, *args):
         """Call this method of the learner or, without one, of the model, which is on its device during the call."""
@@ -208,9 +205,6 @@ class LearnerActor:
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
         return self.learner.mismatch(rollouts)
-
-    def make_exact(self, exact: str) -> None:
-        self.learner.make_exact(exact)
 
     def save(self, run_folder: Path) -> None:
         """Write a checkpoint. All ranks call this; each writes its part."""
