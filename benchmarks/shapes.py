@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from recipe.run.arguments import RunArguments
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 32768}
 OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"]}
 SHAPES = {
     "tiny": OPT
@@ -24,6 +25,10 @@ SHAPES = {
     "qwen2.5-32b": QWEN2
     | {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+    "qwen3-30b-a3b-4l": QWEN3_MOE  # 4 of its 48 layers
+    | {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 32}
+    | {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"vocab_size": 151936, "tie_word_embeddings": False, "norm_topk_prob": True},
 }
 
 

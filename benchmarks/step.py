@@ -33,9 +33,10 @@ itself; its "rollout" is the time that the trainer waits for rollouts.
 
 MFU is the share of the bf16 peak (PEAK_FLOPS) of all trainers' GPUs that the arithmetic of learning takes, without any
 recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each weight of the head and each token of a
-completion, and 6 * layers * hidden size * length for the attention of each token. With adapters, weights take 4, since
-they get no gradient. With `--mean-tokens` there is no MFU, since lengths differ. Memory is the peak of what is in use
-on all GPUs together; on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
+completion, and 6 * layers * hidden size * length for the attention of each token. Of a mixture's experts, only the
+share counts that a token chooses. With adapters, weights take 4, since they get no gradient. With `--mean-tokens` there
+is no MFU, since lengths differ. Memory is the peak of what is in use on all GPUs together; on CPU, of the processes'
+resident memory. Writes a table, step.json and step.png.
 """
 
 import importlib.util
@@ -140,9 +141,12 @@ def learning_flops(args: Arguments) -> float:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[args.shape]))
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    blocks = sum(p.numel() for p in model.parameters()) - sum(w.numel() for w in {embeddings, head})
+    config, outside = model.config, {embeddings, head}
+    share = config.num_experts_per_tok / config.num_experts if hasattr(config, "num_experts") else 1
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p not in outside}
+    blocks = sum(size * (share if ".experts." in name else 1) for name, size in sizes.items())
     length, sequences = args.prompt_tokens + args.tokens, args.prompts * args.completions
-    attention = model.config.num_hidden_layers * model.config.hidden_size * length
+    attention = config.num_hidden_layers * config.hidden_size * length
     weights = blocks * length + head.numel() * args.tokens
     return sequences * ((4 if args.lora_rank else 6) * weights + 6 * attention * length)
 

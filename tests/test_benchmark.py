@@ -199,6 +199,11 @@ def test_flops_of_learning_are_those_of_the_models_matrices_and_attention(step):
     vectors = 24 * (896 + 2 * 128 + 2 * 896) + 896  # biases and norms
     per_token = 24 * block + vectors + 24 * 896 * 12
     assert step.learning_flops(args) == 6 * (2 * 3) * (per_token * 12 + 896 * 151936 * 5)
+    args.shape = "qwen3-30b-a3b-4l"
+    block = 2048 * 4096 * 2 + 2 * 2048 * 512 + 2048 * 128 + 8 * 3 * 2048 * 768  # the router, and 8 experts
+    vectors = 4 * (2 * 2048 + 2 * 128) + 2048
+    per_token = 4 * block + vectors + 4 * 2048 * 12
+    assert step.learning_flops(args) == 6 * (2 * 3) * (per_token * 12 + 2048 * 151936 * 5)
 
 
 def test_summary_has_medians_and_what_is_in_no_part(step):
