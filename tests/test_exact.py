@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 
 import rlhf
 from recipe.errors import MismatchError, RunError
-from recipe.learning import exact
+from recipe.learning import exact, exact_mlp
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.model import Model
@@ -28,6 +28,8 @@ from weight_sync.lora import LoRAWeight
 
 EXACT = {"Llama": MODELS["Llama"], "Qwen2": MODELS["Llama"], "Mistral": MODELS["Llama"]}
 EXACT |= {"Qwen3": {**MODELS["Llama"], "head_dim": 32}, "OPT": MODELS["OPT"]}
+MOE = {"num_experts": 6, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+EXACT |= {"Mixtral": {**MODELS["Llama"], "num_local_experts": 6}, "Qwen3Moe": {**EXACT["Qwen3"], **MOE}}
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,18 @@ def torch_arithmetic(monkeypatch):
         half = cos.shape[-1] // 2
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
 
+    def route(logits, k, renormalizes):
+        weights, chosen = logits.float().softmax(-1).topk(k)
+        return weights / weights.sum(-1, keepdim=True) if renormalizes else weights, chosen.int()
+
+    def compute_experts(x, gate_up, down, weights, chosen):
+        gate, up = torch.einsum("tn,tkin->tki", x, gate_up[chosen]).chunk(2, -1)
+        outputs = torch.einsum("tki,tkni->tkn", torch.nn.functional.silu(gate) * up, down[chosen])
+        return (outputs * weights[..., None]).sum(1).to(x.dtype)
+
     monkeypatch.setattr(exact, "rms_norm_kernel", rms_norm)
+    monkeypatch.setattr(exact_mlp, "routing_kernel", route)
+    monkeypatch.setattr(exact_mlp, "experts_kernel", compute_experts)
     monkeypatch.setattr(exact, "rotary_kernel", rotate)
     monkeypatch.setattr(exact, "attention_kernel", attend)
     monkeypatch.setattr(exact, "attention_backward_kernel", attend_backward)
@@ -162,6 +175,9 @@ def test_operation_that_is_not_known_is_named(tmp_path, architecture, missing):
         ("qwen3_5_text", {"layer_types": ["full_attention"]}, "its Qwen3_5RMSNorm"),  # without `variance_epsilon`
         ("qwen3_5_text", {"layer_types": ["linear_attention"]}, "its Qwen3_5GatedDeltaNet"),
         ("falcon_mamba", {}, "its FalconMambaMixer"),  # without heads, too
+        ("qwen2_moe", {}, "its Qwen2MoeSparseMoeBlock"),  # with a shared expert
+        ("granitemoe", {}, "its GraniteMoeMoE"),  # with a router of another form
+        ("minimax_m2", {}, "its MiniMaxM2SparseMoeBlock"),  # by sigmoids
     ],
 )
 def test_module_of_another_kind_is_a_reason_and_no_crash(architecture, options, missing):
@@ -261,6 +277,21 @@ def test_parts_are_rounded_and_then_added_in_the_order_of_ranks(parts, adapted):
     found = exact.Linear.apply(x, weight, bias, *adapter, parts)
     assert found.dtype == torch.bfloat16 and found.equal(total.bfloat16())
     assert parts == 1 or not found.equal(torch.nn.functional.linear(x, engines, bias))  # else this shows nothing
+
+
+def test_experts_of_several_workers_are_rounded_and_then_added():
+    generator = torch.Generator().manual_seed(0)
+    x, gate, up, down = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in [(7, 32), *[(4, 24, 32)] * 2, (4, 32, 24)]
+    )
+    weights, chosen = exact_mlp.routing_kernel(torch.randn(7, 4, generator=generator), 2, True)
+    total, gate_up = torch.zeros(7, 32), torch.cat((gate, up), 1)
+    for own in (slice(0, 12), slice(12, 24)):
+        own_gate_up = torch.cat((gate[:, own], up[:, own]), 1)
+        total += exact_mlp.experts_kernel(x, own_gate_up, down[:, :, own], weights, chosen).float()
+    found = exact_mlp.Experts.apply(x, gate_up, down, weights, chosen, 2)
+    assert found.dtype == torch.bfloat16 and found.equal(total.bfloat16())
+    assert not found.equal(exact_mlp.Experts.apply(x, gate_up, down, weights, chosen, 1))
 
 
 def test_rows_of_logits_are_as_far_apart_as_in_an_engine(monkeypatch):

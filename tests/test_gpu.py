@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT
 from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, gpus
+from test_architectures import build
 from test_chat import run_two_steps, write_task
 from test_compiled import assert_syncs_are_exact
 from test_quantized import compare
@@ -205,6 +206,27 @@ def test_one_bit_that_flips_in_the_engine_shows_in_the_next_step(
         assert [row["logprobs/different_tokens"] > 0 for row in rows] == [False] * 2 + (
             [True, False, False] * (not status)
         )
+
+
+MIXTURES = [("Mixtral", 1), ("Qwen3Moe", 1), ("Qwen3Moe", 3)]  # and GPUs
+
+
+@pytest.mark.parametrize(("architecture", "count"), [pytest.param(*m, marks=pytest.mark.gpu(m[1])) for m in MIXTURES])
+def test_mixture_of_experts_computes_as_its_engine(script, tmp_path, architecture, count):
+    sizes = {"num_experts": 32, "num_local_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True}
+    build(architecture, tmp_path / "model", **sizes, initializer_range=0.1, max_position_embeddings=512)
+    name = "rlhf_colocate.py" if count == 1 else "rlhf.py"  # with TP=2
+    options = "--model model --exact on --steps 5 --max-tokens 64 --learning-rate 1e-3 --save-every 0 --output run"
+    options = *options.split(), "--gpu-memory-utilization", 0.1
+    run = script(name, *options, CUDA_VISIBLE_DEVICES=gpus(slice(count)))
+    text = run.finish()
+    assert run.process.returncode == 0, text
+    assert re.search(r"^step 1: exact: all \d+ log-probabilities are the engine's, bit for bit$", text, re.MULTILINE), (
+        text
+    )
+    rows = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
+    assert [row["logprobs/different_tokens"] for row in rows] == [0] * 5
+    assert any(row["grad_norm"] > 0 for row in rows)
 
 
 def measure_exact_model(_, folder) -> None:

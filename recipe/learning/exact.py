@@ -5,6 +5,7 @@ computes has the engine's bits as it is: linear layers (by cuBLAS without split-
 embeddings and LayerNorm. The rest runs here on vLLM's own kernels, each with a backward pass:
 
     row-parallel layers with TP=N, the sum of N products, in the order in which vLLM's all-reduce adds them
+    mixtures of experts vLLM's router and its Triton kernel for fused experts (exact_mlp.py)
     layers with LoRA    one product with the merged weight, rounded as the sync rounds it
     RMSNorm             vLLM adds the residual and normalizes in one kernel, which gets the sum and zeros here
     rotary embedding    by vLLM's kernel, with the engine's table of cosines and sines in bf16
@@ -18,12 +19,13 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 
 from weight_sync.lora import LoRAWeight, Merge
 
+from .exact_mlp import compiled, is_plain_mixture, mixture, mlp
 from .layout import shared_attention
 
 FLASH_HEAD_DIM = 128  # with which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
@@ -98,9 +100,15 @@ def missing_operation(config) -> str:
             return f"its soft-capping ({name})"
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
+    in_mixtures = set()
     for submodule in module.modules():
         cls = type(submodule)
-        if cls.__name__.endswith("RMSNorm"):
+        if hasattr(submodule, "experts"):
+            known = _holds(is_plain_mixture, submodule)
+            in_mixtures.update(submodule.modules())
+        elif submodule in in_mixtures:
+            continue
+        elif cls.__name__.endswith("RMSNorm"):
             known = _holds(_is_plain_norm, cls)
         else:
             known = isinstance(submodule, KNOWN_LAYERS) or not list(submodule.parameters(recurse=False))
@@ -153,7 +161,9 @@ def make_exact(module, workers: int) -> None:
         if kind.endswith("RMSNorm"):
             submodule.forward = partial(_norm, submodule, f".{name}".endswith(NORMS_WITHOUT_RESIDUAL))
         elif hasattr(submodule, "gate_proj"):
-            submodule.forward = partial(_mlp, submodule)
+            submodule.forward = partial(mlp, submodule)
+        elif hasattr(submodule, "experts"):
+            submodule.forward = partial(mixture, submodule, workers)
         elif kind.endswith("RotaryEmbedding"):
             submodule.forward = partial(_positions, rotary_table(module.config, module.device))
         elif kind.endswith("Attention") and callable(rotate := getattr(modeling, "apply_rotary_pos_emb", None)):
@@ -167,7 +177,7 @@ def make_exact(module, workers: int) -> None:
 def make_plain(module, attention: str) -> None:
     """Undo `make_exact`. The model computes with this attention of transformers again."""
     for submodule in module.modules():
-        if getattr(vars(submodule).get("forward"), "func", None) in (_linear, _norm, _mlp, _positions):
+        if getattr(vars(submodule).get("forward"), "func", None) in (_linear, _norm, _positions, mlp, mixture):
             del submodule.forward
         if hasattr(submodule, "kernel_scaling"):
             submodule.scaling = vars(submodule).pop("kernel_scaling")
@@ -197,7 +207,7 @@ def scores_of_logits(
     """As `logprobs.scores_of_logits`, with the logarithm that the engine takes."""
     logprobs = TokenLogprobs.apply(logits, targets, temperature)
     with torch.no_grad():
-        return logprobs, _compiled(_entropies)(logits, temperature) if entropy else None
+        return logprobs, compiled(_entropies)(logits, temperature) if entropy else None
 
 
 def _linear(layer, parts: int, x: torch.Tensor) -> torch.Tensor:
@@ -211,10 +221,6 @@ def _linear(layer, parts: int, x: torch.Tensor) -> torch.Tensor:
 
 def _norm(norm, without_residual: bool, x: torch.Tensor) -> torch.Tensor:
     return RMSNorm.apply(x, norm.weight.to(x.dtype), norm.variance_epsilon, without_residual)
-
-
-def _mlp(mlp, x: torch.Tensor) -> torch.Tensor:
-    return mlp.down_proj(SwiGLU.apply(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
 def _positions(table: torch.Tensor, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,20 +301,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return *_compiled(_norm_gradients)(grad, *ctx.saved_tensors, ctx.eps), None, None
-
-
-class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, with the rounding between the two: forward and backward in a kernel each."""
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return _compiled(_swiglu)(gate, up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _compiled(_swiglu_gradients)(grad, *ctx.saved_tensors)
+        return *compiled(_norm_gradients)(grad, *ctx.saved_tensors, ctx.eps), None, None
 
 
 class Rotary(torch.autograd.Function):
@@ -359,7 +352,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad):
         logits, targets, logprobs = ctx.saved_tensors
         target_logits = logits.gather(1, targets[:, None])[:, 0].float() / ctx.temperature
-        grads = _compiled(_softmax_gradient)(logits, target_logits - logprobs, grad, ctx.temperature)
+        grads = compiled(_softmax_gradient)(logits, target_logits - logprobs, grad, ctx.temperature)
         own = -logprobs.expm1() * grad / ctx.temperature  # of the target: bf16 would round 1 - p to 0 for a p near 1
         grads.scatter_(1, targets[:, None], own[:, None].to(grads.dtype))
         return grads, None, None
@@ -380,28 +373,9 @@ def _norm_gradients(
     return x_grad.to(x.dtype), weight_grad.to(weight.dtype)
 
 
-def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(gate) * up
-
-
-def _swiglu_gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    fp32_gate, sigmoid = gate.float(), gate.float().sigmoid()
-    gate_grad = grad * up * sigmoid * (1 + fp32_gate * (1 - sigmoid))
-    return gate_grad.to(gate.dtype), (grad * fp32_gate * sigmoid).to(up.dtype)
-
-
 def _entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     log_softmax = (logits.float() / temperature).log_softmax(-1)
     return -(log_softmax.exp() * log_softmax).sum(-1)
-
-
-@cache
-def _compiled(function: Callable) -> Callable:
-    """The function, compiled on a GPU, where it then reads and writes its large tensors once."""
-    if not torch.cuda.is_available():
-        return function
-    # Round where the function does: otherwise inductor keeps what it fuses in fp32.
-    return torch.compile(function, dynamic=True, options={"emulate_precision_casts": True})
 
 
 # vLLM's kernels, for which tests/test_exact.py substitutes torch's arithmetic.
