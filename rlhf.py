@@ -149,10 +149,10 @@ def main(args: Arguments) -> None:
             clock.end("train")
             report = sync(trainers, receiving)
             clock.end("sync")
-            run.log_step(step, batch, report, metrics | clock.metrics | evaluate(engines, task, args, step))
+            metrics |= clock.metrics | evaluate(engines, task, args, step)
             if run.saves(step):
                 trainers.call("saving", "save", run.path)
-                run.draw()
+            run.log_step(step, batch, report, metrics)
 
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)

@@ -159,11 +159,10 @@ def main(args: Arguments) -> None:
                 clock.end("train")
                 report = sync(trainers, engines.begin("receive_weights", args.timeout, step))
                 clock.end("sync")
-                metrics |= clock.metrics | ahead.idle_shares(clock.metrics)
-                run.log_step(step, batch, report, metrics | ahead.evaluate(step))
+                metrics |= clock.metrics | ahead.idle_shares(clock.metrics) | ahead.evaluate(step)
                 if run.saves(step):
                     trainers.call("saving", "save", run.path)
-                    run.draw()
+                run.log_step(step, batch, report, metrics)
 
             # 4. Generate again, and prove the last sync
             batch = ahead.take(args.steps + 1)

@@ -203,15 +203,14 @@ def main(args: Arguments) -> None:
             learning_metrics = learn(trainers, engines, batch.rollouts, level, clock)
             report, clock.metrics["time/wake"] = sync(trainers, engines, handles, args)
             clock.end("sync")
-            metrics = memory_after_loading | learning_metrics | clock.metrics
-            run.log_step(step, batch, report, metrics | evaluate(engines, task, args, step))
+            metrics = memory_after_loading | learning_metrics | clock.metrics | evaluate(engines, task, args, step)
+            if run.saves(step):
+                trainers.call("saving", "save", run.path)
+            run.log_step(step, batch, report, metrics)
             if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
             if step > steps_done + 1:  # the first step made Adam's moments
                 level = sleep_level(run, args, level, metrics)
-            if run.saves(step):
-                trainers.call("saving", "save", run.path)
-                run.draw()
 
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)

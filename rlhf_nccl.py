@@ -237,10 +237,10 @@ def main(args: Arguments) -> None:
             clock.end("train")
             report = sync(trainer, engine)
             clock.end("sync")
-            run.log_step(step, batch, report, metrics | clock.metrics | evaluate(engine, task, args, step))
+            metrics |= clock.metrics | evaluate(engine, task, args, step)
             if run.saves(step):
                 trainer.call("saving", "save", run.path)
-                run.draw()
+            run.log_step(step, batch, report, metrics)
 
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)

@@ -168,14 +168,14 @@ def main(args: Arguments) -> None:
             clock.end("train")
             report = sync(trainers, receiving)
             clock.end("sync")
-            run.log_step(step, batch, report, metrics | clock.metrics | evaluate(engines, task, args, step))
+            metrics |= clock.metrics | evaluate(engines, task, args, step)
+            if run.saves(step):
+                trainers.call("saving", "save", run.path)
+            run.log_step(step, batch, report, metrics)
             if run.saves(step) or step in (steps_done + 1, args.steps):
                 # Adam's first update is as large as the learning rate. Later ones may be too small to change a scale.
                 updated = metrics["grad_norm"] > 0 and metrics["learning_rate"] > 0  # a warm-up's first rate is 0
                 compare(run, trainers, engines, must_change=step == 1 and updated)
-            if run.saves(step):
-                trainers.call("saving", "save", run.path)
-                run.draw()
 
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)

@@ -280,13 +280,13 @@ def main(args: Arguments) -> None:
             report = sync(models["trainer"], engine, receive_arguments)
             clock.end("sync")
             metrics = rollout_metrics(batch.rollouts, args.group_size) | estimates | critic | policy | clock.metrics
-            run.log_step(step, batch, report, metrics | evaluate(engine, task, args, step, reward))
-            if step in (steps_done + 1, args.steps):
-                run.say(memory_table(metrics))
+            metrics |= evaluate(engine, task, args, step, reward)
             if run.saves(step):
                 models["critic"].call("saving", "save", run.path)
                 models["trainer"].call("saving", "save", run.path)
-                run.draw()
+            run.log_step(step, batch, report, metrics)
+            if step in (steps_done + 1, args.steps):
+                run.say(memory_table(metrics))
 
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)

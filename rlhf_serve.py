@@ -212,11 +212,10 @@ def main(args: Arguments) -> None:
                 clock.end("train")
                 report = engines.first("syncing", "take_weights")
                 clock.end("sync")
-                metrics |= clock.metrics | engines.first("syncing", "metrics")
-                run.log_step(step, batch, report, metrics | ahead.evaluate(step))
+                metrics |= clock.metrics | engines.first("syncing", "metrics") | ahead.evaluate(step)
                 if run.saves(step):
                     trainers.call("saving", "save", run.path)
-                    run.draw()
+                run.log_step(step, batch, report, metrics)
 
             # 4. Generate again, and prove the last sync
             batch = ahead.take(args.steps + 1)

@@ -3,6 +3,8 @@
 pytest tests/test_reporting.py
 """
 
+import importlib
+import inspect
 import json
 import sys
 import time
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.utils import LoggerType
+from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rlhf
@@ -161,6 +164,14 @@ def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys
     said = capsys.readouterr().out
     assert said.startswith("step 1/3  mismatch 1.0e-07")
     assert "\nstep 1: no completion has a reward, so nothing is learned\n" in said
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in ROOT.glob("rlhf*.py")} - {"rlhf_utils"}))
+def test_a_step_is_saved_before_anything_is_said_about_it(name):
+    _, loop = inspect.getsource(importlib.import_module(name).main).split("for step in")
+    *before, after = loop.split('"save", run.path)')
+    assert "run.log_step(" in after
+    assert not any(word in part for word in ("run.log_step(", "run.say(") for part in before)
 
 
 def test_samples_on_the_screen_are_cut_to_a_line_each(tmp_path, capsys):

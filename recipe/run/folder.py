@@ -141,7 +141,8 @@ class RunFolder:
         self.began = self.logged = time.perf_counter()
 
     def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
-        """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does.
+        """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does. Draw reward.png, if
+        the step has a checkpoint. That is saved before: nothing that fails here may lose it.
 
         Adds the metrics of the batch and of the sync; `time/step`, the seconds since the last step was logged, but for
         evaluation; and `tokens/s`, the sampled tokens over that. Shows completions of the first step and the last one.
@@ -159,6 +160,8 @@ class RunFolder:
             self.say(f"step {step}: no completion has a reward, so nothing is learned")
         if step in (self.steps_done + 1, self.args.steps):
             self.show(batch)
+        if self.saves(step):
+            self.draw()
 
     def _completions(self, step: int, batch: Batch) -> list[dict]:
         rows = []
