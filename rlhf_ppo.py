@@ -235,7 +235,7 @@ def main(args: Arguments) -> None:
     with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
         # 1. Place
         device, shared, args, seats = place(args)
-        paths, states, args = choose_ppo_models(run.path, args, device)
+        paths, states, args = choose_ppo_models(run.path, args, device, task.is_chat)
         task.tokenize(paths["trainer"], args.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")

@@ -9,6 +9,10 @@ class RunError(UserError, RuntimeError):
     """The run cannot start or continue."""
 
 
+class EngineError(UserError, RuntimeError):
+    """An engine cannot start. The message is what vLLM has logged."""
+
+
 class TaskError(UserError, ValueError):
     """Prompts, a reward, a tool or an environment that cannot be used."""
 

@@ -20,14 +20,14 @@ import ray
 from ray import cloudpickle
 
 import rlhf_async
-from recipe.errors import RunError, TaskError
+from recipe.errors import EngineError, RunError, TaskError
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import RolloutsAhead
 from recipe.run import actors
 from recipe.run import session as run_session
 from recipe.run.actors import ActorGroup, Seat, StepClock, measure, memory_table, reserve, seat
 from recipe.run.arguments import RunArguments
-from recipe.run.session import RaySession
+from recipe.run.session import RaySession, one_line
 from recipe.tasks.dataset import Row
 from recipe.tasks.rewards import Rewards
 from rlhf_utils import WeightSyncError
@@ -75,7 +75,7 @@ class Actor:
         time.sleep(seconds)
         return self.number
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception | type[Exception]) -> None:
         raise error
 
     def die(self, seconds: float = 0) -> None:
@@ -84,6 +84,13 @@ class Actor:
 
     def rollouts(self, count: int) -> list:
         return [rollout() for _ in range(count)]
+
+
+class UnpicklableError(Exception):
+    """What Ray can pass on only as text: it is made from other arguments than it has."""
+
+    def __init__(self):
+        super().__init__("no template; see https://hf.co/docs\nfor more")
 
 
 class Receiver(Actor):
@@ -239,6 +246,22 @@ def test_a_death_comes_before_a_failed_sync_and_that_before_all_other_errors(ses
         assert str(raised.value) == message
         shown = getattr(raised.value, "details", "")  # of what nobody expected
         assert ("test_actors.py" in shown and "raise error" in shown) == ("of another kind" in message)
+
+
+def test_an_error_is_told_by_its_type_and_its_message_whatever_is_in_it(session):
+    critic, lines = group(session, "critic"), "no template; see https://hf.co/docs\nfor more"
+    text = lines.replace("\n", " ")
+    for error, said in (
+        (ValueError(lines), f"the critic failed while starting: ValueError: {text}"),
+        (UnpicklableError, f"the critic failed while starting: test_actors.UnpicklableError: {text}"),
+        (AssertionError, "the critic failed while starting: AssertionError"),
+        (EngineError("no memory"), f"the critic cannot start: no memory; more in {sys.stderr.name}"),
+    ):
+        with pytest.raises(RunError) as raised:
+            critic.call("starting", "fail", error)
+        assert str(raised.value) == said
+    assert one_line(OSError(28, "No space left", "/run")) == "[Errno 28] No space left: '/run'"
+    assert one_line(KeyError()) == "KeyError"
 
 
 @pytest.fixture

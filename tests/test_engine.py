@@ -6,6 +6,7 @@ pytest tests/test_engine.py
 
 import os
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,9 +16,9 @@ from pair import CORE_IN_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipe.errors import RunError
+from recipe.errors import EngineError, RunError
 from recipe.rollouts import engine
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, known_options, llm_options
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, engine_start, llm_options
 from recipe.tasks.dataset import Row
 from recipe.tasks.tiny_model import MAX_LENGTH, build_tiny_model
 from rlhf_utils import WeightSyncError
@@ -37,11 +38,53 @@ def test_options_that_vllm_refuses_are_errors_with_its_reason_alone(args, tmp_pa
     from vllm import EngineArgs
 
     model, unknown = str(build_tiny_model(tmp_path)), "unexpected keyword argument 'max_num_seqz'$"
-    with pytest.raises(RunError, match=f"^--engine-args: .* {unknown}"), known_options():
+    with pytest.raises(RunError, match=f"^--engine-args: .* {unknown}"), engine_start():
         EngineArgs(model, max_num_seqz=5)
     refused = "vLLM refuses these options of the engine: Value error, Total number of attention heads (4) must be"
-    with pytest.raises(RunError, match=f"^{re.escape(refused)}"), known_options():
+    with pytest.raises(RunError, match=f"^{re.escape(refused)}"), engine_start():
         EngineArgs(model, tensor_parallel_size=3, enforce_eager=True).create_engine_config()
+
+
+CORE, WORKER = (f"({name} pid=7) ERROR 11-26 13:44:41 [core.py:15] " for name in ("EngineCore", "Worker_TP0"))
+LOGS = [
+    (
+        f"""(EngineCore pid=7) INFO 11-26 13:44:40 [core.py:5] loading
+{CORE}EngineCore failed to start.
+{CORE}Traceback (most recent call last):
+{CORE}  File "core.py", line 1, in run
+{CORE}ValueError: too long: decrease
+{CORE}  `max_model_len`, see https://vllm.ai
+Process EngineCore:""",
+        "ValueError: too long: decrease `max_model_len`, see https://vllm.ai",
+    ),
+    (
+        f"""{WORKER}  File "worker.py", line 1, in load
+{WORKER}KeyError: 'fc1'
+{CORE}  File "core.py", line 1, in run
+{CORE}Exception: WorkerProc initialization failed""",
+        "KeyError: 'fc1'",
+    ),
+    (f"{CORE}Exception: WorkerProc initialization failed", "one of vLLM's processes ended"),
+    ("usage: api_server.py\napi_server.py: error: unrecognized arguments: --a", "api_server.py: error: unrecognized"),
+]
+
+
+@pytest.mark.parametrize(("log", "reason"), LOGS, ids=["core", "worker", "killed worker", "server"])
+def test_engine_that_cannot_start_says_what_its_processes_raised_first(capfd, log, reason):
+    with pytest.raises(EngineError, match=f"^{re.escape(reason)}"), engine_start():
+        print(log, file=sys.stderr, flush=True)
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+
+@cpu_only
+@pytest.mark.slow
+def test_run_whose_engine_cannot_start_says_why_in_its_last_line(script, tmp_path):
+    no_memory = '{"kv_cache_memory_bytes": 1000}'
+    run = script("rlhf.py", "--engine-args", no_memory, "--tensor-parallel-size", 1, "--output", "run")
+    text = run.finish()
+    run.assert_failed_cleanly(text, [])
+    reason = "error: the engine cannot start: ValueError: No available memory for the cache blocks.*; more in "
+    assert re.search(f"^{reason}{tmp_path}/run/run.log$", text.splitlines()[-1])
 
 
 def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):

@@ -857,6 +857,7 @@ def flags(monkeypatch):
         (["--updates", "2"], "unrecognized arguments: --updates 2"),
         (["--num-epochs", "0"], "argument --num-epochs: Input should be greater than or equal to 1, not 0"),
         (["--timeout", "0"], "argument --timeout: Input should be greater than 0, not 0.0"),
+        (["--seed", "1732612345678"], "argument --seed: Input should be less than 4294967296, not 1732612345678"),
         (["--clip-low", "2"], "argument --clip-low: Input should be less than or equal to 1, not 2.0"),
         (["--resume", "nowhere"], "--resume nowhere: not a run folder"),
         (["--resume", "nowhere", "--output", "here"], "--resume continues in that run's folder: it takes no --output"),

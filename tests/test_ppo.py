@@ -411,6 +411,8 @@ def test_critic_begins_with_a_reward_models_head(reward_model):
 def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
     check_critic(reward_model, model)
     check_reward_model(reward_model)
+    with pytest.raises(RunError, match="has no chat template, and the prompts are chat messages"):
+        check_reward_model(reward_model, is_chat=True)
     with pytest.raises(RunError, match="is a OPTForCausalLM: a "):
         check_reward_model(model)
     several = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)

@@ -40,7 +40,7 @@ from ..tasks.rewards import Batch, Group, Scores, reward_metrics
 from ..tasks.task import Task
 from .conversation import Conversation, group_of
 from .engine import (
-    known_options,
+    engine_start,
     labelled_rollouts_of,
     replace_equal_groups,
     sampling_options,
@@ -86,7 +86,7 @@ class AsyncEngineActor:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         options = {"scheduling_policy": "priority", "disable_log_stats": True} | options
-        with known_options():
+        with engine_start():
             arguments = AsyncEngineArgs(model, **options)
             # The context is that of vllm.LLM: that of AsyncLLM has larger batches.
             self.llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)

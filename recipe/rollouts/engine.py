@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -17,7 +19,7 @@ from transformers.hf_argparser import HfArg
 
 from rlhf_utils import WeightSyncError
 
-from ..errors import RunError
+from ..errors import EngineError, RunError
 from ..functions import json_object
 from ..learning.rollout import Rollout
 from ..run.actors import ActorGroup
@@ -30,6 +32,9 @@ from .conversation import Conversation, Turn, group_of, together
 
 # Steps from the seeds of one round, or turn, to those of the next: no run has as many, or 24 rounds of a step.
 NEXT_ROUND, NEXT_TURN = 20_011, 500_009
+UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # how vLLM refers to another process
+LOG_PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] ?)?", re.MULTILINE)
+RAISED = re.compile(r"^((?:[\w.]*(?:Error|Exception)|\S+\.py: error): .*(?:\n  (?!File ).*)*)", re.MULTILINE)
 DECODED_BEFORE = 256  # tokens of a prompt that are decoded with each completion
 # vLLM's default compiles the model as well, for a longer start and no faster rollouts.
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -56,8 +61,9 @@ class EngineArguments:
 
 
 @contextmanager
-def known_options() -> Iterator[None]:
-    """Raise RunError, with vLLM's reason alone, if it refuses an engine's options."""
+def engine_start() -> Iterator[None]:
+    """Raise RunError, with vLLM's reason alone, if it refuses an engine's options, and EngineError, with what its
+    processes have logged, if they cannot start."""
     try:
         yield
     except ValidationError as error:
@@ -66,6 +72,18 @@ def known_options() -> Iterator[None]:
         if "EngineArgs" not in str(error):
             raise
         raise RunError(f"--engine-args: {error}") from error
+    except Exception as error:
+        if not UNEXPLAINED.search(str(error)):
+            raise
+        raise EngineError(logged_reason()) from error
+
+
+def logged_reason() -> str:
+    """The first error that this actor and its child processes have logged: later ones only follow from it."""
+    log = Path("/proc/self/fd/2")
+    text = LOG_PREFIX.sub("", log.read_text(errors="replace")) if log.is_file() else ""
+    reasons = (" ".join(found.split()) for found in RAISED.findall(text) if not UNEXPLAINED.search(found))
+    return next(reasons, "one of vLLM's processes ended")
 
 
 class EngineActor:
@@ -78,7 +96,7 @@ class EngineActor:
         """Start the engine. Returns the tokens that a prompt and its completion may have."""
         from vllm import LLM  # only now: `llm_options` has set its environment variables
 
-        with known_options():
+        with engine_start():
             self.llm = LLM(model, **options)
         die_with_children(unless=lambda: self.leaving)
         return self.llm.model_config.max_model_len

@@ -30,10 +30,10 @@ from transformers.hf_argparser import HfArg
 
 from rlhf_utils import SyncReport
 
-from ..errors import RunError
+from ..errors import EngineError, RunError
 from ..learning.rollout import Rollout
-from ..run.session import last_line
-from .engine import EngineArguments, labelled_rollouts_of, llm_options
+from ..run.session import one_line
+from .engine import EngineArguments, labelled_rollouts_of, llm_options, logged_reason
 from .exact_engine import exact_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
@@ -341,7 +341,7 @@ class ReplicaPool:
             async with self.sync_lock:
                 await self._sync(await self.together([replica], self.connect))
         except Exception as error:  # of the server's check, or of the trainer: both are asked again
-            replica.reason = last_line(error)
+            replica.reason = one_line(error)
         if replica.serving:
             seconds = time.perf_counter() - answered
             self.return_seconds.append(seconds)
@@ -381,7 +381,7 @@ class ReplicaPool:
     async def _until_started(self, replica: Replica, server: subprocess.Popen) -> None:
         while await replica.silence():
             if server.poll() is not None:
-                raise RunError(f"{replica.name} ended while starting; run.log says why")
+                raise EngineError(f"{replica.name}: {logged_reason()}")
             await asyncio.sleep(POLL_SECONDS)
 
 

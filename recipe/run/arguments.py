@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 from pydantic import TypeAdapter, ValidationError
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
@@ -42,7 +42,7 @@ class RunArguments:
         " writes a model there (default: facebook/opt-125m; CPU: a small built-in one)",
     )
     steps: Annotated[int, Ge(1)] = HfArg(default=30, help="learning steps")
-    seed: Annotated[int, Ge(0)] = HfArg(
+    seed: Annotated[int, Ge(0), Lt(2**32)] = HfArg(
         default=0, help="seed of the order of the prompts, of sampling and of the built-in model"
     )
     ray_address: str | None = HfArg(

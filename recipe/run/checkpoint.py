@@ -159,14 +159,15 @@ def replace_flags(args: RunArguments, **changes) -> RunArguments:
 
 
 def choose_ppo_models(
-    run_folder: Path, args: RunArguments, device: str
+    run_folder: Path, args: RunArguments, device: str, is_chat: bool = False
 ) -> tuple[dict[str, str], dict[str, Path], RunArguments]:
     """Returns the model that each actor of rlhf_ppo.py loads, by the actor's name; the folders whose training state
     trainer and critic go on from, by the same names; and the arguments, as `choose_models` does.
 
     The critic is that of the checkpoint, if it has one, or `--critic-model`, or the initial policy. With --lora-rank,
     policy and critic have adapters: the checkpoint has only those, and the policy without them is the reference. A
-    reward model that a function makes is in the run's folder. Raises RunError for models that do not fit.
+    reward model that a function makes is in the run's folder. Raises RunError for models that do not fit each other, or
+    prompts that are chat messages (`is_chat`).
     """
     if args.kl_target and not args.kl_coef:
         raise RunError("--kl-target multiplies --kl-coef, which is 0 and stays 0: give --kl-coef a value above 0")
@@ -180,7 +181,7 @@ def choose_ppo_models(
     check_critic(critic, models.loaded)
     if reward_model:
         reward_model = load_or_make(reward_model, run_folder / "reward_model", args, "--reward-model")
-        check_reward_model(reward_model)
+        check_reward_model(reward_model, is_chat)
     if args.ray_address:
         folders = [path for path in (critic, reward_model) if path and os.path.isdir(path)]
         check_nodes(folders, "GPU" if device == "cuda" else "CPU")
@@ -281,8 +282,9 @@ def check_critic(critic: str, model: str) -> None:
         )
 
 
-def check_reward_model(path: str) -> None:
-    """Raise RunError for a model without a head of one output, or whose tokenizer has more tokens than it embeds."""
+def check_reward_model(path: str, is_chat: bool = False) -> None:
+    """Raise RunError for a model without a head of one output, whose tokenizer has more tokens than it embeds, or that
+    has no template for prompts that are chat messages."""
     from transformers import AutoConfig, AutoTokenizer
 
     config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -296,6 +298,8 @@ def check_reward_model(path: str) -> None:
         raise RunError(
             f"the reward model {path} has the tokenizer of another vocabulary: token {largest}, and {rows} embeddings"
         )
+    if is_chat and not tokenizer.chat_template:
+        raise RunError(f"the reward model {path} has no chat template, and the prompts are chat messages")
 
 
 def first_line(error: Exception) -> str:

@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
@@ -16,11 +18,11 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayError
 
 from rlhf_utils import WeightSyncError
 
-from ..errors import RunError, UserError
+from ..errors import EngineError, RunError, UserError
 from .arguments import RunArguments
 
 USER_ERRORS = (UserError, WeightSyncError)  # their message is all that a user needs
@@ -63,7 +65,7 @@ class RaySession:
             cause = error
             while cause.__cause__ or cause.__context__:  # the outermost error does not say why
                 cause = cause.__cause__ or cause.__context__
-            raise RunError(f"cannot {what}: {last_line(cause)}") from error
+            raise RunError(f"cannot {what}: {one_line(cause)}") from error
         finally:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's
         return self
@@ -175,6 +177,8 @@ def _runs(process: psutil.Process) -> bool:
 def explain(phase: str, actor: str, error: Exception) -> Exception:
     """The error to raise in this process for the one that this actor has raised."""
     cause = _cause(error)
+    if isinstance(cause, EngineError):
+        return RunError(f"the {actor} cannot start: {cause}; more in {sys.stderr.name}")  # which is run.log
     if isinstance(cause, USER_ERRORS):
         return cause
     if _died(error):
@@ -182,7 +186,7 @@ def explain(phase: str, actor: str, error: Exception) -> Exception:
         return RunError(f"the {actor} died{node} while {phase}")
     if "EngineDeadError" in str(error):
         return RunError(f"the {actor} died while {phase}: one of vLLM's processes ended; run.log says why")
-    failure = RunError(f"the {actor} failed while {phase}: {last_line(error)}")
+    failure = RunError(f"the {actor} failed while {phase}: {one_line(error)}")
     failure.details = str(error)  # with the traceback in the actor
     return failure
 
@@ -219,7 +223,7 @@ def run_main(main: Callable, args) -> None:
         print("error: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        print(f"error: {error if isinstance(error, USER_ERRORS) else last_line(error)}", file=sys.stderr)
+        print(f"error: {error if isinstance(error, USER_ERRORS) else one_line(error)}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -240,8 +244,11 @@ def die_with_children(unless: Callable[[], bool] = lambda: False) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def last_line(error: BaseException) -> str:
-    """One line for an error whose text has many: the last one with the word "error" or else the last one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    with_error = [line for line in lines if "error" in line.lower() and "http" not in line]
-    return (with_error or lines or [type(error).__name__])[-1]
+def one_line(error: BaseException) -> str:
+    """The message of an error in one line; after its type, if an actor has raised it."""
+    cause, text = _cause(error), str(error)
+    if isinstance(cause, RayError):  # the actor's error cannot be pickled: here is the end of its traceback
+        text = re.sub(r'(?s).*\n  File "[^\n]*(\n [^\n]*)*\n', "", text)
+    elif cause is not error:
+        text = "".join(traceback.format_exception_only(cause))
+    return " ".join(text.split()) or type(error).__name__

@@ -87,6 +87,11 @@ class Task:
         self.prompts_per_step, self.seed = args.prompts_per_step, args.seed
         self.chat_template_kwargs = json.loads(args.chat_template_kwargs)
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether a prompt is chat messages."""
+        return not all(isinstance(row.prompt, str) for row in [*self.rows, *self.eval_rows])
+
     def draw(self, step: int) -> list[Row]:
         """The rows of one step (the first is 1). Each epoch has its own order, which depends on the seed alone."""
         count, drawn = self.prompts_per_step, []
