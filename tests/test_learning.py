@@ -17,6 +17,7 @@ import transformers
 
 import rlhf
 import rlhf_colocate
+import rlhf_nccl
 import rlhf_ppo
 from recipe.errors import DivergenceError, MismatchError, RunError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
@@ -880,6 +881,8 @@ def test_flags_that_cannot_be_are_usage_errors(flags, capsys, given, message):
         (rlhf, "--mismatch-correction none --importance-cap 2", "--importance-cap needs a --mismatch-correction"),
         (rlhf, "--importance-floor 0.4", "--importance-floor needs --mismatch-correction icepop"),
         (rlhf_ppo, "--kl-horizon 500", "--kl-horizon needs --kl-target"),
+        (rlhf, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
+        (rlhf_nccl, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),
     ],
 )
 def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, given, message):
@@ -894,6 +897,8 @@ def test_flags_that_need_others_are_taken_with_them(flags, tmp_path):
     with RunFolder(args, "test") as run:
         run.start_metrics(0, args)
     assert flags(rlhf, "--resume", tmp_path, "--mismatch-correction", "tis").importance_floor == 0.4  # it cannot go
+    options = '{"max_num_seqs":5,"quantization":"fp8"}'
+    assert flags(rlhf, "--engine-args", options).engine_args == options
 
 
 @pytest.mark.parametrize("script", [rlhf, rlhf_ppo])

@@ -114,9 +114,8 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
     adapter, parser = TypeAdapter(cls), Parser(cls, description.splitlines()[0])
     now = given = parser.given()
     remarks = []
-    for name in PATHS:
-        if (path := given.get(name)) and os.path.exists(path):
-            given[name] = os.path.abspath(path)  # actors, and a run resumed elsewhere, have another working folder
+    paths = [name for name in PATHS if os.path.exists(given.get(name, ""))]
+    given |= {name: os.path.abspath(given[name]) for name in paths}  # actors, and --resume, have another working folder
     if folder := given.get("resume"):
         if "output" in given:
             parser.error("--resume continues in that run's folder: it takes no --output")
@@ -135,6 +134,8 @@ def parse(cls: type[RunArguments], description: str) -> RunArguments:
     for names, need, has_it in NEEDS:
         if (idle := [name for name in names if name in now]) and not has_it(args):  # a saved flag cannot be dropped
             parser.error(f"{flag(idle[0])} needs {need}")
+    if options := json.loads(now.get("engine_args", "{}")).keys() & vars(args).keys():
+        parser.error(f"--engine-args: {min(options)} has a flag of its own, {flag(min(options))}")
     args.given, args.remarks = [name for name in given if name not in NOT_SAVED], remarks
     return args
 
