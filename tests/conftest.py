@@ -126,6 +126,14 @@ def shared_memory_of(processes: list[psutil.Process]) -> set[str]:
     return {entry.path for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
 
 
+def assert_removed(files: set[str]) -> None:
+    """These files go within seconds: resource trackers end after the run."""
+    deadline = time.monotonic() + 30
+    while left := [file for file in files if os.path.exists(file)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
 def title_of(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())

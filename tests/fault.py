@@ -4,7 +4,7 @@ When the third `syncing` begins: `kill` the first process whose title contains t
 `interrupt` the run as Ctrl-C does, `terminate` its driver alone or its whole `group`, `fill` the disk of the folder
 `run`. A sync is over in 20 ms; the one of the fault is held open by stopping the engine's workers before it, until the
 fault has happened. What is to happen while `starting` does so as soon as there is such a process. When it happened, and
-the driver's processes of that moment, go to fault.json.
+the driver's processes of that moment, with the files in /dev/shm that they share, go to fault.json.
 """
 
 import json
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import psutil
+from conftest import shared_memory_of
 
 sys.path.insert(0, os.path.dirname(sys.argv[2]))
 from recipe.run.session import RaySession
@@ -109,8 +110,8 @@ def fill(path: Path) -> None:
 
 
 def note() -> None:
-    pids = [process.pid for process in family]
-    Path("fault.json").write_text(json.dumps({"time": time.time(), "family": pids}))
+    pids, shared = [process.pid for process in family], [f for f in shared_memory_of(family) if "/psm_" in f]
+    Path("fault.json").write_text(json.dumps({"time": time.time(), "family": pids, "shared": shared}))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ pytest tests/test_faults.py -m long    a full disk; interrupts
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Script, cpu_only
+from conftest import ROOT, Script, assert_removed, cpu_only
 from pair import CORE_IN_PROCESS
 
 from recipe.run.checkpoint import write_checkpoint
@@ -98,6 +99,7 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             assert time.time() - happened["time"] < FAULT_SECONDS
             process.assert_failed_cleanly(text, [psutil.Process(p) for p in happened["family"] if psutil.pid_exists(p)])
             assert re.search(message, text.splitlines()[-1]), text
+            assert_removed(happened["shared"])
             (run / "filler").unlink(missing_ok=True)
             before, done = done, int(max(run.glob("checkpoint-*")).name[-6:])
             assert done > before or fault.startswith(("starting", "learning 1"))
@@ -114,32 +116,64 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
 
 
 STARTED = """
-import time
+import multiprocessing, ray, time
+from multiprocessing import shared_memory
 from recipe.run.arguments import RunArguments
 from recipe.run.session import RaySession, run_main
 
+@ray.remote
+class Engine:
+    def start(self):
+        multiprocessing.get_context("spawn").Process(target=time.sleep, args=[600]).start()
+        self.memory = shared_memory.SharedMemory(create=True, size=1)
+        return self.memory.name
+
 def main(args):
     with RaySession(args, print):
-        print("Ray has started", flush=True)
+        engine = Engine.remote()
+        print("Ray has started", ray.get(engine.start.remote()), flush=True)
         time.sleep(600)  # as a reward function does: nobody waits for Ray
 
 run_main(main, RunArguments())
 """
 
 
-@pytest.mark.parametrize("signal_to", ["process", pytest.param("group", marks=pytest.mark.slow)])
-def test_a_run_that_is_told_to_end_does_so_while_nobody_waits_for_an_actor(tmp_path, signal_to):
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        (signal.SIGTERM, os.kill),
+        (signal.SIGHUP, os.kill),
+        pytest.param(signal.SIGTERM, os.killpg, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_is_told_to_end_does_so_while_nobody_waits_for_an_actor(tmp_path, number, to):
     run = Script(tmp_path, sys.executable, "-c", STARTED, PYTHONPATH=str(ROOT))
     run.wait_for("Ray has started")
-    family, told = run.descendants(), time.monotonic()
-    if signal_to == "process":
-        run.process.terminate()
-    else:
-        os.killpg(run.process.pid, 15)
+    family, told, memory = run.descendants(), time.monotonic(), "/dev/shm/" + re.search(r"psm_\w+", run.text())[0]
+    assert os.path.exists(memory)
+    to(run.process.pid, number)
     text = run.finish(FAULT_SECONDS)
     run.assert_failed_cleanly(text, family)
     assert text.splitlines()[-1] == "error: interrupted"
     assert time.monotonic() - told < FAULT_SECONDS
+    assert_removed({memory})
+    assert not [*run.temporary.glob("rlhf-*")]
+
+
+BEGUN = """
+import time
+from recipe.run.session import run_main
+
+run_main(lambda seconds: [print("begun \u00e9", flush=True), time.sleep(seconds)], 1)
+"""
+
+
+def test_a_run_goes_on_without_its_terminal_or_a_word_for_what_it_prints(tmp_path):
+    run = Script(tmp_path, "nohup", sys.executable, "-c", BEGUN, PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii")
+    run.wait_for("begun")
+    run.process.send_signal(signal.SIGHUP)
+    run.finish(60)
+    assert run.process.returncode == 0
 
 
 FULL_RUN = """

@@ -12,7 +12,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, Script, cpu_only
+from conftest import ROOT, Script, assert_removed, cpu_only, shared_memory_of
 from pair import CORE_IN_PROCESS
 from test_architectures import build
 from test_extending import SYNC, copy
@@ -39,7 +39,11 @@ def default_run(tmp_path_factory):
     """The folder of a run with the default arguments."""
     folder, seed = tmp_path_factory.mktemp("default"), str(random.randrange(1000))
     run = Script(folder, sys.executable, str(ROOT / "rlhf.py"), "--seed", seed, "--output", "run")
+    run.wait_for("step  1/30")
+    shared = shared_memory_of(run.descendants())
     text = run.finish(180)
+    assert shared
+    assert_removed(shared)
     assert not [path for path in run.temporary.iterdir() if path.is_socket()]
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "the trainer's attention: sdpa, whose logits are eager's but for rounding\n" in text

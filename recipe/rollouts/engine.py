@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -60,12 +60,23 @@ class EngineArguments:
     ignore_eos: bool = field(default=False, init=False)  # no flag: completions go on to `max_tokens`
 
 
+def unlink_shared_memory(parent: psutil.Process) -> None:
+    """Remove the names of what vLLM's workers below this process share on a CPU, which no resource tracker knows. By
+    now all of them have it open."""
+    for process in parent.children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            for path in {mapping.path for mapping in process.memory_maps()}:
+                if path.startswith("/dev/shm/vllm_dist_"):
+                    Path(path).unlink(missing_ok=True)
+
+
 @contextmanager
 def engine_start() -> Iterator[None]:
     """Raise RunError, with vLLM's reason alone, if it refuses an engine's options, and EngineError, with what its
     processes have logged, if they cannot start."""
     try:
         yield
+        unlink_shared_memory(psutil.Process())
     except ValidationError as error:
         raise RunError(f"vLLM refuses these options of the engine: {error.errors()[0]['msg']}") from error
     except TypeError as error:

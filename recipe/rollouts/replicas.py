@@ -33,10 +33,16 @@ from rlhf_utils import SyncReport
 from ..errors import EngineError, RunError
 from ..learning.rollout import Rollout
 from ..run.session import one_line
-from .engine import EngineArguments, labelled_rollouts_of, llm_options, logged_reason
+from .engine import EngineArguments, labelled_rollouts_of, llm_options, logged_reason, unlink_shared_memory
 from .exact_engine import exact_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
+SERVER = """
+import runpy
+from recipe.run.session import start_tracker
+start_tracker()
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+"""
 PR_SET_PDEATHSIG = 1  # Linux: a process gets a signal when its parent ends
 POLL_SECONDS = 0.5  # from one question whether a server answers to the next
 SHOWN_CHARS = 200  # of a server's error
@@ -362,7 +368,7 @@ class ReplicaPool:
         options = {"enable_scale_out": True, "distributed_executor_backend": "mp"}
         options |= exact_options(args, model, "WorkerExtension")
         options = llm_options(args, device, bundles, args.engines * tp, **options)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command = [sys.executable, "-c", SERVER, "--model", model]
         command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_API_KEY": api_key} if api_key else {})
         if device == "cuda":
@@ -383,6 +389,7 @@ class ReplicaPool:
             if server.poll() is not None:
                 raise EngineError(f"{replica.name}: {logged_reason()}")
             await asyncio.sleep(POLL_SECONDS)
+        unlink_shared_memory(psutil.Process(server.pid))
 
 
 def flags_of(options: dict) -> list[str]:

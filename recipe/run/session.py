@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from .arguments import RunArguments
 USER_ERRORS = (UserError, WeightSyncError)  # their message is all that a user needs
 SHUTDOWN_SECONDS = 10.0  # limit for vLLM to end its processes when it is asked to
 AFTER_ERROR_SECONDS = 5.0  # the same after an error, when an engine may be too busy to be asked
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a run
+TRACKER = "import os; os.fork() and os._exit(0); from multiprocessing.resource_tracker import main; main({})"
 ROOT = Path(__file__).parents[2]  # the folder in which vLLM's workers find rlhf_utils
 
 
@@ -46,7 +50,8 @@ class RaySession:
     def __enter__(self) -> "RaySession":
         variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # so stdout has only what somebody prints
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        options = {"runtime_env": {"env_vars": variables}, "logging_level": "error"}
+        runtime_env = {"env_vars": variables, "worker_process_setup_hook": "recipe.run.session.start_tracker"}
+        options = {"runtime_env": runtime_env, "logging_level": "error"}
         if self.address is None:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
             options |= {"include_dashboard": False}
@@ -71,8 +76,7 @@ class RaySession:
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # the run is ending already
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}  # the run is ending already
         family = psutil.Process().children(recursive=True)
         with suppress(Exception):  # an actor may have died
             self.end(dict(self.actors), AFTER_ERROR_SECONDS if error else SHUTDOWN_SECONDS)
@@ -83,8 +87,8 @@ class RaySession:
         _running(family, 3)  # a killed process takes a moment to go
         if self.address is None:
             self.sockets.cleanup()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def end(self, actors: dict[str, ray.actor.ActorHandle], patience: float = SHUTDOWN_SECONDS) -> None:
         """End these actors. Those with a method `shutdown`, as engines, have `patience` seconds for it."""
@@ -217,6 +221,9 @@ def _answer(ref: ray.ObjectRef):
 def run_main(main: Callable, args) -> None:
     """Run a script's `main`. An error becomes one message, and an exit status that is not 0."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is with nohup
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what the terminal cannot show must not end the run
     try:
         main(args)
     except KeyboardInterrupt:
@@ -225,6 +232,17 @@ def run_main(main: Callable, args) -> None:
     except Exception as error:
         print(f"error: {error if isinstance(error, USER_ERRORS) else one_line(error)}", file=sys.stderr)
         sys.exit(1)
+
+
+def start_tracker() -> None:
+    """Start the tracker of Python's multiprocessing for this worker of Ray and for its children. It removes what they
+    leave in /dev/shm, when the last of them has ended. An orphan in a session of its own: Ray would kill it too early.
+    """
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", TRACKER.format(reader)]
+    subprocess.run(command, pass_fds=[reader], start_new_session=True, check=True)
+    os.close(reader)
+    resource_tracker._resource_tracker._fd = writer  # as multiprocessing does in the processes that it starts
 
 
 def die_with_children(unless: Callable[[], bool] = lambda: False) -> None:
