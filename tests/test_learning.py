@@ -964,6 +964,20 @@ def test_resumed_run_says_in_a_line_each_which_flags_are_gone_and_which_differ(f
 # --- Models and checkpoints of a run ----------------------------------------------------------------------------------
 
 
+def test_run_goes_on_after_its_folder_and_its_model_have_moved(model, tmp_path):
+    run, base = tmp_path / "run", shutil.copytree(model, tmp_path / "base")
+    write_checkpoint(run, 1, GRPOLearner(str(base), config(), CPU).save)
+    run, args = run.rename(tmp_path / "moved"), rlhf.Arguments(model=str(base), steps=9)
+    args.resume, last = run, str(run / "checkpoint-000001")
+    base.rename(tmp_path / "new base")
+    assert choose_models(run, args, "cpu")[0] == Models(last, last, run / last)
+    args.kl_coef = 0.1  # the model is the reference
+    with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
+        choose_models(run, args, "cpu")
+    args.model = str(tmp_path / "new base")
+    assert choose_models(run, args, "cpu")[0] == Models(args.model, last, run / last)
+
+
 def test_finished_run_is_not_resumed(tmp_path):
     model = build_tiny_model(tmp_path / "model")
     write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))

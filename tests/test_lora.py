@@ -5,6 +5,7 @@ pytest tests/test_lora.py
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -260,6 +261,17 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
     with pytest.raises(RunError, match=r"has adapters of other --lora-targets: .*fc2"):
         GRPOLearner(model, config(lora_rank=4), CPU).load_state(tmp_path / "fewer" / "checkpoint-000007")
     assert json.loads((last / "adapter_config.json").read_text())["base_model_name_or_path"] == model
+
+
+def test_adapters_go_on_where_the_model_that_they_adapt_is_now(model, tmp_path):
+    base, run = shutil.copytree(model, tmp_path / "base"), tmp_path / "run"
+    write_checkpoint(run, 7, GRPOLearner(str(base), config(**LORA), CPU).save)
+    args = rlhf.Arguments(model=str(base), resume=run, steps=9, **LORA)
+    base.rename(tmp_path / "moved")
+    with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
+        choose_models(run, args, "cpu")
+    models, _ = choose_models(run, replace(args, model=str(tmp_path / "moved")), "cpu")
+    GRPOLearner(models.loaded, config(**LORA), CPU).load_state(models.checkpoint)
 
 
 def test_targets_are_layers(model, tmp_path):

@@ -105,10 +105,15 @@ def last_checkpoint(run_folder: Path, of_model: str) -> Path:
     except RunError as error:
         advice = f"; to go on from {older[-1].name}, remove {last}" if older else ", and there is no other checkpoint"
         raise RunError(f"{error}{advice}") from error
-    sizes, expected = (check_model(str(path)) for path in (adapted_model(last) or last, of_model))
-    if sizes != expected:
+    model = str(adapted_model(last) or last)
+    if not is_gone(model) and (sizes := check_model(model)) != (expected := check_model(of_model)):
         raise RunError(f"{last} is a checkpoint of another model than {of_model}: {sizes}, {expected}")
     return last
+
+
+def is_gone(model: str) -> bool:
+    """Whether this is a folder that has moved."""
+    return os.path.isabs(model) and not os.path.exists(model)
 
 
 def check_files(checkpoint: Path) -> None:
@@ -139,6 +144,10 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Mo
     if args.model is None and built_in:
         name = BUILTIN_BASE if args.lora_rank else BUILTIN_MODEL
         args = replace_flags(args, learning_rate=args.learning_rate or BUILTIN_LEARNING_RATE)
+    if args.resume and is_gone(name):
+        if args.lora_rank or args.kl_coef or hasattr(args, "critic_model"):  # PPO always has a reference
+            raise RunError(f"the model that this run began with is no longer at {name}: --model says where it is now")
+        name = str(max(checkpoints(run_folder), default=name))
     initial = load_or_make(name, run_folder / "model", args)
     checkpoint = last_checkpoint(run_folder, of_model=initial) if args.resume else None
     if checkpoint:
