@@ -82,7 +82,7 @@ class Engines(ReplicaPool):
 
     async def sync(self, replicas: list[Replica]) -> None:
         """Sync these servers at the same time: each pauses, receives, proves, gets the version's label, and resumes."""
-        replicas = await self.together(replicas, lambda replica: replica.call("/pause", params={"mode": "keep"}))
+        replicas = await self.together(replicas, Replica.pause)
         receiving = {
             replica: asyncio.ensure_future(
                 replica.rpc("receive_weights", *replica.arguments, self.timeout, timeout=None)

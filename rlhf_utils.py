@@ -24,7 +24,8 @@ messages. If one side fails or dies, its link ends the others' wait. A sync has 
    equal, the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's
    own memory, each replay digests a part of the tensors instead, and 64 syncs all of them.
 
-The caller pauses the engine and calls `reset_prefix_cache`, since the cache holds keys and values of the old weights.
+The caller pauses the engine and resets its caches (`reset_prefix_cache`; of a multimodal model, `reset_encoder_cache`
+too), since they hold what the old weights computed.
 If either side fails, the trainer raises the reason, the workers return it, and the session is closed. The engine's
 weights are then undefined until a later session completes a sync.
 

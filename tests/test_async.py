@@ -14,6 +14,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import psutil
@@ -408,7 +409,7 @@ class HeldLLM:
 
     def __init__(self):
         self.begun, self.goes_on, self.clock = [], asyncio.Event(), 0.0
-        self.priorities, self.labels = [], []
+        self.priorities, self.labels, self.resets = [], [], True
         self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
 
     async def generate(self, prompt, params, name, priority):
@@ -420,9 +421,20 @@ class HeldLLM:
         output = SimpleNamespace(token_ids=[70], finish_reason="length", logprobs=logprobs, weight_versions=[span])
         yield SimpleNamespace(prompt_token_ids=self.begun[-1], outputs=[output])
 
-    async def pause(self, mode, clear_cache):
-        assert (mode, clear_cache) == ("keep", True)
+    async def pause(self, mode):
+        assert mode == "keep"
         self.clock += 1
+
+    async def reset_prefix_cache(self, reset_running_requests, reset_connector):
+        assert reset_running_requests
+        assert reset_connector
+        return self.resets
+
+    async def reset_mm_cache(self):
+        pass
+
+    async def reset_encoder_cache(self):
+        pass
 
     async def collective_rpc(self, method, args=()):
         return [{"version": 1}] if method == "receive_weights" else [self.served]
@@ -467,6 +479,10 @@ def test_generation_goes_on_with_a_new_label_only_if_all_serve_what_was_sent(hel
         held.llm.served = True
         assert await held.take_weights(3, 60.0)
         assert (held.llm.labels, held.llm.clock) == (["3"], 3)
+        held.llm.resets = False
+        with pytest.raises(RunError, match="vLLM did not reset its prefix cache"):
+            await held.take_weights(4, 60.0)
+        assert held.llm.labels == ["3"]
 
     asyncio.run(run())
 
@@ -623,6 +639,22 @@ def test_a_tensor_that_a_sync_leaves_as_it_was_is_noticed(pair, monkeypatch):
     pair.sync(7)
     with pytest.raises(MismatchError, match="over the bound"):
         pair.learner.mismatch(call.result())
+
+
+@cpu_only
+def test_keys_and_values_from_before_a_sync_are_not_used_after_it(pair, monkeypatch):
+    """Nor where vLLM's pause leaves its caches alone, as it says of this mode."""
+    core, prompts = pair.engine.llm.engine_core, [list(range(5, 185))] * 2  # longer than a block of the cache
+    pause = core.pause_scheduler_async
+    monkeypatch.setattr(core, "pause_scheduler_async", lambda mode, **_: pause(mode=mode, clear_cache=False))
+    pair.sync(8)
+    pair.sample(1, prompts).result()
+    pair.sync(9)
+    assert pair.learner.mismatch(pair.sample(2, prompts).result()) < MAX_MISMATCH
+    monkeypatch.setattr(pair.engine, "_reset_caches", AsyncMock())
+    pair.sync(10)
+    with pytest.raises(MismatchError, match="over the bound"):
+        pair.learner.mismatch(pair.sample(3, prompts).result())
 
 
 # Runs

@@ -41,7 +41,7 @@ class Server:
         self.version, self.paused, self.silent, self.reason = "default", False, threading.Event(), "stop"
         self.silent.set()  # while it is not, nothing is answered
         self.refuses = self.redirects = None  # a path
-        self.lacks, self.calls, self.proof, self.channel = None, [], "True", "broadcast"
+        self.lacks, self.calls, self.proof, self.channel, self.resets = None, [], "True", "broadcast", True
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
         self.start(0)
@@ -101,6 +101,7 @@ class Server:
             self.version = body["new_version"]
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         answers = {"/v1/models": {"data": [{"max_model_len": 64}]}, "/get_world_size": {"world_size": 1}}
+        answers["/reset_prefix_cache"] = {"success": self.resets}
         if path == "/collective_rpc":
             results = {"receive_weights": {"version": 1}, "check_weights_changed": self.proof}
             results["report_channel"] = self.channel
@@ -205,8 +206,9 @@ def test_a_server_serves_after_its_proof_and_its_label_and_prompts_are_shared(se
     assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1", "127.0.0.1", 2)]
     for server in servers:
         done = [body["method"] if path == "/collective_rpc" else path for path, body in server.calls][3:]
-        joined, proof = ["init_weight_update_group", "/pause", "receive_weights"], ["check_weights_changed"]
-        assert done[1:7] == [*joined, *proof, "/update_weight_version", "/resume"]
+        paused = ["/pause", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
+        proven = ["receive_weights", "check_weights_changed", "/update_weight_version", "/resume"]
+        assert done[1:10] == ["init_weight_update_group", *paused, *proven]
         assert len(seeds(server)) == 2
     assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
 
@@ -351,10 +353,12 @@ def test_a_new_sender_gives_back_the_memory_of_the_one_before():
     assert ended.wait(10)
 
 
-@pytest.mark.parametrize("fault", ["transfer", "proof"])
+@pytest.mark.parametrize("fault", ["cache", "transfer", "proof"])
 def test_a_server_that_a_sync_did_not_reach_serves_nothing_until_one_does(servers, fault):
     async def act(pool, args):
-        if fault == "transfer":
+        if fault == "cache":
+            servers[0].resets = False
+        elif fault == "transfer":
             pool.trainer.failing["engine 0"] = "engine worker 0 died"
         else:
             servers[0].proof = "False"
@@ -367,7 +371,7 @@ def test_a_server_that_a_sync_did_not_reach_serves_nothing_until_one_does(server
         assert len(seeds(servers[0])) == before
         assert {version for rollout in rollouts for version in rollout.versions.tolist()} == {5}
         pool.trainer.failing.clear()
-        servers[0].proof = "True"
+        servers[0].proof, servers[0].resets = "True", True
         await until(lambda: len(pool._serving()) == 2)
         assert (servers[0].version, servers[0].paused) == ("5", False)
 

@@ -40,6 +40,7 @@ from ..tasks.rewards import Batch, Group, Scores, reward_metrics
 from ..tasks.task import Task
 from .conversation import Conversation, group_of
 from .engine import (
+    KEPT_PREFIX_CACHE,
     engine_start,
     labelled_rollouts_of,
     replace_equal_groups,
@@ -124,10 +125,9 @@ class AsyncEngineActor:
     async def take_weights(self, version: int, *args) -> bool:
         """Have every worker take part in a sync, while generation pauses. Returns whether all of them serve exactly
         what was sent. Only then does generation go on, with tokens of this version."""
-        # As pause_generation for text, without its sleep of 20 ms afterwards. Unfinished completions go on with the
-        # next weights, and compute their keys and values anew.
-        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+        await self.llm.engine_core.pause_scheduler_async(mode="keep")  # pause_generation would sleep for 20 ms as well
         self._count(0, paused=True)
+        await self._reset_caches()
         for result in await self.llm.collective_rpc("receive_weights", args=args):
             if "error" in result:
                 raise WeightSyncError(result["error"])
@@ -139,6 +139,13 @@ class AsyncEngineActor:
             self.last_idle_share = self.idle / (self.since - self.resumed)
             self.idle, self.resumed = 0.0, self.since
         return served
+
+    async def _reset_caches(self) -> None:
+        """Drop what was computed with the old weights. Unfinished completions compute their keys and values anew."""
+        if not await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            raise RunError(KEPT_PREFIX_CACHE)
+        await self.llm.reset_mm_cache()
+        await self.llm.reset_encoder_cache()
 
     async def idle_share(self) -> float:
         """The share of the time between the last two syncs in which nothing was generated."""

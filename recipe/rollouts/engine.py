@@ -38,6 +38,7 @@ RAISED = re.compile(r"^((?:[\w.]*(?:Error|Exception)|\S+\.py: error): .*(?:\n  (
 DECODED_BEFORE = 256  # tokens of a prompt that are decoded with each completion
 # vLLM's default compiles the model as well, for a longer start and no faster rollouts.
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+KEPT_PREFIX_CACHE = "vLLM did not reset its prefix cache, which holds keys and values of the old weights"
 
 
 @dataclass
@@ -133,7 +134,7 @@ class EngineActor:
     def reset_prefix_cache(self) -> None:
         """Drop the keys and values of the old weights. Raises RunError if vLLM does not."""
         if not self.llm.reset_prefix_cache():
-            raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
+            raise RunError(KEPT_PREFIX_CACHE)
 
     def take_weights(self, *args) -> bool:
         """Have every worker take part in a sync, with these arguments of `receive_weights`. Returns whether all of them

@@ -111,6 +111,16 @@ class Replica:
         """What this method returns in all workers. Anything but dicts and lists comes as text: "True"."""
         return (await self.call("/collective_rpc", {"method": method, "args": args}, **options))["results"]
 
+    async def pause(self) -> None:
+        """Pause generation, and drop what was computed with the old weights. Unfinished completions wait, and compute
+        their keys and values anew."""
+        await self.call("/pause", params={"mode": "keep"})
+        every = {"reset_running_requests": True, "reset_external": True}
+        if not (await self.call("/reset_prefix_cache", params=every))["success"]:
+            raise ReplicaError("it did not reset its prefix cache")
+        await self.call("/reset_mm_cache")
+        await self.call("/reset_encoder_cache")
+
     async def silence(self) -> str:
         """Why the server, or the engine core behind it, does not answer; "" if both do."""
         try:
