@@ -34,8 +34,8 @@ Code written for vLLM's examples runs unchanged. That covers one parameter at a 
 (`update_weights_from_ipc_handles`), and `check_weights_changed` after each of them. A worker keeps the weights that
 arrive until it has all that the engine needs, and then loads all: this takes the memory of one more copy of them.
 
-To copy the sync into a project, take this file and `weight_sync/`. They import torch; vLLM, 0.32 or 0.33, is imported
-only by the functions that use it.
+To copy the sync into a project, take this file and `weight_sync/`. They import torch; vLLM is imported only by the
+functions that use it. With another version than 0.32 and 0.33, an engine's first worker logs a warning.
 """
 
 import torch

@@ -54,6 +54,7 @@ class Pair:
         self.world_size, self.colocated, self.handles = 1 + tensor_parallel_size, colocated, []
         from vllm import LLM
 
+        extension = "engine_probe.ColocateProbe" if colocated else "engine_probe.Probe"
         compiled = not options.get("enforce_eager", True)
         with engine_environment(tensor_parallel_size, first_gpu=0 if colocated else 1, compiled=compiled):
             self.llm = LLM(
@@ -63,8 +64,7 @@ class Pair:
                 kv_cache_memory_bytes=128 << 20,
                 gpu_memory_utilization=0.05,  # no more has to be free: others may use these GPUs
                 logprobs_mode="processed_logprobs",
-                worker_extension_cls="engine_probe.ColocateProbe" if colocated else "engine_probe.Probe",
-                **{"dtype": DTYPE, "enforce_eager": True} | options,
+                **{"dtype": DTYPE, "enforce_eager": True, "worker_extension_cls": extension} | options,
             )
         self.thread = ThreadPoolExecutor(1)
         self.connect()

@@ -618,6 +618,14 @@ def test_layers_that_compute_with_a_copy_of_their_weight_are_told_from_others(mo
     assert computes_with_copy(layer) == layer.cpu_linear(torch.eye(HIDDEN), layer.weight, None).any() == packs
 
 
+@pytest.mark.parametrize(("version", "rank", "warnings"), [("0.33.1", 0, 0), ("0.34.0", 0, 1), ("0.34.0", 1, 0)])
+def test_one_worker_warns_of_a_vllm_that_the_sync_was_not_proven_with(monkeypatch, caplog, version, rank, warnings):
+    monkeypatch.setattr("vllm.__version__", version)
+    EngineModel(SimpleNamespace(rank=rank, model_runner=SimpleNamespace(get_model=lambda: Model(0))))
+    assert len(caplog.messages) == warnings
+    assert all(f"not with {version}: in its repository, run `make test" in message for message in caplog.messages)
+
+
 class Reshapes(PerRow):
     """Gives a layer that has scales others of another shape."""
 

@@ -29,6 +29,8 @@ from .trace import (
     unwrapped_loaders,
 )
 
+PROVEN_WITH = ("0.32", "0.33")  # versions of vLLM
+
 
 @dataclass
 class ExpectedWrites:
@@ -43,6 +45,7 @@ class EngineModel:
     """A vLLM worker's model, and what the syncs so far have left in it."""
 
     def __init__(self, worker):
+        warn_if_unproven(worker)
         self.worker = worker
         self.model = worker.model_runner.get_model()
         pack_experts_when_loaded(self.model)
@@ -303,6 +306,19 @@ class EngineModel:
                 yield
         finally:
             logger.setLevel(level)
+
+
+def warn_if_unproven(worker) -> None:
+    """Log a warning, from one worker of an engine, if this sync was not proven with its version of vLLM."""
+    from vllm import __version__
+
+    if ".".join(__version__.split(".")[:2]) not in PROVEN_WITH and worker.rank == 0:
+        logging.getLogger(__name__).warning(
+            "This weight sync was proven with vLLM %s, and not with %s: in its repository, run `make test test-rest`"
+            " and, on GPUs, `make test-gpu` with that version before you rely on it.",
+            " and ".join(PROVEN_WITH),
+            __version__,
+        )
 
 
 def computes_with_copy(module: torch.nn.Module) -> bool:
