@@ -3,6 +3,7 @@
 import torch
 
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension
+from weight_sync.engine_model import EngineModel
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
@@ -56,6 +57,19 @@ class _Probe:
 
         if keep:
             model.weights_digest = stale
+
+    def forget_copy(self) -> None:
+        """Have the first worker's next recording leave out a copy."""
+        model, record = self._engine_model(), EngineModel.record
+
+        def forgetful(*args) -> str | None:
+            del model.record
+            refused = record(model, *args)
+            model.replay_steps[-1][-1].torch_copies.pop()
+            return refused
+
+        if self.rank == 0:
+            model.record = forgetful
 
     def spoil_replay(self) -> None:
         """Have replays flip a bit of each element after they have copied it, and vouch for the result."""

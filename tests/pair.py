@@ -30,6 +30,10 @@ CORE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # of vLLM's engine, w
 PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"
+PLAIN_WORKER = "plain_worker.PlainWorker"  # on a CPU, an engine with it replays as on a GPU
+DEFAULTS = {"dtype": DTYPE, "enforce_eager": True}  # of vLLM's options
+if DEVICE.type == "cpu":
+    DEFAULTS["worker_cls"] = PLAIN_WORKER
 MAX_MISMATCH = rlhf.MAX_MISMATCH[DEVICE.type]
 # Bytes by which 200 syncs may let grow what is counted in pages or segments: 200 of the smallest weights of the
 # built-in model are more than 8 MiB of host memory, 200 times all of a worker's weights more than 32 MiB of a GPU.
@@ -54,7 +58,6 @@ class Pair:
         self.world_size, self.colocated, self.handles = 1 + tensor_parallel_size, colocated, []
         from vllm import LLM
 
-        extension = "engine_probe.ColocateProbe" if colocated else "engine_probe.Probe"
         compiled = not options.get("enforce_eager", True)
         with engine_environment(tensor_parallel_size, first_gpu=0 if colocated else 1, compiled=compiled):
             self.llm = LLM(
@@ -64,7 +67,8 @@ class Pair:
                 kv_cache_memory_bytes=128 << 20,
                 gpu_memory_utilization=0.05,  # no more has to be free: others may use these GPUs
                 logprobs_mode="processed_logprobs",
-                **{"dtype": DTYPE, "enforce_eager": True, "worker_extension_cls": extension} | options,
+                worker_extension_cls="engine_probe.ColocateProbe" if colocated else "engine_probe.Probe",
+                **DEFAULTS | options,
             )
         self.thread = ThreadPoolExecutor(1)
         self.connect()

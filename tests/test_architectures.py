@@ -53,9 +53,11 @@ MORE_ARCHITECTURES = {
     "Olmoe": {**SMALL, **HEADS, "intermediate_size": 240, "num_experts": 4, "num_experts_per_tok": 2},
     "DeepseekV3": {**SMALL, **MLA, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2},
 }
-ENGINE_OPTIONS = {  # vLLM's CPU kernel for RoPE goes wrong on the parts that MLA rotates
-    "DeepseekV3": {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-}
+PACKED = ("Mixtral", "Qwen3Moe")  # whose experts vLLM packs on a CPU
+ENGINE_OPTIONS = {}
+if DEVICE.type == "cpu":  # vLLM's kernel for RoPE goes wrong on the parts that MLA rotates, and AMX_MLA takes no fp32
+    mla = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}
+    ENGINE_OPTIONS["DeepseekV3"] = mla
 LOUDNESS = 3 if DEVICE.type == "cpu" else 1  # of the weights: quiet ones hide what differs, loud ones what bf16 rounds
 
 
@@ -124,7 +126,7 @@ def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_si
         pair.set(pair.perturbed(1))
         with pytest.raises(MismatchError):
             pair.mismatch()
-        pair.sync()
+        assert pair.sync().loader == "replay" or architecture in PACKED
         pair.mismatch()
         perturbed = pair.rpc("digest")
 

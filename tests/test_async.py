@@ -22,6 +22,7 @@ import pytest
 import ray
 import torch
 from conftest import cpu_only
+from pair import PLAIN_WORKER
 from test_learning import CPU, config, rollouts
 
 import rlhf_async
@@ -529,7 +530,9 @@ class Pair:
             prompts_per_step=2,
             max_tokens=200,
             max_mismatch=MAX_MISMATCH,
-            engine_args='{"kv_cache_memory_bytes": 8388608}',  # which is soon touched as a whole
+            exact="off",
+            # Whose cache is soon touched as a whole.
+            engine_args=json.dumps({"kv_cache_memory_bytes": 8 << 20, "worker_cls": PLAIN_WORKER}),
         )
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -563,7 +566,7 @@ class Pair:
     def sync(self, version: int, label: int | None = None) -> None:
         self.hold(version)
         receiving = self.start(self.engine.receive_weights(60.0, version if label is None else label))
-        self.trainer.send_weights()
+        assert self.trainer.send_weights().loader == "replay"
         assert receiving.result()
 
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, Script, assert_removed, cpu_only
-from pair import CORE_IN_PROCESS
+from pair import CORE_IN_PROCESS, PLAIN_WORKER
 
 from recipe.run.checkpoint import write_checkpoint
 from rlhf_utils import WeightSyncError, stateless_init_process_group
@@ -85,13 +85,14 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
     """One run with one fault after the other: each begins where the one before has ended, be it another script's."""
     run, done = tmp_path / "run", 0
     how = ["--output", "run", "--save-every", 1, "--steps", 10_000]
+    how += ["--engine-args", json.dumps({"worker_cls": PLAIN_WORKER})]  # whose syncs replay
     for command, fault, message in faults:
         name, *options = command.split()
         with subtests.test(f"{name} {fault}"):
             if "fill" in fault and not small_disk:
                 pytest.skip("filling a disk needs the right to mount a small one")
             (tmp_path / "fault.json").unlink(missing_ok=True)
-            process = script("tests/fault.py", fault, ROOT / name, *options, *how)
+            process = script("tests/fault.py", fault, ROOT / name, *options, *how, PYTHONPATH=str(ROOT / "tests"))
             how = ["--resume", "run"]
             text = process.finish()
             print(text)
@@ -100,11 +101,12 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             process.assert_failed_cleanly(text, [psutil.Process(p) for p in happened["family"] if psutil.pid_exists(p)])
             assert re.search(message, text.splitlines()[-1]), text
             assert_removed(happened["shared"])
+            assert "; from now on by replay\n" in text
             (run / "filler").unlink(missing_ok=True)
             before, done = done, int(max(run.glob("checkpoint-*")).name[-6:])
             assert done > before or fault.startswith(("starting", "learning 1"))
 
-    process = script(name, *how, "--steps", done + 2, **CORE_IN_PROCESS)
+    process = script(name, *how, "--steps", done + 2, PYTHONPATH=str(ROOT / "tests"), **CORE_IN_PROCESS)
     beside = [script(name, "--output", "beside", "--steps", 1, **CORE_IN_PROCESS)] if faults is OTHERS else []
     process.wait_for("run folder")  # which this run holds from now on
     again = script(name, "--resume", "run").finish(60)

@@ -18,6 +18,7 @@ from weight_sync import buckets
 
 pytestmark = cpu_only
 LAYERS = "model.decoder.layers."
+WRONG_REPLAY = "reload (replay did not reproduce it bit for bit)"
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,13 @@ def shared_pair(tmp_path_factory):
 
 @pytest.fixture
 def pair(shared_pair):
-    """The pair with its original weights on both sides and a healthy group."""
+    """The pair with its original weights on both sides and a healthy group, whose syncs replay."""
     yield shared_pair
     shared_pair.rpc("tamper_with_loads", "heal")
-    if shared_pair.sender.closed:
+    if shared_pair.sender.closed or shared_pair.sender.loader != "replay":
         shared_pair.connect()
     shared_pair.set(shared_pair.original)
-    shared_pair.sync()
+    assert shared_pair.sync().loader == "replay"
 
 
 def test_weights_count_as_changed_only_after_a_sync(pair):
@@ -42,13 +43,11 @@ def test_weights_count_as_changed_only_after_a_sync(pair):
     from_disk, tokens = pair.rpc("digest"), pair.generate()
     assert pair.rpc("check_weights_changed") == [False, False]
     report = pair.sync()
-    assert report.version == 1
-    if torch.device("cpu") == pair.learner.model.device:  # where vLLM packs linear weights after loading
-        assert report.loader.startswith("reload (vLLM packs "), report.loader
+    assert (report.version, report.loader) == (1, "replay")
     assert pair.rpc("check_weights_changed") == [True, True]
     assert pair.rpc("digest") == from_disk
     assert pair.generate() == tokens
-    for name in ("model.decoder.embed_tokens.weight", "model.decoder.layers.0.fc1.bias"):
+    for name in ("model.decoder.embed_tokens.weight", LAYERS + "0.fc1.bias", LAYERS + "1.self_attn.qkv_proj.weight"):
         pair.rpc("flip_bit", name)
         assert pair.rpc("check_weights_changed") == [False, False]
         pair.rpc("flip_bit", name)
@@ -93,6 +92,7 @@ def test_swapped_layers_are_seen(pair):
 def test_sync_that_skips_something_fails(pair, part, named):
     pair.set(pair.perturbed(7))
     pair.rpc("tamper_with_loads", "skip", part)
+    pair.connect()  # the first sync of a session is a reload
     with pytest.raises(WeightSyncError, match=f"did not load all that was sent for .*{named}"):
         pair.sync()
     assert pair.rpc("check_weights_changed") == [False, False]
@@ -112,9 +112,19 @@ def test_adapters_arrive_merged_by_peft_and_no_other_way(pair):
 def test_proof_fails_if_the_loader_swaps_layers(pair):
     pair.set(pair.perturbed(7))
     pair.rpc("tamper_with_loads", "swap")
-    pair.sync()
+    pair.connect()
+    assert pair.sync().loader == WRONG_REPLAY  # of copies that were recorded without that
     with pytest.raises(MismatchError):
         pair.mismatch()
+
+
+def test_copy_that_a_worker_has_not_recorded_is_found_and_its_session_reloads(pair):
+    pair.set(pair.perturbed(9))
+    pair.rpc("forget_copy")
+    pair.connect()
+    assert pair.sync().loader == WRONG_REPLAY
+    assert pair.rpc("check_weights_changed") == [True, True]
+    assert pair.mismatch() < 1e-5
 
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 66_048, 1 << 20])
