@@ -5,10 +5,10 @@ TORCH_CPU := torch==2.13.0+cpu
 PYTEST := .venv/bin/pytest
 PIP := .venv/bin/pip install --quiet
 
-.PHONY: help venv run test test-rest test-long test-all test-gpu quick lint
+.PHONY: help venv run test test-rest test-long test-all test-surface test-gpu quick lint
 
 help:      ## this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 venv: .venv/ready-$(REQUIREMENTS)  ## .venv for this machine's hardware
 
@@ -42,6 +42,9 @@ test-long: venv  ## more runs of the same kinds, by hand before a release
 	$(PYTEST) -m long
 
 test-all: test test-rest test-long  ## all tests that need no GPU
+
+test-surface: venv  ## what is not public of another vLLM: WHEEL=its wheel, a file or unpacked
+	$(PYTEST) tests/test_surface.py
 
 test-gpu: venv  ## the tests for GPUs; too few GPUs: skipped, with REQUIRE_GPU=1 a failure
 	$(PYTEST) -m gpu -rs
