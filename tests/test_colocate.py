@@ -46,7 +46,7 @@ def test_two_ranks_and_two_engines_learn(script, tmp_path):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_engines_that_share_a_device_serve_what_its_trainer_has(script, tmp_path):
     flags = "--engines-per-gpu", 2, "--steps", 3, "--save-every", 0, "--output", "run"
     text = script("rlhf_colocate.py", "--engines", 1, *flags, **CORE_IN_PROCESS).finish()
