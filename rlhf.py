@@ -69,8 +69,10 @@ class Trainer(LearnerActor):
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         torch_device = self.join(address, args.trainers, device, args.exact)
-        proof = Proof(MAX_MISMATCH[device], True, args.exact, args.tensor_parallel_size)
-        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
+        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        self.learner = GRPOLearner(
+            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+        )
         return self.resume(models.checkpoint)
 
     def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:

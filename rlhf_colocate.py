@@ -114,8 +114,10 @@ class Trainer(LearnerActor):
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         torch_device = self.join(address, args.engines * args.tensor_parallel_size, device, args.exact)
-        proof = Proof(MAX_MISMATCH[device], True, args.exact, args.tensor_parallel_size)
-        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
+        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        self.learner = GRPOLearner(
+            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+        )
         resumed = self.resume(models.checkpoint)
         self.learner.release_memory()  # loading held whole tensors
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every step

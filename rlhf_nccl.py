@@ -118,7 +118,9 @@ class Trainer(LearnerActor):
         self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
         self.shares_gpu = args.backend == "ipc"
         proof = Proof(MAX_MISMATCH[self.precision])
-        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
+        self.learner = GRPOLearner(
+            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+        )
         resumed = self.resume(models.checkpoint)
         self.free_memory()
         return resumed

@@ -167,7 +167,7 @@ class Trainer(Rank):
     weights_stay = True  # on the GPU, where the engine reads them
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        proof = Proof(MAX_MISMATCH[device.type], True, args.exact, args.tensor_parallel_size)
+        proof = Proof(MAX_MISMATCH[device.type], args.exact, args.tensor_parallel_size)
         self.learner = PPOLearner(path, args, device, args.seed, args.steps, proof)
 
     def open_channel(self, tensor_parallel_size: int) -> dict[str, str]:

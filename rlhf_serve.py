@@ -111,8 +111,10 @@ class Trainer(LearnerActor):
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         torch_device = self.join(address, 1, device, args.exact)
-        proof = Proof(MAX_MISMATCH[device], True, args.exact, args.tensor_parallel_size)
-        self.learner = GRPOLearner(models.loaded, args, torch_device, args.seed, args.steps, models.initial, proof)
+        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        self.learner = GRPOLearner(
+            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+        )
         self.senders, self.timeout, self.threads = {}, args.engine_timeout, ThreadPoolExecutor(64)
         return self.resume(models.checkpoint)
 

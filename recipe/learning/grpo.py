@@ -57,6 +57,7 @@ class GRPOLearner(PolicyLearner):
         config: GRPOConfig,
         device: torch.device,
         seed: int = 0,
+        *,
         steps: int | None = None,
         initial: str | None = None,
         proof: Proof | None = None,

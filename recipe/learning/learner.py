@@ -131,7 +131,7 @@ class Learner:
         for rows in self._mini_batches(len(rollouts)):
             mini_batch = {name: tensor[rows] for name, tensor in tensors.items()}
             batch = self._rank_batch([rollouts[row] for row in rows], mini_batch, token_weights)
-            metrics = self._backward(batch) | {"grad_norm": self._optimizer_step()}
+            metrics = self._backward(batch, self._losses) | {"grad_norm": self._optimizer_step()}
             totals = {name: totals.get(name, 0.0) + value for name, value in metrics.items()}
             updates += 1
         return self._end_step({name: total / updates for name, total in totals.items()})
@@ -156,9 +156,9 @@ class Learner:
         tensors = {name: tensor.to(self.model.device) for name, tensor in tensors.items()}
         return self.model.rank_batch(rollouts, tensors["loss_weights"].any(1).tolist(), tensors)
 
-    def _backward(self, batch: RankBatch) -> dict[str, float]:
-        """Compute the gradient of a mini-batch's loss. Returns the loss, and the means of `_losses`' other tensors over
-        the mini-batch's tokens, to which rollouts that are not learned from add 0."""
+    def _backward(self, batch: RankBatch, losses_of: Callable) -> dict[str, float]:
+        """Compute the gradient of a mini-batch's loss, by a function like `_losses`. Returns the loss, and the means of
+        the metrics over the mini-batch's tokens. Rollouts that are not learned from add 0."""
         model, width = self.model, batch.tensors["mask"].shape[1]
         self.optimizer.zero_grad(set_to_none=True)
         sums, learns = {}, bool(batch.micro_batches)
@@ -166,16 +166,18 @@ class Learner:
         with model.computing():
             for micro_batch in batch.micro_batches or batch.forward_only[:1]:
                 tensors = {name: tensor[micro_batch] for name, tensor in batch.tensors.items()}
-                losses = self._losses(batch.rollouts[micro_batch], width, tensors)
-                loss = (losses.pop("loss") * tensors["loss_weights"]).sum()
+                losses, others = losses_of(batch.rollouts[micro_batch], width, tensors)
+                loss = (losses * tensors["loss_weights"]).sum()
                 (loss * model.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
-                means = {name: (values * tensors["mean_weights"]).sum() * learns for name, values in losses.items()}
+                means = {name: (values * tensors["mean_weights"]).sum() * learns for name, values in others.items()}
                 for name, value in ({"loss": loss} | means).items():
                     sums[name] = sums.get(name, 0.0) + value.detach()  # a tensor: reading it would wait for the GPU
         return dict(zip(sums, model.sum_over_ranks(*sums.values()), strict=True))
 
-    def _losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The "loss" of each token, and metrics, of a micro-batch of b rollouts with these tensors: [b, width] each."""
+    def _losses(
+        self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The losses of the tokens of a micro-batch of b rollouts with these tensors, and metrics: [b, width] each."""
         raise NotImplementedError
 
     def _optimizer_step(self) -> float:
@@ -212,7 +214,6 @@ class Proof:
     """What a script knows of its engine, and so what a mismatch means."""
 
     max_mismatch: float | None = None  # the largest that rounding explains in the script's precision
-    weights_proven: bool = False  # whether digests prove the engine's weights after every sync
     exact: Literal["on", "auto", "off"] = "off"  # whether every token must have the engine's bits, or may
     workers: int = 1  # of an engine, which an exact trainer adds up as
 
@@ -261,16 +262,14 @@ class PolicyLearner(Learner):
         if self.exact != "off":
             model.make_exact(self.proof.workers)
         self.example = ""  # a token whose log-probability is not the engine's, as the end of a message
-        self.max_mismatch = config.max_mismatch
-        if self.max_mismatch is None and self.proof.max_mismatch is not None:
-            self.max_mismatch = max(self.proof.max_mismatch, 2 * model.rounding)
+        self.max_mismatch, self.bound_remark = config.max_mismatch or self.proof.max_mismatch, ""
+        if config.max_mismatch is None and self.max_mismatch and 2 * model.rounding > self.max_mismatch:
+            self.max_mismatch = 2 * model.rounding
+            self.bound_remark = f"\nbf16 moves the model's log-probabilities by {model.rounding:.2g} on average:"
+            self.bound_remark += f" the bound of the mismatch is {self.max_mismatch:.2g}"
 
     def remarks(self) -> str:
-        text = super().remarks()
-        if self.max_mismatch == 2 * self.model.rounding:
-            text += f"\nbf16 moves the model's log-probabilities by {self.model.rounding:.2g} on average:"
-            text += f" the bound of the mismatch is {self.max_mismatch:.2g}"
-        return text
+        return super().remarks() + self.bound_remark
 
     @falls_back
     def mismatch(self, rollouts: list[Rollout]) -> float:
@@ -316,18 +315,12 @@ class PolicyLearner(Learner):
             if math.isnan(mismatch):
                 cause = self._overflow_cause()
                 raise MismatchError(f"log-probabilities of engine or trainer are not numbers: {cause}")
-            if self.proof.weights_proven:
-                cause = (
-                    "The digests of what the trainer sent, what arrived and what the engine serves agree, so engine and"
-                    " trainer compute different functions of the same weights."
-                )
-            else:
-                cause = "The engine does not serve the trainer's weights, or the two compute different functions."
             raise MismatchError(
                 f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
-                f" {self.max_mismatch:g}. {cause} Functions usually differ by the attention's implementation"
-                " (--attention) or soft-capping, the variant of GELU, or a scale that one side leaves out. If"
-                " docs/guarantees.md says so of this family of models, --max-mismatch raises the bound"
+                f" {self.max_mismatch:g}. The two compute different functions or, if no digest proves what the engine"
+                " serves (rlhf_nccl.py), with different weights. Functions usually differ by the attention's"
+                " implementation (--attention) or soft-capping, the variant of GELU, or a scale that one side leaves"
+                " out. If docs/guarantees.md says so of this family of models, --max-mismatch raises the bound"
             )
         if self.exact == "off":
             return {"logprobs/mismatch": mismatch}
@@ -393,20 +386,24 @@ class PolicyLearner(Learner):
     def _run_single_update(
         self, rollouts: list[Rollout], tensors: dict[str, torch.Tensor], proof_rollouts: list[Rollout]
     ) -> dict[str, float]:
-        """A step's only update. Each rollout passes through the model once, which fills in "old_logprobs" and
-        "entropies": in `_losses` if it is learned from, else here."""
-        zeros = torch.zeros_like(tensors["mask"])
-        tensors = tensors | {"old_logprobs": zeros, "entropies": zeros}
-        batch = self._rank_batch(rollouts, tensors, self._token_weights)
-        # If nothing is learned, `_backward` takes the first of these micro-batches.
+        """A step's only update. Each rollout passes through the model once, which is still the policy that the step
+        began with."""
+        batch, width = self._rank_batch(rollouts, tensors, self._token_weights), tensors["mask"].shape[1]
+        passed = []  # log-probabilities and entropies, in the order of the batch's rows
+
+        def losses(rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> tuple:
+            logprobs, entropies = self.model.score(rollouts, width, entropy=True)
+            passed.append((logprobs.detach(), entropies))
+            return self._policy_losses(logprobs, tensors | {"old_logprobs": logprobs.detach()})
+
+        metrics = self._backward(batch, losses)
+        # If nothing is learned, `_backward` has taken the first of these micro-batches.
         forward_only = batch.forward_only if batch.micro_batches else batch.forward_only[1:]
-        tensors, width = batch.tensors, zeros.shape[1]
         with torch.no_grad(), self.model.computing():
-            for micro_batch in forward_only:
-                logprobs, entropies = self.model.score(batch.rollouts[micro_batch], width, entropy=True)
-                tensors["old_logprobs"][micro_batch], tensors["entropies"][micro_batch] = logprobs, entropies
-        metrics = self._backward(batch)
-        rank_sums = self._mismatch_sums(tensors["old_logprobs"], tensors)
+            passed += [self.model.score(batch.rollouts[rows], width, entropy=True) for rows in forward_only]
+        old_logprobs, entropies = map(torch.cat, zip(*passed, strict=True))
+        tensors = batch.tensors | {"old_logprobs": old_logprobs, "entropies": entropies}
+        rank_sums = self._mismatch_sums(old_logprobs, tensors)
         sums = torch.tensor(self.model.sum_over_ranks(*rank_sums))
         if proof_rollouts:
             sums = sums + self._score_mismatch(proof_rollouts)
@@ -418,23 +415,20 @@ class PolicyLearner(Learner):
     def _token_weights(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], self.config)
 
-    def _losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        single_update = "entropies" in tensors  # then this is still the policy that the step began with
-        logprobs, entropies = self.model.score(rollouts, width, entropy=single_update)
-        if single_update:
-            tensors["old_logprobs"].copy_(logprobs.detach())
-            tensors["entropies"].copy_(entropies)
-        losses, clipped = token_losses(
-            logprobs,
-            tensors["old_logprobs"],
-            tensors["engine_logprobs"],
-            tensors["advantage"],
-            tensors["mask"],
-            self.config,
-            tensors.get("reference_logprobs"),
-        )
-        approx_kl = kl_estimate(tensors["old_logprobs"], logprobs.detach())
-        return {"loss": losses, "clip_fraction": clipped.float(), "approx_kl": approx_kl}
+    def _losses(
+        self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return self._policy_losses(self.model.score(rollouts, width)[0], tensors)
+
+    def _policy_losses(
+        self, logprobs: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """As `_losses`, of tokens with these log-probabilities [b, width] by the policy that learns."""
+        old_logprobs, engine_logprobs = tensors["old_logprobs"], tensors["engine_logprobs"]
+        advantage, mask, reference = tensors["advantage"], tensors["mask"], tensors.get("reference_logprobs")
+        losses, clipped = token_losses(logprobs, old_logprobs, engine_logprobs, advantage, mask, self.config, reference)
+        approx_kl = kl_estimate(old_logprobs, logprobs.detach())
+        return losses, {"clip_fraction": clipped.float(), "approx_kl": approx_kl}
 
 
 def _token_means(tensors: dict[str, torch.Tensor], config: PolicyLossConfig) -> dict[str, torch.Tensor]:

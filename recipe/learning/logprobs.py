@@ -31,7 +31,7 @@ def token_scores(
     is faster. `states_at` [N] are the positions, in `input_ids.flatten()`, of the states that predict the targets.
     `score_logits` is `scores_of_logits`, or a function like it.
 
-    This calls the trunk by itself: a sharded model needs it as a method, by `add_forward`.
+    This calls the trunk by itself: call it by `as_forward` (sharding.py), since the model may be sharded.
     """
     output = model.get_decoder()(**inputs, use_cache=False)
 

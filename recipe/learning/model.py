@@ -8,9 +8,9 @@ rollouts. All ranks are given the same rollouts. The result is that of a single 
 
 import gc
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -27,7 +27,7 @@ from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapter
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
-from .sharding import add_forward, checkpoint_blocks, compile_blocks, load_model
+from .sharding import as_forward, checkpoint_blocks, compile_blocks, load_model
 
 
 @dataclass
@@ -92,6 +92,7 @@ class Model:
         self.attention: AttentionChoice | None = like.attention if like else None
         self.rounding = 0.0  # how far bf16 moves the log-probabilities on average, measured if the model learns
         self.exact_workers = 0  # of the engine as which the model computes, bit for bit; 0: of none
+        self.scores_of_logits = self._choose_scores_of_logits()
         self.module = self._load(path, learns, seed)
         self.named_tensors = NamedTensors(self.module)
         self.adapters = adapter_parameters(self.module)
@@ -123,7 +124,9 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [b, width] of the tokens that the policy sampled, and zeros elsewhere, for one micro-batch
         of b rollouts. If `entropy`, also the entropies [b, width]; else None."""
-        return self._token_scores(rollouts, width, self.config.temperature, entropy)
+        return self._score_tokens(
+            token_scores, rollouts, width, self.config.temperature, entropy, self.scores_of_logits
+        )
 
     @torch.no_grad()
     def score_all(self, rollouts: list[Rollout], **options) -> list[torch.Tensor]:
@@ -190,7 +193,7 @@ class Model:
             exact.make_exact(self.module, workers)
         else:
             exact.make_plain(self.module, self.attention.name)
-        self._add_token_scores(self.module)
+        self.scores_of_logits = self._choose_scores_of_logits()
 
     def release_memory(self) -> None:
         """Give back the GPU memory that torch caches."""
@@ -221,7 +224,6 @@ class Model:
         module.eval()  # no dropout: ratios compare log-probabilities by the same function
         self._prepare(module, learns, seed)
         module.config._attn_implementation = self.attention.name
-        self._add_token_scores(module)
         self.module = module
         if measures_rounding:
             self._measure_rounding(fp32_logprobs)
@@ -261,8 +263,7 @@ class Model:
             name = type(module).__name__
             raise RunError(f"the trainer calls a model's trunk and its head separately, and {name} has no such trunk")
         self.attention = choose_attention(module, self.config.attention)
-        add_forward(module, "can_share_prompts", can_share_prompts)
-        if self.attention.name == "sdpa" and module.can_share_prompts(random_prompts(module)):
+        if self.attention.name == "sdpa" and as_forward(module, can_share_prompts)(random_prompts(module)):
             self.attention = self.attention._replace(name=SHARED)
 
     def _measure_rounding(self, fp32_logprobs: torch.Tensor) -> None:
@@ -280,15 +281,17 @@ class Model:
         ids = random_prompts(module)
         return (module(input_ids=ids, use_cache=False)[0].float() / self.config.temperature).log_softmax(-1)
 
-    def _add_token_scores(self, module) -> None:
-        """Give the module the method `token_scores`."""
-        score_logits = exact.scores_of_logits if self.exact_workers else scores_of_logits
-        if not self.exact_workers and (self.config.compile or self.device.type == "cuda"):
-            score_logits = torch.compile(score_logits, dynamic=True)  # fewer passes over the logits, the largest tensor
-        add_forward(module, "token_scores", partial(token_scores, score_logits=score_logits))
+    def _choose_scores_of_logits(self) -> Callable:
+        if self.exact_workers:
+            return exact.scores_of_logits
+        if self.config.compile or self.device.type == "cuda":  # fewer passes over the logits, the largest tensor
+            return torch.compile(scores_of_logits, dynamic=True)
+        return scores_of_logits
 
-    def _token_scores(self, rollouts: list[Rollout], width: int, *args) -> tuple[torch.Tensor | None, ...]:
-        """The results of the module's `token_scores` for the tokens that the policy sampled, as tensors [b, width] with
+    def _score_tokens(
+        self, function: Callable, rollouts: list[Rollout], width: int, *args
+    ) -> tuple[torch.Tensor | None, ...]:
+        """What a function like `token_scores` gives for the tokens that the policy sampled, as tensors [b, width] with
         zeros elsewhere."""
         layout = lay_out(rollouts, self.shares_prompts)
         masks = [
@@ -299,7 +302,8 @@ class Model:
         # Without waiting for the micro-batch before: a blocking copy would leave the GPU idle until the next launch.
         targets, states_at, rows, columns = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
         with self.autocast():
-            scores = self.module.token_scores(layout.inputs_on(self.device), targets, states_at, *args)
+            score = as_forward(self.module, function)
+            scores = score(layout.inputs_on(self.device), targets, states_at, *args)
         zeros = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if values is None else zeros.index_put((rows, columns), values) for values in scores)
 

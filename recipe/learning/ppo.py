@@ -224,7 +224,9 @@ class CriticLearner(Learner):
         metrics = self._run_updates(experience.rollouts, tensors, lambda batch: batch["mask"] / batch["mask"].sum())
         return {f"critic/{name}": value for name, value in metrics.items()}
 
-    def _losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _losses(
+        self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         (values,) = self.model.score(rollouts, width)
         losses, clipped = value_losses(values, tensors["old_values"], tensors["returns"], self.config.cliprange_value)
-        return {"loss": losses, "clip_fraction": clipped.float()}
+        return losses, {"clip_fraction": clipped.float()}

@@ -5,8 +5,10 @@ take those too, and leave them as they are. Of several ranks, none ever holds th
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -53,6 +55,7 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
     from transformers import modeling_utils
     from transformers.distributed import DistributedConfig
 
+    replaced = ExitStack()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks > 1:
         with torch.device("meta"):
@@ -60,11 +63,13 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
         blocks = set(_blocks(model))
         names = [name for name, module in model.base_model.named_modules() if module in blocks]
         config.base_model_fsdp_plan = dict.fromkeys(names, "free_full_weight")  # after a block's forward pass
-        type(model)._fsdp_plan = {}  # no group for the head alone, which would gather it for each chunk of positions
+        # No group for the head alone, which would gather it for each chunk of positions.
+        replaced.enter_context(patch.object(type(model), "_fsdp_plan", {}))
         options["distributed_config"] = DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=mixed_precision)
         # On a GPU it would first allocate the whole model, if its config has no plan for tensor parallelism.
-        modeling_utils.caching_allocator_warmup = lambda *_: None
-    model, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
+        replaced.enter_context(patch.object(modeling_utils, "caching_allocator_warmup"))
+    with replaced:
+        model, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
     if ranks > 1:
         _merge_tied_shards(model)
         model.set_reshard_after_forward(True, recurse=False)
@@ -102,11 +107,14 @@ def fuses_weights(model) -> bool:
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-def add_forward(model, name: str, method: Callable) -> None:
-    """Give the model a method that calls method(model, ...). FSDP treats it as a forward pass and gathers the weights
-    for it. It needs an argument besides the model: on a GPU, FSDP of torch 2.11 fails without."""
-    setattr(model, name, partial(method, model))
-    register_fsdp_forward_method(model, name)
+def as_forward(model, function: Callable) -> Callable:
+    """function(model, ...), as a forward pass of the model, for which FSDP gathers the weights. It needs an argument
+    besides the model: on a GPU, FSDP of torch 2.11 fails without."""
+    name = function.__name__
+    if name not in vars(model):  # FSDP wraps methods only
+        setattr(model, name, partial(function, model))
+        register_fsdp_forward_method(model, name)
+    return getattr(model, name)
 
 
 def checkpoint_blocks(model) -> None:

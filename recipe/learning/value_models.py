@@ -12,7 +12,7 @@ from ..errors import RunError
 from .attention import choose_attention
 from .model import Model
 from .rollout import Rollout
-from .sharding import add_forward
+from .sharding import as_forward
 
 
 class ValueModel(Model):
@@ -25,7 +25,7 @@ class ValueModel(Model):
     def score(self, rollouts: list[Rollout], width: int) -> tuple[torch.Tensor]:
         """Values [b, width] of the states before the tokens that the policy sampled, and zeros elsewhere, for one
         micro-batch of b rollouts."""
-        return self._token_scores(rollouts, width)
+        return self._score_tokens(_token_values, rollouts, width)
 
     def _from_pretrained(self, path: str, **loading: bool):
         from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -39,11 +39,7 @@ class ValueModel(Model):
         return module
 
     def _choose_computation(self, module) -> None:
-        add_forward(module, "trunk", _trunk)
-        self.attention = choose_attention(module, self.config.attention, module.trunk)
-
-    def _add_token_scores(self, module) -> None:
-        add_forward(module, "token_scores", _token_values)
+        self.attention = choose_attention(module, self.config.attention, as_forward(module, _trunk))
 
 
 def _trunk(module, **inputs):
