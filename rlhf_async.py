@@ -134,15 +134,16 @@ def main(args: Arguments) -> None:
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args = settle_exactness(run, args, models.loaded, trainers)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
-        address = trainers.rank_0("starting", "address")
-        loading = trainers.begin("load", address, models, args, device)
-        loading |= engines.begin("start", models.loaded, args, device, each=engines.bundles)
-        (steps_done, remarks), *_, max_model_len = session.wait("starting", loading)
-        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
+        address = trainers.call_rank_0("starting", Trainer.address)
+        loading = trainers.begin(Trainer.load, address, models, args, device)
+        starting = engines.begin(Engine.start, models.loaded, args, device, each=engines.bundles)
+        loaded, lengths = session.wait("starting", loading, starting)
+        steps_done, remarks = loaded[0]
+        run.say(remarks + task.check_lengths(lengths[0], args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         connect(trainers, engines, args.tensor_parallel_size)
-        report = sync(trainers, engines.begin("receive_weights", args.timeout, steps_done))
+        report = sync(trainers, engines.begin(Engine.receive_weights, args.timeout, steps_done))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         run.start_metrics(steps_done, args)
 
@@ -157,39 +158,39 @@ def main(args: Arguments) -> None:
                     batch = ahead.resample(batch, step)
                 proof_rollouts = ahead.proof(step, batch)
                 clock.end("rollout")
-                metrics = trainers.first("learning", "learn", batch.rollouts, proof_rollouts)
+                metrics = trainers.agreed("learning", Trainer.learn, batch.rollouts, proof_rollouts)
                 clock.end("train")
-                report = sync(trainers, engines.begin("receive_weights", args.timeout, step))
+                report = sync(trainers, engines.begin(Engine.receive_weights, args.timeout, step))
                 clock.end("sync")
-                metrics |= clock.metrics | ahead.idle_shares(clock.metrics) | ahead.evaluate(step)
+                metrics |= clock.metrics | ahead.idle_shares(clock.metrics)
+                metrics |= ahead.evaluate(step)
                 if run.saves(step):
-                    trainers.call("saving", "save", run.path)
+                    trainers.call("saving", Trainer.save, run.path)
                 run.log_step(step, batch, report, metrics)
 
             # 4. Generate again, and prove the last sync
             batch = ahead.take(args.steps + 1)
-        mismatch = trainers.first("proving", "mismatch", batch.rollouts)
+        mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
 
 
 def connect(trainers: ActorGroup, engines: ActorGroup, tensor_parallel_size: int) -> None:
     """Join the trainer's ranks and, after them, the workers of all engines in one group."""
-    address = trainers.rank_0("connecting", "address")
+    address = trainers.call_rank_0("connecting", Trainer.address)
     world_size = len(trainers) + len(engines) * tensor_parallel_size
     rank_offsets = [(len(trainers) + i * tensor_parallel_size,) for i in range(len(engines))]
-    joining = trainers.begin("init_weight_update_group", *address, world_size)
-    joining |= engines.begin("init_weight_update_group", *address, world_size, each=rank_offsets)
-    trainers.session.wait("connecting", joining)
+    joining = trainers.begin(Trainer.init_weight_update_group, *address, world_size)
+    following = engines.begin(Engine.init_weight_update_group, *address, world_size, each=rank_offsets)
+    trainers.session.wait("connecting", joining, following)
 
 
 def sync(trainers: ActorGroup, receiving: dict[str, ray.ObjectRef]) -> SyncReport:
     """Send the trainer's weights to the engines, which already run `receive_weights`: `receiving` are these calls."""
-    sending = trainers.begin("send_weights")
-    report, *results = trainers.session.wait("syncing", sending | receiving)
-    if not all(results[len(trainers) - 1 :]):  # after the other ranks' reports: whether each engine serves the weights
-        raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
-    return report
+    reports, served = trainers.session.wait("syncing", trainers.begin(Trainer.send_weights), receiving)
+    if not all(served):
+        raise RunError(f"after sync {reports[0].version}, an engine does not serve what was sent")
+    return reports[0]
 
 
 if __name__ == "__main__":

@@ -183,8 +183,8 @@ def main(args: Arguments) -> None:
         args = settle_exactness(run, args, models.loaded, trainers, by_nccl=False)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         max_model_len = start(engines, models.loaded, args, device)
-        address = trainers.rank_0("loading", "address")
-        steps_done, remarks = trainers.first("loading", "load", address, models, args, device)
+        address = trainers.call_rank_0("loading", Trainer.address)
+        steps_done, remarks = trainers.agreed("loading", Trainer.load, address, models, args, device)
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
@@ -205,9 +205,10 @@ def main(args: Arguments) -> None:
             learning_metrics = learn(trainers, engines, batch.rollouts, level, clock)
             report, clock.metrics["time/wake"] = sync(trainers, engines, handles, args)
             clock.end("sync")
-            metrics = memory_after_loading | learning_metrics | clock.metrics | evaluate(engines, task, args, step)
+            metrics = memory_after_loading | learning_metrics | clock.metrics
+            metrics |= evaluate(engines, task, args, step)
             if run.saves(step):
-                trainers.call("saving", "save", run.path)
+                trainers.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
             if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
@@ -217,8 +218,8 @@ def main(args: Arguments) -> None:
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
         batch = task.rewards.score(batch, args.steps)
-        engines.call("sleeping", "sleep", level)
-        mismatch = trainers.first("proving", "mismatch", batch.rollouts)
+        engines.call("sleeping", Engine.sleep, level)
+        mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
 
@@ -230,7 +231,7 @@ def start(engines: ActorGroup, model: str, args: Arguments, device: str) -> int:
     for actor, (bundles,) in zip(engines.actors.values(), engines.bundles, strict=True):
         before.append(actor.start.remote(model, args, device, bundles, before[-args.engines]))
     calls = dict(zip(engines.actors, before[args.engines :], strict=True))
-    return engines.session.wait("starting", calls)[0]
+    return engines.session.wait("starting", calls)[0][0]
 
 
 def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arguments) -> list[tuple[dict[str, str]]]:
@@ -238,9 +239,9 @@ def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arg
 
     Returns for each engine the handles of the ranks beside its workers, by device id.
     """
-    rank_handles = trainers.call("connecting", "open_channel", args)
+    rank_handles = trainers.call("connecting", Trainer.open_channel, args)
     engine_handles, lines = [], [f"{'device':40}  trainer  engine  worker"]
-    for i, device_ids in enumerate(engines.call("connecting", "device_ids")):
+    for i, device_ids in enumerate(engines.call("connecting", Engine.device_ids)):
         first = i * len(device_ids) % len(trainers)
         ranks = range(first, first + len(device_ids))
         handles = {device_id: path for rank in ranks for device_id, path in rank_handles[rank].items()}
@@ -252,7 +253,7 @@ def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arg
         engine_handles.append((handles,))
     run.say("\n".join(lines))
     report, _ = sync(trainers, engines, engine_handles, args)
-    same = all(engines.call("comparing", "serves_checkpoint"))
+    same = all(engines.call("comparing", Engine.serves_checkpoint))
     run.say(
         f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
         f" what the engines had loaded from disk; from now on by {report.loader}"
@@ -264,14 +265,13 @@ def learn(
     trainers: ActorGroup, engines: ActorGroup, rollouts: list[Rollout], level: str, clock: StepClock
 ) -> dict[str, float]:
     """Put the engines to sleep at this level, and have all ranks do one learning step. Returns its metrics."""
-    sleeping = engines.begin("sleep", level)
+    sleeping = engines.begin(Engine.sleep, level)
     if level != "none":
         trainers.session.wait("sleeping", sleeping)  # the trainers need the memory
         clock.end("sleep")
-    learning = trainers.begin("learn", rollouts, level != "none")
-    metrics, *_ = trainers.session.wait("learning", learning | sleeping)
+    learned, _ = trainers.session.wait("learning", trainers.begin(Trainer.learn, rollouts, level != "none"), sleeping)
     clock.end("train")
-    return metrics
+    return learned[0]
 
 
 def sync(
@@ -281,12 +281,11 @@ def sync(
 
     Returns rank 0's report, and the seconds that the slowest engine took to wake up.
     """
-    receiving = engines.begin("receive_weights", args.timeout, each=handles)
-    report, *results = trainers.session.wait("syncing", trainers.begin("send_weights") | receiving)
-    served, waking = zip(*results[len(trainers) - 1 :], strict=True)
-    if not all(served):
-        raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
-    return report, max(waking)
+    receiving = engines.begin(Engine.receive_weights, args.timeout, each=handles)
+    reports, received = trainers.session.wait("syncing", trainers.begin(Trainer.send_weights), receiving)
+    if not all(serves for serves, _ in received):
+        raise RunError(f"after sync {reports[0].version}, an engine does not serve what was sent")
+    return reports[0], max(seconds for _, seconds in received)
 
 
 def sleep_level(run: RunFolder, args: Arguments, level: str, metrics: dict[str, float]) -> str:

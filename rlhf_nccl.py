@@ -55,6 +55,7 @@ from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
+from recipe.tasks.rewards import Batch
 from recipe.tasks.task import TaskArguments, load_task
 from rlhf_utils import SyncReport
 
@@ -202,12 +203,13 @@ def main(args: Arguments) -> None:
         run.say(f"trainer and TP={tp} engine on {'CPU' if device == 'cpu' else 'GPUs'}, by vLLM's {backend} backend")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         engine = ActorGroup(session, "engine", Engine, engine_seats)
-        starting = engine.begin("start", models.loaded, args, device, each=engine.bundles)
+        starting = engine.begin(Engine.start, models.loaded, args, device, each=engine.bundles)
         if backend == "ipc":
             session.wait("starting", starting)  # first: vLLM measures the GPU's free memory
         trainer = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        loading = trainer.begin("load", trainer.first("starting", "address"), models, args, device)
-        (steps_done, remarks), max_model_len = session.wait("starting", loading | starting)
+        address = trainer.agreed("starting", Trainer.address)
+        loading = trainer.begin(Trainer.load, address, models, args, device)
+        [(steps_done, remarks)], [max_model_len] = session.wait("starting", loading, starting)
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Generate with dummy weights, connect, sync, and prove the first sync
@@ -215,14 +217,10 @@ def main(args: Arguments) -> None:
         rows = task.draw(steps_done + 1)
         run.say("with dummy weights the engine generates nonsense:")
         run.show(complete(engine, rows, greedy_args, steps_done))
-        trainer.call("connecting", "connect", *engine.actors.values(), backend, 1 + tp)
+        trainer.call("connecting", Trainer.connect, *engine.actors.values(), backend, 1 + tp)
         report = sync(trainer, engine)
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB")
-        greedy, sampled = (complete(engine, rows, options, steps_done) for options in (greedy_args, args))
-        run.show(greedy)
-        result = trainer.first("proving", "prove_greedy", greedy.rollouts)
-        mismatch = trainer.first("proving", "mismatch", sampled.rollouts)  # only this proves a quantized engine
-        run.say(f"{result}; the sampled ones' mismatch is {mismatch:.1e}")
+        prove_first_sync(run, trainer, *(complete(engine, rows, each, steps_done) for each in (greedy_args, args)))
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
@@ -235,28 +233,37 @@ def main(args: Arguments) -> None:
             if args.dynamic_sampling:
                 batch = resample(engine, task, batch, args, step)
             clock.end("rollout")
-            metrics = trainer.first("learning", "learn", batch.rollouts)
+            metrics = trainer.agreed("learning", Trainer.learn, batch.rollouts)
             clock.end("train")
             report = sync(trainer, engine)
             clock.end("sync")
-            metrics |= clock.metrics | evaluate(engine, task, args, step)
+            metrics |= clock.metrics
+            metrics |= evaluate(engine, task, args, step)
             if run.saves(step):
-                trainer.call("saving", "save", run.path)
+                trainer.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
 
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
         batch = task.rewards.score(batch, args.steps)
-        mismatch = trainer.first("proving", "mismatch", batch.rollouts)
+        mismatch = trainer.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
 
 
+def prove_first_sync(run: RunFolder, trainer: ActorGroup, greedy: Batch, sampled: Batch) -> None:
+    """Prove it by both batches: only the sampled one proves a quantized engine."""
+    run.show(greedy)
+    result = trainer.agreed("proving", Trainer.prove_greedy, greedy.rollouts)
+    mismatch = trainer.agreed("proving", Trainer.mismatch, sampled.rollouts)
+    run.say(f"{result}; the sampled ones' mismatch is {mismatch:.1e}")
+
+
 def sync(trainer: ActorGroup, engine: ActorGroup) -> SyncReport:
     """Pause the engine, send it the trainer's weights, and resume it."""
-    engine.call("syncing", "pause")
-    report = trainer.first("syncing", "send_weights")
-    served = engine.first("syncing", "resume")
+    engine.call("syncing", Engine.pause)
+    report = trainer.agreed("syncing", Trainer.send_weights)
+    served = engine.agreed("syncing", Engine.resume)
     if served != str(report.version):
         raise RunError(f"after sync {report.version}, the engine serves version {served}")
     return report

@@ -141,16 +141,17 @@ def main(args: Arguments) -> None:
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
-        address = trainers.rank_0("starting", "address")
-        loading = trainers.begin("load", address, models, args, device)
-        loading |= engines.begin("start", models.loaded, args, device, each=engines.bundles)
-        (steps_done, remarks), *_, max_model_len = session.wait("starting", loading)
-        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
-        run.say(f"engine weights by torchao's {engines.first('starting', 'quantized_by')}")
+        address = trainers.call_rank_0("starting", Trainer.address)
+        loading = trainers.begin(Trainer.load, address, models, args, device)
+        starting = engines.begin(Engine.start, models.loaded, args, device, each=engines.bundles)
+        loaded, lengths = session.wait("starting", loading, starting)
+        steps_done, remarks = loaded[0]
+        run.say(remarks + task.check_lengths(lengths[0], args.max_tokens))
+        run.say(f"engine weights by torchao's {engines.agreed('starting', Engine.quantized_by)}")
 
         # 2. Connect, and serve what the trainer holds
         connect(trainers, engines, args.tensor_parallel_size)
-        report = sync(trainers, engines.begin("receive_weights", args.timeout))
+        report = sync(trainers, engines.begin(Engine.receive_weights, args.timeout))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         compare(run, trainers, engines, must_change=False)
         run.start_metrics(steps_done, args)
@@ -165,14 +166,15 @@ def main(args: Arguments) -> None:
             if args.dynamic_sampling:
                 batch = resample(engines, task, batch, args, step)
             clock.end("rollout")
-            receiving = engines.begin("receive_weights", args.timeout)  # early: they are ready when the weights are
-            metrics = trainers.first("learning", "learn", batch.rollouts)
+            receiving = engines.begin(Engine.receive_weights, args.timeout)  # early, to be ready for the weights
+            metrics = trainers.agreed("learning", Trainer.learn, batch.rollouts)
             clock.end("train")
             report = sync(trainers, receiving)
             clock.end("sync")
-            metrics |= clock.metrics | evaluate(engines, task, args, step)
+            metrics |= clock.metrics
+            metrics |= evaluate(engines, task, args, step)
             if run.saves(step):
-                trainers.call("saving", "save", run.path)
+                trainers.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
             if run.saves(step) or step in (steps_done + 1, args.steps):
                 # Adam's first update is as large as the learning rate. Later ones may be too small to change a scale.
@@ -182,28 +184,27 @@ def main(args: Arguments) -> None:
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
         batch = task.rewards.score(batch, args.steps)
-        mismatch = trainers.first("proving", "mismatch", batch.rollouts)
+        mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
 
 
 def connect(trainers: ActorGroup, engines: ActorGroup, tensor_parallel_size: int) -> None:
     """Join the trainer's ranks and, after them, the workers of all engines in one group."""
-    address = trainers.rank_0("connecting", "address")
+    address = trainers.call_rank_0("connecting", Trainer.address)
     world_size = len(trainers) + len(engines) * tensor_parallel_size
     rank_offsets = [(len(trainers) + i * tensor_parallel_size,) for i in range(len(engines))]
-    joining = trainers.begin("init_weight_update_group", *address, world_size)
-    joining |= engines.begin("init_weight_update_group", *address, world_size, each=rank_offsets)
-    trainers.session.wait("connecting", joining)
+    joining = trainers.begin(Trainer.init_weight_update_group, *address, world_size)
+    following = engines.begin(Engine.init_weight_update_group, *address, world_size, each=rank_offsets)
+    trainers.session.wait("connecting", joining, following)
 
 
 def sync(trainers: ActorGroup, receiving: dict[str, ray.ObjectRef]) -> SyncReport:
     """Send the trainer's weights to the engines, which already run `receive_weights`: `receiving` are these calls."""
-    sending = trainers.begin("send_weights")
-    report, *results = trainers.session.wait("syncing", sending | receiving)
-    if not all(results[len(trainers) - 1 :]):  # after the other ranks' reports: whether each engine serves the weights
-        raise RunError(f"after sync {report.version}, an engine does not serve what was sent")
-    return report
+    reports, served = trainers.session.wait("syncing", trainers.begin(Trainer.send_weights), receiving)
+    if not all(served):
+        raise RunError(f"after sync {reports[0].version}, an engine does not serve what was sent")
+    return reports[0]
 
 
 def compare(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, must_change: bool) -> None:
@@ -212,8 +213,8 @@ def compare(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, must_chan
     Raises WeightSyncError if one is off by more than rounding, or if none has changed since the last comparison
     although the trainer has learned: `must_change`.
     """
-    comparing = trainers.begin("compare_weights") | engines.begin("compare_weights")
-    comparison, *_ = trainers.session.wait("comparing", comparing)
+    comparing, taking_part = trainers.begin(Trainer.compare_weights), engines.begin(Engine.compare_weights)
+    comparison = trainers.session.wait("comparing", comparing, taking_part)[0][0]
     run.say(
         f"{comparison.weights} quantized weights are what was sent, but for rounding; scales and values of"
         f" {comparison.changed} have changed since the last comparison"

@@ -188,14 +188,14 @@ def main(args: Arguments) -> None:
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args = settle_exactness(run, args, models.loaded, trainers)
         engines = ActorGroup(session, "engines", Engines, engine_seats)
-        address = trainers.rank_0("starting", "address")
-        loading = trainers.begin("load", address, models, args, device)
-        loading |= engines.begin("start", models.loaded, args, device, trainers.actors["trainer"])
-        (steps_done, remarks), max_model_len = session.wait("starting", loading)
+        address = trainers.call_rank_0("starting", Trainer.address)
+        loading = trainers.begin(Trainer.load, address, models, args, device)
+        starting = engines.begin(Engines.start, models.loaded, args, device, trainers.actors["trainer"])
+        [(steps_done, remarks)], [max_model_len] = session.wait("starting", loading, starting)
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
-        report = engines.first("connecting", "begin")
+        report = engines.agreed("connecting", Engines.begin)
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         run.start_metrics(steps_done, args)
 
@@ -210,18 +210,19 @@ def main(args: Arguments) -> None:
                     batch = ahead.resample(batch, step)
                 proof_rollouts = ahead.proof(step, batch)
                 clock.end("rollout")
-                metrics = trainers.first("learning", "learn", batch.rollouts, proof_rollouts)
+                metrics = trainers.agreed("learning", Trainer.learn, batch.rollouts, proof_rollouts)
                 clock.end("train")
-                report = engines.first("syncing", "take_weights")
+                report = engines.agreed("syncing", Engines.take_weights)
                 clock.end("sync")
-                metrics |= clock.metrics | engines.first("syncing", "metrics") | ahead.evaluate(step)
+                metrics |= clock.metrics | engines.agreed("syncing", Engines.metrics)
+                metrics |= ahead.evaluate(step)
                 if run.saves(step):
-                    trainers.call("saving", "save", run.path)
+                    trainers.call("saving", Trainer.save, run.path)
                 run.log_step(step, batch, report, metrics)
 
             # 4. Generate again, and prove the last sync
             batch = ahead.take(args.steps + 1)
-        mismatch = trainers.first("proving", "mismatch", batch.rollouts)
+        mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
 

@@ -91,8 +91,8 @@ def main(args: Arguments) -> None:
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(prompt_count)]
                 engine = ActorGroup(session, "engine", Engine, [engine_seat])
                 start_arguments = (model, args, device, engine_seat.bundles, quantized)
-                mode, quantization = engine.first("starting", "start", *start_arguments)
-                table += engine.call("generating", "measure", prompts, *batch, ROUNDS[device])
+                mode, quantization = engine.agreed("starting", Engine.start, *start_arguments)
+                table += engine.call("generating", Engine.measure, prompts, *batch, ROUNDS[device])
     print(f"model {model}, {mode}, TP={args.tensor_parallel_size}")
     print(f"quantized by torchao's {quantization}")
     print("rollouts of {} prompts x {} completions of {} tokens, or as many as the model takes".format(*BATCH[device]))

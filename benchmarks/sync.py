@@ -36,6 +36,7 @@ import statistics
 import sys
 import time
 from collections import ChainMap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -394,26 +395,26 @@ class Bench:
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"torch_dtype": "bfloat16"}))
         self.engine = ActorGroup(session, "engine", BenchEngine, engine_seats)
         self.trainer = ActorGroup(session, "trainer", BenchTrainer, trainer_seats)
-        starting = self.engine.begin("start", str(model), args, device, each=self.engine.bundles)
-        address, engines = self.trainer.rank_0("starting", "address"), list(self.engine.actors.values())
-        starting |= self.trainer.begin("load", str(model), args, device, address, engines)
-        self.graphs, *_ = session.wait("starting", starting)
+        starting = self.engine.begin(BenchEngine.start, str(model), args, device, each=self.engine.bundles)
+        engines = list(self.engine.actors.values())
+        loading = self.trainer.begin(BenchTrainer.load, str(model), args, device, self.address(), engines)
+        (self.graphs, *_), _ = session.wait("starting", starting, loading)
 
     def run_way(self, method: str, *args) -> float | None:
         """Returns the seconds of the slowest rank, if the method has a time."""
-        return max(filter(None, self.trainer.call(method, "run", method, *args)), default=None)
+        return max(filter(None, self.trainer.call(method, BenchTrainer.run, method, *args)), default=None)
 
     def run_ours(self, expected_loader: str) -> float:
         return self.run_way("ours", expected_loader, self.handles, time.monotonic() + 0.1)
 
-    def ask_trainer(self, method: str, *args):
-        return self.trainer.first(method, method, *args)
+    def ask_trainer(self, method: Callable, *args):
+        return self.trainer.agreed(method.__name__, method, *args)
 
     def ask_workers(self, method: str, *args) -> list:
-        return [answer for engine in self.engine.call(method, "rpc", method, *args) for answer in engine]
+        return [answer for engine in self.engine.call(method, BenchEngine.rpc, method, *args) for answer in engine]
 
     def address(self) -> tuple[str, int]:
-        return self.trainer.rank_0("connecting", "address")
+        return self.trainer.call_rank_0("connecting", BenchTrainer.address)
 
     @property
     def workers(self) -> int:
@@ -421,26 +422,27 @@ class Bench:
 
     def release(self) -> None:
         self.ask_workers("release")
-        self.ask_trainer("release")
+        self.ask_trainer(BenchTrainer.release)
 
     def reconnect(self, ranks: int) -> None:
         """Join the first `ranks` trainer ranks and all workers in a new group, if they are on different devices."""
         self.release()
         if not self.ipc:
             address, tp = self.address(), self.args.tensor_parallel_size
-            joining = self.trainer.begin("join", *address, ranks, self.workers)
+            joining = self.trainer.begin(BenchTrainer.join, *address, ranks, self.workers)
             offsets = [(ranks + i * tp,) for i in range(self.args.engines)]
-            joining |= self.engine.begin("init_weight_update_group", *address, ranks + self.workers, each=offsets)
-            self.trainer.session.wait("connecting", joining)
+            world_size, join_group = ranks + self.workers, BenchEngine.init_weight_update_group
+            following = self.engine.begin(join_group, *address, world_size, each=offsets)
+            self.trainer.session.wait("connecting", joining, following)
 
     def open_sender(self, replay: bool) -> None:
         self.reconnect(self.args.trainers)
-        handles, tp = self.trainer.call("connecting", "open_sender", replay), self.args.tensor_parallel_size
+        handles, tp = self.trainer.call("connecting", BenchTrainer.open_sender, replay), self.args.tensor_parallel_size
         # An engine gets those of the ranks beside its workers.
         self.handles = [dict(ChainMap(*handles[i * tp :][:tp])) for i in range(self.args.engines)]
 
     def staging(self) -> tuple[int, int]:
-        return self.ask_trainer("staging"), max(self.ask_workers("staging"))
+        return self.ask_trainer(BenchTrainer.staging), max(self.ask_workers("staging"))
 
     def measure(self, name: str, method: str, *args) -> None:
         """Time a way, a method of the trainer, check the weights that it left, and add a row to the table."""
@@ -451,7 +453,7 @@ class Bench:
             seconds.append(self.run_ours(*args) if method == "ours" else self.run_way(method, *args))
             staging.append(self.staging())
             if method == "ours":
-                transfers.append(self.ask_trainer("last_report").seconds)
+                transfers.append(self.ask_trainer(BenchTrainer.last_report).seconds)
         exact = None if name in CEILINGS else self.ask_workers("digest") == self.reference
         first_counted = min(2, len(seconds) - 1)
         median = statistics.median(seconds[first_counted:])
@@ -478,7 +480,7 @@ def main(args: Arguments) -> None:
         others_apply = args.trainers == args.engines == 1 and not args.lora_rank
         bench.open_sender(replay=False)
         bench.run_ours("reload")
-        bench.nbytes = bench.ask_trainer("last_report").nbytes
+        bench.nbytes = bench.ask_trainer(BenchTrainer.last_report).nbytes
         run.say(
             f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {layout}, CUDA graphs {bench.graphs}"
         )

@@ -30,13 +30,14 @@ seen, family, stopped = [], [], []
 wait = RaySession.wait
 
 
-def wait_with_fault(session: RaySession, phase: str, refs: dict) -> list:
+def wait_with_fault(session: RaySession, phase: str, *groups: dict) -> list:
+    refs = {name: ref for calls in groups for name, ref in calls.items()}
     if seen[-1:] != [phase]:  # several calls in a row are one phase
         seen.append(phase)
     if phase == "starting":
         if fault_begins(phase, refs):
             threading.Thread(target=act_when_started, daemon=True).start()
-        return wait(session, phase, refs)
+        return wait(session, phase, *groups)
     if not family and phase != "loading":  # ahead of time: most phases are over in the time that this takes
         family.extend(psutil.Process().children(recursive=True))
     if fault_begins(phase, refs):
@@ -46,7 +47,7 @@ def wait_with_fault(session: RaySession, phase: str, refs: dict) -> list:
             act()
         finally:
             resume(stopped)
-    results = wait(session, phase, refs)
+    results = wait(session, phase, *groups)
     if PHASE == "syncing" and (phase, seen.count(phase)) == BEFORE_SYNC and not stopped:
         stopped.extend(processes("VLLM::Worker"))
         for worker in stopped:

@@ -143,15 +143,15 @@ def test_a_call_goes_to_all_actors_and_its_answers_come_in_their_order(session):
     trainers, engine = group(session, "trainer", 2), group(session, "engine")
     assert (len(trainers), len(engine)) == (2, 1)
     assert [*session.actors] == ["trainer 0", "trainer 1", "engine"]
-    assert trainers.call("learning", "answer", "a", [1]) == [(0, "a", [1]), (1, "a", [1])]
-    assert trainers.call("learning", "answer", "a", each=[("x",), ("y", 2)]) == [(0, "a", "x"), (1, "a", "y", 2)]
-    assert trainers.first("learning", "answer", "a") == (0, "a")
-    assert trainers.rank_0("learning", "answer") == (0,)
-    assert engine.call("learning", "answer", each=[("own",)]) == [(0, "own")]
+    assert trainers.call("learning", Actor.answer, "a", [1]) == [(0, "a", [1]), (1, "a", [1])]
+    assert trainers.call("learning", Actor.answer, "a", each=[("x",), ("y", 2)]) == [(0, "a", "x"), (1, "a", "y", 2)]
+    assert trainers.agreed("learning", Actor.answer, "a") == (0, "a")
+    assert trainers.call_rank_0("learning", Actor.answer) == (0,)
+    assert engine.call("learning", Actor.answer, each=[("own",)]) == [(0, "own")]
 
-    begun = engine.begin("sleep", 1) | trainers.begin("answer")
-    assert [*begun] == ["engine", "trainer 0", "trainer 1"]
-    assert session.wait("learning", begun) == [0, (0,), (1,)]
+    slow, fast = engine.begin(Actor.sleep, 1), trainers.begin(Actor.answer)
+    assert ([*slow], [*fast]) == (["engine"], ["trainer 0", "trainer 1"])
+    assert session.wait("learning", slow, fast) == [[0], [(0,), (1,)]]
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def unpickled(monkeypatch):
 
 
 def test_an_answer_is_fetched_once(session, unpickled):
-    (answer,) = group(session, "engine").call("generating", "rollouts", 5)
+    (answer,) = group(session, "engine").call("generating", Actor.rollouts, 5)
     assert len(answer) == len(unpickled) == 5
 
 
@@ -192,15 +192,15 @@ def test_rollouts_ahead_are_fetched_once_and_an_engine_that_dies_ends_the_step_t
 @pytest.mark.parametrize("waiting_for", ["actor", "thread"])
 def test_a_death_of_an_actor_that_nobody_waits_for_ends_the_wait(session, waiting_for):
     trainer, engine = group(session, "trainer"), group(session, "engine")
-    pid = engine.first("generating", "pid")
-    trainer.call("learning", "answer")
+    pid = engine.agreed("generating", Actor.pid)
+    trainer.call("learning", Actor.answer)
     psutil.Process(pid).kill()
     started = time.monotonic()
     with pytest.raises(RunError, match=r"^the engine died while learning$"):
         if waiting_for == "thread":
             session.wait_for_thread(Future(), lambda: "learning")
         else:
-            trainer.call("learning", "sleep", 60)
+            trainer.call("learning", Actor.sleep, 60)
     assert time.monotonic() - started < FAULT_SECONDS
 
 
@@ -208,21 +208,21 @@ def test_a_death_of_an_actor_that_has_answered_already_ends_the_wait(session):
     trainer, engine = group(session, "trainer"), group(session, "engine")
     started = time.monotonic()
     with pytest.raises(RunError, match=r"^the engine died while starting$"):
-        session.wait("starting", engine.begin("die", 1) | trainer.begin("sleep", 60))
+        session.wait("starting", engine.begin(Actor.die, 1) | trainer.begin(Actor.sleep, 60))
     assert time.monotonic() - started < FAULT_SECONDS
 
 
 def test_a_sync_does_not_wait_behind_a_thousand_requests(session):
     engine = group(session, "engine", cls=AsyncActor)
-    sampling = [engine.begin("sample") for _ in range(1001)]
-    engine.call("syncing", "sync")
+    sampling = [engine.begin(AsyncActor.sample) for _ in range(1001)]
+    engine.call("syncing", AsyncActor.sync)
     for calls in sampling:
         session.wait("sampling", calls)
 
 
 def test_an_engine_that_waits_for_a_trainer_has_time_to_end_by_itself(session, tmp_path):
     trainer, engine = group(session, "trainer"), group(session, "engine", cls=Receiver)
-    engine.begin("receive", trainer.first("asking", "pid"), tmp_path / "ended")
+    engine.begin(Receiver.receive, trainer.agreed("asking", Actor.pid), tmp_path / "ended")
     session.end(dict(session.actors), patience=10)
     assert (tmp_path / "ended").exists()
     assert not session.actors
@@ -233,13 +233,21 @@ def test_a_death_comes_before_a_failed_sync_and_that_before_all_other_errors(ses
     sync, other = WeightSyncError("the engine's connection closed"), ValueError("of another kind")
     for begin, error, message in (
         (
-            lambda: critic.begin("fail", other) | trainer.begin("fail", sync),
+            lambda: critic.begin(Actor.fail, other) | trainer.begin(Actor.fail, sync),
             WeightSyncError,
             "the engine's connection closed",
         ),
-        (lambda: critic.begin("fail", other) | engine.begin("fail", TaskError("my words")), TaskError, "my words"),
-        (lambda: critic.begin("fail", other), RunError, "the critic failed while syncing: ValueError: of another kind"),
-        (lambda: trainer.begin("fail", sync) | engine.begin("die"), RunError, "the engine died while syncing"),
+        (
+            lambda: critic.begin(Actor.fail, other) | engine.begin(Actor.fail, TaskError("my words")),
+            TaskError,
+            "my words",
+        ),
+        (
+            lambda: critic.begin(Actor.fail, other),
+            RunError,
+            "the critic failed while syncing: ValueError: of another kind",
+        ),
+        (lambda: trainer.begin(Actor.fail, sync) | engine.begin(Actor.die), RunError, "the engine died while syncing"),
     ):
         with pytest.raises(error) as raised:
             session.wait("syncing", begin())
@@ -258,7 +266,7 @@ def test_an_error_is_told_by_its_type_and_its_message_whatever_is_in_it(session)
         (EngineError("no memory"), f"the critic cannot start: no memory; more in {sys.stderr.name}"),
     ):
         with pytest.raises(RunError) as raised:
-            critic.call("starting", "fail", error)
+            critic.call("starting", Actor.fail, error)
         assert str(raised.value) == said
     assert one_line(OSError(28, "No space left", "/run")) == "[Errno 28] No space left: '/run'"
     assert one_line(KeyError()) == "KeyError"
@@ -278,7 +286,7 @@ def test_a_phase_takes_no_longer_than_the_timeout_and_says_what_it_is(session, w
         if waiting_for == "thread":
             session.wait_for_thread(Future(), lambda: "learning")
         else:
-            group(session, "trainer").call("learning", "sleep", 60)
+            group(session, "trainer").call("learning", Actor.sleep, 60)
     assert session.said == [("learning", 1), ("learning", 2)]
     assert time.monotonic() - started > 2.9  # it looks every second
 
@@ -308,7 +316,7 @@ def test_an_actor_and_its_workers_take_the_bundles_of_its_seat(session):
     try:
         own = seat(bundles, 1, num_cpus=0.25)
         assert (own.bundles, seat(bundles, 0, [0, 1]).bundles) == ([1], [0, 1])
-        assert group(session, "trainer", **own.options).first("starting", "answer") == (0,)
+        assert group(session, "trainer", **own.options).agreed("starting", Actor.answer) == (0,)
     finally:
         ray.util.remove_placement_group(bundles)
 
@@ -326,7 +334,7 @@ def session_of(memories: dict[str, dict]):
         name: SimpleNamespace(memory=SimpleNamespace(remote=lambda answer=answer: answer))
         for name, answer in memories.items()
     }
-    return SimpleNamespace(actors=actors, wait=lambda phase, calls: [*calls.values()])
+    return SimpleNamespace(actors=actors, wait=lambda phase, calls: [[*calls.values()]])
 
 
 def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():

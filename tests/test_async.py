@@ -56,7 +56,7 @@ class Engines:
     def __init__(self, count: int):
         self.actors = {f"engine {i}": self.actor(i) for i in range(count)}
         self.session = RaySession(SimpleNamespace(ray_address=None, timeout=60), lambda *_: None)
-        self.session.wait = lambda _, calls: [call.result(timeout=30) for call in calls.values()]
+        self.session.wait = lambda _, calls: [[call.result(timeout=30) for call in calls.values()]]
         self.calls, self.version = [], 0
         self.free, self.one_by_one = threading.Event(), ThreadPoolExecutor(1)
         self.free.set()

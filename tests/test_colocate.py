@@ -135,7 +135,7 @@ def test_engines_of_a_gpu_start_one_after_another(ray_with_four_gpus):
     _, trainers, seats = place(engines_per_gpu=2)
     actors = {f"engine {i}": Starting.remote() for i in range(4)}
     results = []
-    session = SimpleNamespace(wait=lambda phase, calls: results.extend(ray.get([*calls.values()])) or results)
+    session = SimpleNamespace(wait=lambda phase, calls: results.extend(ray.get([*calls.values()])) or [results])
     engines = SimpleNamespace(actors=actors, bundles=[(seat.bundles,) for seat in seats], session=session)
     args = rlhf_colocate.Arguments(engines=2, engines_per_gpu=2)
     assert rlhf_colocate.start(engines, "model", args, "cuda") is results[0]
@@ -246,15 +246,15 @@ class Group:
         return len(self.names)
 
     def begin(self, method, *args, each=None):
-        self.called.append((method, *args, *([each] if each else [])))
-        return dict(zip(self.names, self.answers[method], strict=True))
+        self.called.append((method.__name__, *args, *([each] if each else [])))
+        return dict(zip(self.names, self.answers[method.__name__], strict=True))
 
     def call(self, phase, method, *args, each=None):
-        return self.session.wait(phase, self.begin(method, *args, each=each))
+        return self.session.wait(phase, self.begin(method, *args, each=each))[0]
 
-    def wait(self, phase, calls):
-        self.session.waited.append((phase, [*calls]))
-        return [*calls.values()]
+    def wait(self, phase, *groups):
+        self.session.waited.append((phase, [name for calls in groups for name in calls]))
+        return [[*calls.values()] for calls in groups]
 
 
 def groups(trainer_answers, engine_answers, ranks=2, engines=1):

@@ -173,15 +173,12 @@ def test_engines_share_the_prompts_and_sample_what_one_would():
     def share(count: int) -> list[tuple]:
         """The prompts of each of so many engines, with the seeds of what they sample."""
 
-        def begin(method, each):
+        def call(phase, method, each):
             asked.append(each)
-            return each
-
-        def wait(phase, calls):
-            return [[SimpleNamespace(prompt_ids=ids) for ids in prompts for _ in range(2)] for prompts, *_ in calls]
+            return [[SimpleNamespace(prompt_ids=ids) for ids in prompts for _ in range(2)] for prompts, *_ in each]
 
         engines = type("Engines", (), {"__len__": lambda self: count})()
-        engines.begin, engines.session = begin, SimpleNamespace(wait=wait)
+        engines.call = call
         batch = complete(engines, rows, run_arguments(group_size=2), step=3)
         assert [[rollout.prompt_ids for rollout in group.rollouts] for group in batch.groups] == [
             [row.prompt_ids] * 2 for row in rows

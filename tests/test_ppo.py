@@ -39,6 +39,7 @@ from recipe.learning.precision import bf16_weights, freeze
 from recipe.learning.rollout import Rollout
 from recipe.learning.value_models import RewardModel
 from recipe.rollouts.reward_workers import RewardWorkers, run_reward
+from recipe.run.actors import LearnerActor
 from recipe.run.arguments import RunArguments
 from recipe.run.checkpoint import check_critic, check_reward_model, choose_ppo_models
 from recipe.run.folder import RunFolder
@@ -550,13 +551,13 @@ def test_reward_in_another_process_may_change_a_column_too(folder):
 def test_reward_model_gets_content_in_parts_as_text(folder):
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     answer = [{"role": "assistant", "content": "Ho"}]
-    calls, session = [], SimpleNamespace(wait=lambda phase, calls: list(calls.values()))
+    calls, session = [], SimpleNamespace(wait=lambda phase, *groups: [list(calls.values()) for calls in groups])
     model = SimpleNamespace(begin=lambda *call: calls.append(call) or {"reward_model 0": [1.0]})
     args = rlhf_ppo.Arguments(reward=[], reward_model="x", dataset="data.jsonl")
     workers = RewardWorkers(session, load_task(args).rewards, model, args)
     prompts = [[{"role": "user", "content": parts}]]
     assert workers.call([{"prompts": prompts, "completions": [answer]}]) == [{"reward_model": [1.0]}]
-    assert calls == [("run", "rewards", [[{"role": "user", "content": "Hi there"}]], [answer])]
+    assert calls == [(LearnerActor.run, "rewards", [[{"role": "user", "content": "Hi there"}]], [answer])]
 
 
 def test_what_a_reward_logs_by_name_arrives(folder):

@@ -299,7 +299,7 @@ def test_weight_has_changed_if_its_scales_and_its_values_have(quantized_engine):
 def test_run_ends_if_the_trainer_has_learned_but_no_weight_has_changed():
     def run_compare(changed: int, learned: bool) -> None:
         found = Comparison(weights=16, changed=changed)
-        session = SimpleNamespace(wait=lambda phase, calls: [*calls.values()])
+        session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])
         trainers = SimpleNamespace(begin=lambda method: {"trainer 0": found, "trainer 1": found}, session=session)
         engines = SimpleNamespace(begin=lambda method: {"engine": None})
         rlhf_online_quant.compare(SimpleNamespace(say=said.append), trainers, engines, learned)

@@ -225,7 +225,7 @@ class RolloutsAhead:
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
         """Metrics: the shares of a step in which engines generated nothing, as they measure it, and in which the
         trainers had nothing to learn from, by the `seconds` of the step's phases."""
-        shares = self.engines.call("syncing", "idle_share")
+        shares = self.engines.call("syncing", AsyncEngineActor.idle_share)
         metrics = {"async/engine_idle": sum(shares) / len(shares)}
         if len(shares) > 1:
             metrics |= {f"async/engine_idle/{i}": share for i, share in enumerate(shares)}
@@ -239,7 +239,7 @@ class RolloutsAhead:
         prompts = [group.row.prompt_ids for group in batch.groups]
         short = replace(self.args, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
         sampling = [sampling_options(short, step, number) for number in range(len(prompts))]
-        return list(itertools.chain(*self.engines.call("proving", "sample", prompts, sampling)))
+        return list(itertools.chain(*self.engines.call("proving", AsyncEngineActor.sample, prompts, sampling)))
 
     def _with_staleness(self, batch: Batch, step: int) -> Batch:
         """This batch of a step, with metrics of how many steps old its tokens are. Raises RunError if a token's label

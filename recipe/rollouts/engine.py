@@ -352,7 +352,7 @@ def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: 
 def _sample(engines: ActorGroup, requests: list[list[tuple]], evaluation: bool, phase: str) -> list[Rollout]:
     """The rollouts of each engine's requests, (prompt ids, options), in order."""
     arguments = [([ids for ids, _ in part], [options for _, options in part], evaluation) for part in requests]
-    return list(itertools.chain(*engines.session.wait(phase, engines.begin("sample", each=arguments))))
+    return list(itertools.chain(*engines.call(phase, EngineActor.sample, each=arguments)))
 
 
 def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> Batch:

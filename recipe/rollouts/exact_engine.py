@@ -17,7 +17,7 @@ from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 
 from ..errors import RunError
 from ..learning.exact import attention_backend, missing_operation
-from ..run.actors import ActorGroup
+from ..run.actors import ActorGroup, LearnerActor
 from ..run.checkpoint import replace_flags
 from ..run.folder import RunFolder
 
@@ -57,7 +57,7 @@ def settle_exactness(run: RunFolder, args, model: str, trainers: ActorGroup, by_
     `--exact on`. `trainers` have started, and load no model yet; `by_nccl` says whether they send the weights so."""
     from transformers import AutoConfig
 
-    gpu = None if args.exact == "off" else trainers.rank_0("starting", "gpu")
+    gpu = None if args.exact == "off" else trainers.call_rank_0("starting", LearnerActor.gpu)
     if args.exact == "off" or (args.exact == "auto" and gpu is None):
         return replace_flags(args, exact="off")
     workers, hidden_size = args.tensor_parallel_size, AutoConfig.from_pretrained(model).get_text_config().hidden_size

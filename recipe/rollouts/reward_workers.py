@@ -11,7 +11,7 @@ from pydantic import AfterValidator
 from transformers.hf_argparser import HfArg
 
 from ..functions import json_object
-from ..run.actors import ActorGroup
+from ..run.actors import ActorGroup, LearnerActor
 from ..run.session import RaySession
 from ..tasks.dataset import without_parts
 from ..tasks.rewards import Batch, Rewards, begin, finish
@@ -71,8 +71,8 @@ class RewardWorkers:
             texts = [
                 [without_parts(text) for own in groups for text in own[name]] for name in ("prompts", "completions")
             ]
-            scoring = self.reward_model.begin("run", "rewards", *texts)
-        results = self.session.wait("rewarding", calls | scoring)
+            scoring = self.reward_model.begin(LearnerActor.run, "rewards", *texts)
+        results, scores_of_ranks = self.session.wait("rewarding", calls, scoring)
         values_of_groups = [{} for _ in groups]
         parts_of_rewards = [results[i : i + len(parts)] for i in range(0, len(calls), len(parts))]
         for name, results_of_parts in zip(self.rewards.names, parts_of_rewards, strict=True):
@@ -82,7 +82,7 @@ class RewardWorkers:
                 for log, *arguments in logged:
                     group[log](*arguments)
         if scoring:
-            scores = iter(results[len(calls)])  # of the first rank
+            scores = iter(scores_of_ranks[0])
             for group, values_of in zip(groups, values_of_groups, strict=True):
                 values_of[REWARD_MODEL] = [next(scores) for _ in group["prompts"]]
         return values_of_groups

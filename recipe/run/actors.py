@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,29 +97,29 @@ class ActorGroup:
         """The bundles of each actor, in the form of `each` below."""
         return [(seat.bundles,) for seat in self.seats.values()]
 
-    def begin(self, method: str, *args, each: list[tuple] | None = None) -> dict[str, ray.ObjectRef]:
-        """Call this method of every actor, with `args` and then, if `each` is given, the actor's own. Returns the calls
-        by actor, as `RaySession.wait` takes them."""
+    def begin(self, method: Callable, *args, each: list[tuple] | None = None) -> dict[str, ray.ObjectRef]:
+        """Call this method of the class on every actor, with `args` and then, if `each` is given, the actor's own.
+        Returns the calls by actor, as `RaySession.wait` takes them."""
         if len(self) > 1:
             args = [ray.put(arg) for arg in args]  # so a large one travels only once to each node
         each = each or [()] * len(self)
         return {
-            name: getattr(actor, method).remote(*args, *more)
+            name: getattr(actor, method.__name__).remote(*args, *more)
             for (name, actor), more in zip(self.actors.items(), each, strict=True)
         }
 
-    def call(self, phase: str, method: str, *args, each: list[tuple] | None = None) -> list:
+    def call(self, phase: str, method: Callable, *args, each: list[tuple] | None = None) -> list:
         """As `begin`, and wait, in this phase of the run. Returns the results in the order of the actors."""
-        return self.session.wait(phase, self.begin(method, *args, each=each))
+        return self.session.wait(phase, self.begin(method, *args, each=each))[0]
 
-    def first(self, phase: str, method: str, *args, each: list[tuple] | None = None):
-        """As `call`, but return only the first actor's result. The ranks of a learner all return the same."""
+    def agreed(self, phase: str, method: Callable, *args, each: list[tuple] | None = None):
+        """As `call`, for a method that returns the same on all actors, such as a learner's ranks. Returns that."""
         return self.call(phase, method, *args, each=each)[0]
 
-    def rank_0(self, phase: str, method: str, *args):
-        """Call this method of the first actor alone."""
+    def call_rank_0(self, phase: str, method: Callable, *args):
+        """Call this method on the first actor alone. Returns its result."""
         name, actor = next(iter(self.actors.items()))
-        return self.session.wait(phase, {name: getattr(actor, method).remote(*args)})[0]
+        return self.session.wait(phase, {name: getattr(actor, method.__name__).remote(*args)})[0][0]
 
 
 class LearnerActor:
@@ -235,7 +235,7 @@ def measure(session: RaySession, phase: str) -> dict[str, float]:
     well. torch caches freed memory, so this is also the engine's peak.
     """
     calls = {name: actor.memory.remote() for name, actor in session.actors.items()}
-    memories = dict(zip(calls, session.wait("measuring", calls), strict=True))
+    memories = dict(zip(calls, *session.wait("measuring", calls), strict=True))
     sizes = [(name.split()[0], memory["actor"]) for name, memory in memories.items() if memory]
     on_gpus = [memory for memory in memories.values() if "gpu" in memory]
     if all(memories.values()):

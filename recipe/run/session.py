@@ -103,11 +103,11 @@ class RaySession:
             del self.actors[name]
             self.pings.pop(name, None)
 
-    def wait(self, phase: str, refs: dict[str, ray.ObjectRef]) -> list:
-        """The results of these calls by actor, in order. Raises what an actor raised, or says which one died, even if
-        nobody waits for that one."""
-        started = time.monotonic()
-        pending, results = {ref: name for name, ref in refs.items()}, {}
+    def wait(self, phase: str, *groups: dict[str, ray.ObjectRef]) -> list[list]:
+        """The results of each group's calls, in the order of its actors. Raises what an actor raised, or says which one
+        died, even if nobody waits for that one."""
+        started, results = time.monotonic(), {}
+        pending = {ref: name for calls in groups for name, ref in calls.items()}
         while pending:
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=1)
             for ref in ready:
@@ -117,7 +117,7 @@ class RaySession:
                 del pending[ref]
             if not ready:
                 self._check(phase, started, pending)
-        return [results[ref] for ref in refs.values()]
+        return [[results[ref] for ref in calls.values()] for calls in groups]
 
     def wait_for_thread(self, future: futures.Future, phase_of: Callable[[], str]) -> None:
         """As `wait`, for a thread of this process, whose error stays in the future. `phase_of` is called every second
