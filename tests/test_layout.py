@@ -126,7 +126,7 @@ def batches(llama, monkeypatch):
         {"mask_truncated_completions": True},  # a group of which one completion teaches nothing
         {"kl_coef": 0.1},
         {"micro_batch_tokens": 15},  # a group in parts
-        {"num_mini_batches": 2, "gradient_checkpointing": False},
+        {"num_mini_batches": 2, "gradient_checkpointing": "false"},
         {"lora_rank": 4},
         pytest.param({"compile": True}, marks=pytest.mark.slow),
     ],

@@ -183,7 +183,7 @@ MODELS = {  # with what they make of their heads' scores
 }
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("gradient_checkpointing", ["false", "true"])
 @pytest.mark.parametrize("architecture", MODELS)
 def test_gradient_is_that_of_all_logits(tmp_path, monkeypatch, architecture, gradient_checkpointing):
     monkeypatch.setattr("recipe.learning.logprobs.CHUNK", 7)
@@ -214,20 +214,43 @@ def test_only_completions_go_through_the_head_and_again_in_backward(model, monke
 
 def test_checkpointed_blocks_run_again_in_backward(model):
     runs = {}
-    for on in (False, True):
+    for on in ("false", "true", "auto"):  # auto measures only on a GPU
         learner, count = GRPOLearner(model, config(gradient_checkpointing=on), CPU), []
         attention = learner.model.module.model.decoder.layers[0].self_attn
         attention.register_forward_hook(lambda *_, count=count: count.append(1))
         logprobs, _ = learner.model.score([Rollout([5], [6, 7], [], 0.0)], 2)
         logprobs.sum().backward()
         runs[on] = len(count)
-    assert runs == {False: 1, True: 2}
+    assert runs == {"false": 1, "true": 2, "auto": 2}
+
+
+@pytest.mark.parametrize(("free", "stops"), [(10_000_000, True), (1_000_000, False)])
+def test_blocks_keep_their_activations_once_a_step_has_found_memory_for_them(model, monkeypatch, free, stops):
+    used = iter(range(0, 10**9, 1000))  # each look at the memory finds 1,000 bytes more in use
+    memory = {
+        "mem_get_info": lambda: (free, 20_000_000),
+        "memory_reserved": lambda: 0,
+        "max_memory_allocated": lambda: 0,
+    }
+    for name, value in {**memory, "memory_allocated": lambda: next(used)}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    learner = GRPOLearner(model, config(gradient_checkpointing="true", micro_batch_tokens=30_000), CPU)
+    batch = [replace(rollouts(learner, count=1)[0], reward=reward) for reward in (0.0, 1.0)]
+    first, *others = learner.model.checkpointing.forwards
+    learner.model.checkpointing.measure()
+    counts = {block: [] for block in (first, others[-1])}
+    for block, count in counts.items():
+        block.self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
+    learner.learn(batch)
+    assert [len(count) for count in counts.values()] == [1, 2]
+    learner.learn(batch)
+    assert [len(count) for count in counts.values()] == ([2, 3] if stops else [2, 4])
 
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_bf16_weights_compute_as_a_bf16_model_and_gradients_reach_the_fp32_ones(tmp_path, architecture):
     path = write_model(architecture, tmp_path, **MODELS[architecture])
-    learner, peer = GRPOLearner(path, config(gradient_checkpointing=True), CPU), GRPOLearner(path, config(), CPU)
+    learner, peer = GRPOLearner(path, config(gradient_checkpointing="true"), CPU), GRPOLearner(path, config(), CPU)
     weights, batch = list(learner.model.module.parameters()), rollouts(learner)
     for weight in peer.model.module.parameters():  # not buffers: rotary frequencies stay fp32
         weight.data = weight.data.bfloat16()

@@ -152,7 +152,7 @@ def test_only_adapters_learn(model, batches):
     "other",
     [
         {"micro_batch_tokens": 20},
-        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": "true"},
         pytest.param({"compile": True}, marks=pytest.mark.long),
     ],
 )

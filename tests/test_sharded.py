@@ -182,7 +182,7 @@ def test_compiled_blocks_learn_the_same_on_one_rank_and_on_two(model, tmp_path):
     learner = GRPOLearner(model, config(), CPU)
     use_sgd(learner)
     before, plain = weights_of(learner), [learner.learn(batch) and weights_of(learner) for batch in batches]
-    learn_compiled(tmp_path, model, batches, compile=True, gradient_checkpointing=True)
+    learn_compiled(tmp_path, model, batches, compile=True, gradient_checkpointing="true")
     on_ranks(2, partial(learn_compiled, compile=True), tmp_path, model, batches)
     for ranks in (1, 2):
         graphs, compiled = torch.load(tmp_path / f"compiled-{ranks}.pt")

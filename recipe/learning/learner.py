@@ -137,6 +137,8 @@ class Learner:
         return self._end_step({name: total / updates for name, total in totals.items()})
 
     def _end_step(self, metrics: dict[str, float]) -> dict[str, float]:
+        if (remark := self.model.settle_checkpointing()) and self.model.rank == 0:
+            print(f"step {self.step + 1}: {remark}", flush=True)
         self.step += 1
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 

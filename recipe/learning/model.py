@@ -27,7 +27,9 @@ from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapter
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
-from .sharding import as_forward, checkpoint_blocks, compile_blocks, load_model
+from .sharding import Checkpointing, as_forward, compile_blocks, load_model
+
+SPARE_SHARE = 0.1  # of a GPU's memory, for what grows later
 
 
 @dataclass
@@ -40,10 +42,10 @@ class ModelConfig(LoRAArguments):
         help="largest number of tokens in one of the trainer's forward passes, padding included; a longer sequence"
         " passes alone",
     )
-    gradient_checkpointing: bool = HfArg(
-        default=True,
+    gradient_checkpointing: Literal["auto", "true", "false"] = HfArg(
+        default="auto",
         help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
-        " memory, up to a third more time",
+        " memory, up to a third more time (auto: unless the first step finds memory for the rest)",
     )
     compile: bool = HfArg(
         default=False, help="compile the trainer's blocks with torch.compile; the first steps take longer"
@@ -93,6 +95,7 @@ class Model:
         self.rounding = 0.0  # how far bf16 moves the log-probabilities on average, measured if the model learns
         self.exact_workers = 0  # of the engine as which the model computes, bit for bit; 0: of none
         self.scores_of_logits = self._choose_scores_of_logits()
+        self.checkpointing: Checkpointing | None = None  # of a model that learns
         self.module = self._load(path, learns, seed)
         self.named_tensors = NamedTensors(self.module)
         self.adapters = adapter_parameters(self.module)
@@ -195,6 +198,20 @@ class Model:
             exact.make_plain(self.module, self.attention.name)
         self.scores_of_logits = self._choose_scores_of_logits()
 
+    def settle_checkpointing(self) -> str:
+        """After the first step, with --gradient-checkpointing auto: keep all activations from now on if every rank has
+        memory for them, with a tenth of the GPU to spare. Returns what to tell the user, if this changes anything."""
+        if not (self.checkpointing and self.checkpointing.block_bytes):
+            return ""
+        free, total = torch.cuda.mem_get_info()
+        unused = free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+        kept = self.checkpointing.kept_bytes(self.config.micro_batch_tokens)
+        self.checkpointing.block_bytes = 0.0
+        if self.sum_over_ranks(kept <= unused - SPARE_SHARE * total)[0] < self.ranks:
+            return ""
+        self.checkpointing.stop()
+        return f"backward computes nothing again from now on: there is memory for {kept / 1e9:.1f} GB of activations"
+
     def release_memory(self) -> None:
         """Give back the GPU memory that torch caches."""
         if self.device.type == "cuda":
@@ -239,8 +256,10 @@ class Model:
             add_adapters(module, self.config, dtype, self.new_head)
         if self.config.compile:
             compile_blocks(module)
-        if learns and self.config.gradient_checkpointing:  # around what is compiled: torch compiles nothing inside
-            checkpoint_blocks(module)
+        if learns and self.config.gradient_checkpointing != "false":
+            self.checkpointing = Checkpointing(module)  # around what is compiled: torch compiles nothing inside
+            if self.config.gradient_checkpointing == "auto" and self.device.type == "cuda":
+                self.checkpointing.measure()
 
     def _from_pretrained(self, path: str, **loading: bool):
         from transformers import AutoConfig, AutoModelForCausalLM
