@@ -94,7 +94,7 @@ class ActorGroup:
 
     @property
     def bundles(self) -> list[tuple[list[int]]]:
-        """The bundles of each actor, in the form of `each` below."""
+        """The bundles of each actor, as `begin` takes them for `each`."""
         return [(seat.bundles,) for seat in self.seats.values()]
 
     def begin(self, method: Callable, *args, each: list[tuple] | None = None) -> dict[str, ray.ObjectRef]:

@@ -170,8 +170,8 @@ def flag(name: str) -> str:
 def task_defaults(cls: type, given: dict) -> dict:
     """What the task sets: `DEFAULTS` of the module recipe/tasks/`task`.py, or of one in the working folder.
 
-    Not what the `given` flags replace. A dataset replaces the task's, with its splits and its evaluation, and the
-    rewards of a task that nobody asked for. A reward or a reward model replaces the task's rewards. An environment
+    Leaves out what the `given` flags replace. A dataset replaces the task's, with its splits and its evaluation, and
+    the rewards of a task that nobody asked for. A reward or a reward model replaces the task's rewards. An environment
     needs no dataset, and replaces a task that nobody asked for.
 
     Raises TaskError if there is no such module, or no flag for one of its defaults.

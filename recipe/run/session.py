@@ -36,8 +36,8 @@ ROOT = Path(__file__).parents[2]  # the folder in which vLLM's workers find rlhf
 
 
 class RaySession:
-    """A context in which Ray runs, started here or joined at --ray-address. Its end leaves no process behind, and a Ray
-    that was started here no socket of vLLM's.
+    """A context in which Ray runs, started here or joined at --ray-address. On exit, it ends every process that it has
+    started and, if it has started Ray, removes vLLM's sockets.
 
     Every wait for actors calls `progress(phase, seconds)` every second, and takes no longer than --timeout.
     """
@@ -151,8 +151,8 @@ class RaySession:
         return dead
 
     def _blame(self, phase: str, calls: dict[ray.ObjectRef, str]) -> Exception:
-        """The error to raise for these calls. An actor's death comes first, then what is meant for the user, such as a
-        failed sync: all others follow from those."""
+        """The error to raise for these calls: a death, else an error meant for the user, such as a failed sync. The
+        rest are consequences."""
         ray.wait(list(calls), num_returns=len(calls), timeout=3)  # other actors may be about to fail
         answers = [(actor, _answer(ref)) for ref, actor in calls.items()]
         errors = [(actor, answer) for actor, answer in answers if isinstance(answer, Exception)]

@@ -113,7 +113,7 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> list[int]:
         ids = []
-        for i, part in enumerate(MARK.split(text)):  # in turn: text, and the number of a special token that is text
+        for i, part in enumerate(MARK.split(text)):  # even parts are text, odd ones numbers of special tokens
             is_special = bool(i % 2)
             part_text = self.special[int(part)] if is_special else part
             ids += self.tokenizer.encode(part_text, add_special_tokens=False, split_special_tokens=is_special)

@@ -76,7 +76,7 @@ def _run(call: Callable, future: Future) -> None:
         return
     try:
         future.set_result(_result(call))
-    except BaseException as error:  # also an exit, which is for the one who waits
+    except BaseException as error:  # an exit as well: the caller that waits gets it
         # An event loop passes on no exits and no StopIteration.
         passes = isinstance(error, Exception) and not isinstance(error, StopIteration)
         future.set_exception(error if passes else RuntimeError(f"{type(error).__name__}: {error}"))
