@@ -17,7 +17,7 @@
    which the engine reads where they are. `split`: nothing moves. Trainer and critic share a GPU. Reference and reward
    model share another, if there is one to spare, else the same one. The engine has GPUs of its own.
 2. Connect the trainer with the engine's workers, and sync once: now the engine serves the trainer's weights.
-3. Each step: generate, reward, score (log-probabilities and values), estimate advantages, learn, sync. The rollouts
+3. Each step: generate, reward, compute log-probabilities and values, estimate advantages, learn, sync. The rollouts
    after a sync prove it: the engine's log-probabilities of the tokens it sampled must equal the trainer's but for
    rounding, or the run ends with an error.
 4. Generate once more to prove the last sync, and print.
@@ -27,7 +27,6 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 
 import gc
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,7 +37,7 @@ from annotated_types import Ge, Gt, Le
 from transformers.hf_argparser import HfArg
 
 from recipe.errors import RunError
-from recipe.learning.learner import PolicyScores, Proof
+from recipe.learning.learner import Proof
 from recipe.learning.model import Model
 from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
 from recipe.learning.rollout import Rollout, rollout_metrics
@@ -47,9 +46,9 @@ from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_o
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
 from recipe.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, memory_table, reserve, seat
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, memory_table, reserve, seat
 from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, empty_folder, replace_flags, write_checkpoint
+from recipe.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint, replace_flags
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
@@ -58,8 +57,7 @@ from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 GPU_SHARE = 0.2  # the share of a GPU that Ray counts for each of five actors on it
-AT_ONCE = 2  # models that share the cores of a CPU: policy and critic learn at the same time (three models score)
-UNFINISHED = "unfinished-critic"  # the critic's folder in the run folder, until the trainer's checkpoint takes it in
+AT_ONCE = 2  # models that share the cores of a CPU: policy and critic, which learn at the same time
 
 
 @dataclass
@@ -119,13 +117,11 @@ class Engine(EngineActor):
 
 
 class Rank(LearnerActor):
-    """A Ray actor around one rank of a model. The models take turns where they share devices."""
+    """A Ray actor around one rank of a model."""
 
-    def load(
-        self, address: tuple[str, int], ranks: int, path: str, state: Path | None, args: Arguments, device: str
-    ) -> tuple[int, str]:
+    def load(self, path: str, state: Path | None, args: Arguments, device: str) -> tuple[int, str]:
         self.shared = device == "cuda" and args.placement == "colocated"
-        self.make(path, args, self.join(address, ranks, device, args.exact, AT_ONCE))
+        self.make(path, args, torch.device(device, 0))
         resumed = self.resume(state) if self.learner else (0, "")
         with self.turn():
             pass  # the next model needs the memory that loading took
@@ -134,37 +130,50 @@ class Rank(LearnerActor):
 
 
 class Reference(Rank):
-    """A rank of the model that the run began with: `score_all`."""
+    """A rank of the model that the run began with."""
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
         self.model = Model(path, args, device)
         if args.exact != "off":  # as the policy, or the KL would not begin at 0
             self.model.make_exact(args.tensor_parallel_size)
 
+    def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
+        with self.turn():
+            return self.model.score_all(rollouts)[0]
+
 
 class Reward(Rank):
-    """A rank of the reward model: `rewards`."""
+    """A rank of the reward model."""
+
+    rewards = in_turn(RewardModel.rewards)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
         self.model = RewardModel(path, args, device)
 
 
 class Critic(Rank):
-    """A rank of the critic: `values`, `learn`."""
+    """A rank of the critic."""
+
+    values = in_turn(CriticLearner.values)
+    learn = in_turn(CriticLearner.learn)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
         self.learner = CriticLearner(path, args, device, args.seed, args.steps)
 
-    def save(self, run_folder: Path) -> None:
-        """Save to a folder that the trainer, on the same node, moves into its checkpoint."""
-        with disk_errors(run_folder):
-            self.run("save", empty_folder(run_folder / UNFINISHED, self.rank))
+    def save(self, run_folder: Path, step: int) -> None:
+        """Begin a checkpoint, which the trainer's ranks, on the same nodes, complete."""
+        folder = new_checkpoint(run_folder, step, self.rank) / CRITIC
+        with disk_errors(run_folder), self.turn():
+            self.learner.save(folder)
 
 
 class Trainer(Rank):
-    """A rank of the policy: `score`, `learn`. It sends to the worker on the same device, or to a group."""
+    """A rank of the policy. It sends to the worker on the same device, or to a group."""
 
     weights_stay = True  # on the GPU, where the engine reads them
+    logprobs = in_turn(PPOLearner.logprobs)
+    reference_logprobs = in_turn(PPOLearner.reference_logprobs)
+    learn = in_turn(PPOLearner.learn)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
         proof = Proof(MAX_MISMATCH[device.type], args.exact, args.tensor_parallel_size)
@@ -185,12 +194,8 @@ class Trainer(Rank):
         return self.sender.send_weights(self.model.named_tensors().items())
 
     def save(self, run_folder: Path) -> None:
-        def save_both(folder: Path) -> None:
-            self.learner.save(folder)
-            if self.rank == 0:
-                (run_folder / UNFINISHED).rename(folder / CRITIC)
-
-        write_checkpoint(run_folder, self.learner.step, save_both, self.rank)
+        """Complete the checkpoint that the critic has begun."""
+        end_checkpoint(run_folder, self.learner.step, self.learner.save, self.rank)
 
 
 RANKS = {"trainer": Trainer, "critic": Critic, "reference": Reference, REWARD_MODEL: Reward}
@@ -240,115 +245,118 @@ def main(args: Arguments) -> None:
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
-        args = settle_exactness(run, args, paths["trainer"], models["trainer"], by_nccl=args.placement == "split")
+        # A policy with adapters is the reference without them.
+        trainer, critic, reference = models["trainer"], models["critic"], models.get("reference", models["trainer"])
+        args = settle_exactness(run, args, paths["trainer"], trainer, by_nccl=args.placement == "split")
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
-        max_model_len = engine.first("starting", "start", paths["trainer"], args, device, each=engine.bundles)
-        loading = (  # a generator: the port of each address is asked for just before its model loads
-            (group, "load", group.rank_0("loading", "address"), len(group), paths[name], states.get(name), args, device)
-            for name, group in models.items()
-        )
-        (steps_done, remarks), *_ = call_models(session, "loading", loading, shared)
-        reward = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args).score
+        max_model_len = engine.agreed("starting", Engine.start, paths["trainer"], args, device, each=engine.bundles)
+        for model in models.values():  # before any loads, since nothing keeps an address's port free
+            model.call(
+                "loading",
+                Rank.join,
+                model.call_rank_0("loading", Rank.address),
+                len(model),
+                device,
+                args.exact,
+                AT_ONCE,
+            )
+        loads = [(model, Rank.load, paths[name], states.get(name), args, device) for name, model in models.items()]
+        (steps_done, remarks), *_ = take_turns("loading", shared, loads)
+        task.rewards = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args)
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         receive_arguments = connect(run, engine, models, args)
-        report = sync(models["trainer"], engine, receive_arguments)
-        same = engine.first("comparing", "serves_checkpoint")
-        run.say(
-            f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
-            f" what the engine had loaded from disk; from now on by {report.loader}"
-        )
         run.start_metrics(steps_done, args)
 
-        # 3. Generate, reward, score, estimate, learn, sync
+        # 3. Generate, reward, compute log-probabilities and values, estimate advantages, learn, sync
         if not steps_done and args.eval_every:
-            run.log_metrics(0, evaluate(engine, task, args, 0, reward))
+            run.log_metrics(0, evaluate(engine, task, args, 0))
         for step in range(steps_done + 1, args.steps + 1):
             clock = StepClock(session)
             batch = complete(engine, task.draw(step), args, step)
             clock.end("rollout")
-            engine.call("sleeping", "sleep", args.sleep)
-            batch = reward(batch, step - 1)
+            engine.call("sleeping", Engine.sleep, args.sleep)
+            batch = task.rewards.score(batch, step - 1)
             clock.end("reward")
-            scores, values = score(session, models, batch.known_rollouts(), shared)
+            known = batch.known_rollouts()
+            turns = [
+                (trainer, Trainer.logprobs, known),
+                (critic, Critic.values, known),
+                (reference, Reference.reference_logprobs, known),
+            ]
+            old_policy, values, reference_logprobs = take_turns("scoring", shared, turns)
             clock.end("score")
-            experience, estimates = estimate(batch.known_rollouts(), scores, values, args)
-            learning = [(models[name], "run", "learn", experience) for name in ("critic", "trainer")]
-            critic, policy = call_models(session, "learning", learning, shared)
+            experience, estimates = estimate(known, old_policy, reference_logprobs, values, args)
+            turns = [(critic, Critic.learn, experience), (trainer, Trainer.learn, experience)]
+            critic_metrics, policy_metrics = take_turns("learning", shared, turns)
             clock.end("train")
-            report = sync(models["trainer"], engine, receive_arguments)
+            report = sync(trainer, engine, receive_arguments)
             clock.end("sync")
-            metrics = rollout_metrics(batch.rollouts, args.group_size) | estimates | critic | policy | clock.metrics
-            metrics |= evaluate(engine, task, args, step, reward)
+            metrics = rollout_metrics(batch.rollouts, args.group_size) | estimates | critic_metrics | policy_metrics
+            metrics |= clock.metrics | evaluate(engine, task, args, step)
             if run.saves(step):
-                models["critic"].call("saving", "save", run.path)
-                models["trainer"].call("saving", "save", run.path)
+                critic.call("saving", Critic.save, run.path, step)
+                trainer.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
             if step in (steps_done + 1, args.steps):
                 run.say(memory_table(metrics))
 
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
-        engine.call("sleeping", "sleep", args.sleep)
-        batch = reward(batch, args.steps)
-        mismatch = models["trainer"].first("proving", "run", "mismatch", batch.rollouts)
-        summary = run.summary(batch, mismatch)
+        engine.call("sleeping", Engine.sleep, args.sleep)
+        batch = task.rewards.score(batch, args.steps)
+        summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
 
 
-def call_models(session: RaySession, phase: str, calls: Iterable[tuple], shared: bool) -> list:
-    """Make these calls, each a tuple of a model's actors, a method of theirs, and arguments. They run at the same time
-    or, if the models share devices, one after the other. Returns each call's result on rank 0."""
+def take_turns(phase: str, shared: bool, turns: list[tuple]) -> list:
+    """Call models, at the same time or, if they share devices, one after the other. Each turn is a model, a method, and
+    its arguments. Returns the results of each model's first rank."""
     if shared:
-        return [group.first(phase, *call) for group, *call in calls]
-    running = [group.begin(*call) for group, *call in calls]
-    refs = {actor: ref for call_refs in running for actor, ref in call_refs.items()}
-    results = dict(zip(refs, session.wait(phase, refs), strict=True))
-    return [results[next(iter(call_refs))] for call_refs in running]
-
-
-def score(
-    session: RaySession, models: dict[str, ActorGroup], rollouts: list[Rollout], shared: bool
-) -> tuple[PolicyScores, torch.Tensor]:
-    """The policy's scores of these rollouts, with the reference's log-probabilities, and the critic's values."""
-    calls = [(models["trainer"], "run", "score", rollouts), (models["critic"], "run", "values", rollouts)]
-    if "reference" in models:
-        calls.append((models["reference"], "run", "score_all", rollouts))
-    scores, values, *reference = call_models(session, "scoring", calls, shared)
-    for (logprobs,) in reference:  # a policy with adapters has no reference: it has scored without them as well
-        scores.reference_logprobs = logprobs
-    return scores, values
+        return [model.agreed(phase, *call) for model, *call in turns]
+    session, running = turns[0][0].session, [model.begin(*call) for model, *call in turns]
+    return [results[0] for results in session.wait(phase, *running)]
 
 
 def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], args: Arguments) -> tuple:
-    """Print the layout, and connect the trainer with the engine's workers: each rank with the worker on its device or,
-    split, the trainer's one rank with all of them in a group. Returns the arguments of `receive_weights`."""
-    devices = {name: group.call("connecting", "device_id") for name, group in models.items()}
-    devices["engine"] = engine.first("connecting", "device_ids")
+    """Print the layout, connect the trainer with the engine's workers, and sync once. Each rank sends to the worker on
+    its device or, split, the one rank to all workers, in a group. Returns the arguments of `receive_weights`."""
+    devices = {name: group.call("connecting", Rank.device_id) for name, group in models.items()}
+    devices["engine"] = engine.agreed("connecting", Engine.device_ids)
     lines = [f"{'device':40}  actor"]
     lines += [f"{device:40}  {name} {i}" for name, ids in devices.items() for i, device in enumerate(ids)]
     run.say("\n".join(lines))
     trainer, workers = models["trainer"], len(devices["engine"])
     if args.placement == "split":
-        group = (*trainer.rank_0("connecting", "address"), 1 + workers)
-        joining = trainer.begin("init_weight_update_group", *group) | engine.begin("init_weight_update_group", *group)
-        engine.session.wait("connecting", joining)
-        return (args.timeout,)
-    rank_handles = trainer.call("connecting", "open_channel", workers)
-    handles = {device_id: path for rank in rank_handles for device_id, path in rank.items()}
-    if handles.keys() != set(devices["engine"]):
-        raise RunError(f"the engine runs on {sorted(devices['engine'])}, and the trainer ranks on {sorted(handles)}")
-    return handles, args.timeout
+        group = (*trainer.call_rank_0("connecting", Trainer.address), 1 + workers)
+        joining = trainer.begin(Trainer.init_weight_update_group, *group)
+        engine.session.wait("connecting", joining, engine.begin(Engine.init_weight_update_group, *group))
+        receive_arguments = (args.timeout,)
+    else:
+        rank_handles = trainer.call("connecting", Trainer.open_channel, workers)
+        handles = {device_id: path for rank in rank_handles for device_id, path in rank.items()}
+        if handles.keys() != set(devices["engine"]):
+            raise RunError(
+                f"the engine runs on {sorted(devices['engine'])}, and the trainer ranks on {sorted(handles)}"
+            )
+        receive_arguments = handles, args.timeout
+    report = sync(trainer, engine, receive_arguments)
+    same = engine.agreed("comparing", Engine.serves_checkpoint)
+    run.say(
+        f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
+        f" what the engine had loaded from disk; from now on by {report.loader}"
+    )
+    return receive_arguments
 
 
 def sync(trainer: ActorGroup, engine: ActorGroup, receive_arguments: tuple) -> SyncReport:
     """Send the trainer's weights to the engine, which wakes up."""
-    sending = trainer.begin("send_weights")
-    report, *_, served = engine.session.wait("syncing", sending | engine.begin("receive_weights", *receive_arguments))
+    receiving = engine.begin(Engine.receive_weights, *receive_arguments)
+    reports, (served,) = engine.session.wait("syncing", trainer.begin(Trainer.send_weights), receiving)
     if not served:
-        raise RunError(f"after sync {report.version}, the engine does not serve what was sent")
-    return report
+        raise RunError(f"after sync {reports[0].version}, the engine does not serve what was sent")
+    return reports[0]
 
 
 if __name__ == "__main__":

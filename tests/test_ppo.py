@@ -37,11 +37,11 @@ from recipe.learning.objectives import kl_estimate
 from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
 from recipe.learning.precision import bf16_weights, freeze
 from recipe.learning.rollout import Rollout
+from recipe.learning.saving import state_files
 from recipe.learning.value_models import RewardModel
 from recipe.rollouts.reward_workers import RewardWorkers, run_reward
-from recipe.run.actors import LearnerActor
 from recipe.run.arguments import RunArguments
-from recipe.run.checkpoint import check_critic, check_reward_model, choose_ppo_models
+from recipe.run.checkpoint import CRITIC, check_critic, check_files, check_reward_model, checkpoints, choose_ppo_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession
 from recipe.tasks.rewards import Batch, Group
@@ -82,7 +82,7 @@ def test_advantages_are_sums_of_discounted_errors_and_returns_end_with_the_compl
     torch.testing.assert_close(advantages, torch.tensor([[-0.25, 0.0, 0.5], [0.0, 2.0, 0.0]]))
 
 
-def test_reward_is_the_clipped_score_at_the_last_token_less_the_kl_at_each():
+def test_reward_is_the_completions_at_the_last_token_less_the_kl_at_each():
     kl = torch.tensor([[1.0, -1.0, 2.0], [0.5, 1.0, 7.0]])
     rewards = ppo.token_rewards(torch.tensor([2.0, -30.0]), kl, MASK, kl_coef=0.1, reward_clip=10.0)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.1, 1.8], [-0.05, -10.1, 0.0]]))
@@ -122,8 +122,8 @@ def test_coefficient_of_the_kl_moves_towards_its_target(kl, target, factor):
 def test_experience_is_what_its_numbers_give_by_hand():
     batch = [Rollout([5], [6, 7], [], 1.0), Rollout([5], [8], [], -2.0)]
     logprobs, reference = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]]), torch.tensor([[-1.5, -1.0], [-0.5, 0.0]])
-    scores = PolicyScores(logprobs, {"kl_coef": 0.1}, reference)
-    made, metrics = estimate(batch, scores, torch.tensor([[0.5, 1.0], [0.25, 0.0]]), config())
+    old_policy = PolicyScores(logprobs, {"kl_coef": 0.1})
+    made, metrics = estimate(batch, old_policy, reference, torch.tensor([[0.5, 1.0], [0.25, 0.0]]), config())
     # KL 0.5, -1 and 0, so rewards -0.05, 1.1 and -2. Returns are their sums from there on.
     returns, values = torch.tensor([1.05, 1.1, -2.0]), torch.tensor([0.5, 1.0, 0.25])
     advantages, tokens = returns - values, made.mask.bool()
@@ -146,11 +146,11 @@ def experience(model, settings, count=6, seed=0):
     policy, critic = PPOLearner(model, settings, CPU), CriticLearner(model, settings, CPU)
     batch = rollouts(policy, seed, count)
     generator = torch.Generator().manual_seed(seed)
-    scores = policy.score(batch)
-    noise = [torch.randn(scores.logprobs.shape, generator=generator) * 0.3 for _ in range(3)]
-    values = critic.values(batch) + noise[0]
-    made, _ = estimate(batch, replace(scores, reference_logprobs=scores.logprobs + noise[1]), values, settings)
-    return policy, critic, replace(made, scores=replace(scores, logprobs=scores.logprobs + noise[2] * made.mask))
+    old_policy = policy.logprobs(batch)
+    logprobs = old_policy.logprobs
+    noise = [torch.randn(logprobs.shape, generator=generator) * 0.3 for _ in range(3)]
+    made, _ = estimate(batch, old_policy, logprobs + noise[1], critic.values(batch) + noise[0], settings)
+    return policy, critic, replace(made, old_policy=replace(old_policy, logprobs=logprobs + noise[2] * made.mask))
 
 
 def test_gradients_do_not_depend_on_micro_batches(model):
@@ -176,7 +176,7 @@ def test_first_losses_are_those_worked_out_token_by_token(model):
     policy_loss = value_loss = clipped = kl = tokens = 0
     for b, rollout in enumerate(made.rollouts):
         for t in range(len(rollout.completion_ids)):
-            old_logprob = made.scores.logprobs[b, t]
+            old_logprob = made.old_policy.logprobs[b, t]
             ratio = float((logprobs[b, t] - old_logprob).exp())
             advantage, old, value = (float(x[b, t]) for x in (made.advantages, made.old_values, values))
             bounded = min(max(ratio, 0.8), 1.2)
@@ -216,16 +216,16 @@ def test_values_are_the_heads_of_the_states_before_each_token(model):
     torch.testing.assert_close(values[1], torch.cat([expected, torch.zeros(3)]))
 
 
-def test_scores_prove_the_sync(model):
+def test_logprobs_prove_the_sync(model):
     policy = PPOLearner(model, config(max_mismatch=1e-3), CPU)
     good, bad = rollouts(policy, count=2)
-    scores = policy.score([good, bad])
+    scores = policy.logprobs([good, bad])
     assert scores.metrics["logprobs/mismatch"] < 1e-6
     assert 5 < scores.metrics["entropy"] < 5.6  # of 258 tokens, nearly equal
     assert scores.metrics["kl_coef"] == 0.01
     torch.testing.assert_close(scores.logprobs[0, : len(good.logprobs)], torch.tensor(good.logprobs))
     with pytest.raises(MismatchError, match="The engine does not serve"):
-        policy.score([good, replace(bad, logprobs=[logprob - 0.01 for logprob in bad.logprobs])])
+        policy.logprobs([good, replace(bad, logprobs=[logprob - 0.01 for logprob in bad.logprobs])])
 
 
 def test_with_adapters_the_reference_is_the_policy_without_them(model):
@@ -234,9 +234,9 @@ def test_with_adapters_the_reference_is_the_policy_without_them(model):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
     batch = rollouts(policy)
-    scores = policy.score(batch)
-    assert scores.reference_logprobs.equal(plain.model.score_all(batch)[0])
-    assert (scores.logprobs - scores.reference_logprobs).abs().max() > 0.01
+    logprobs, reference = policy.logprobs(batch).logprobs, policy.reference_logprobs(batch)
+    assert reference.equal(plain.model.score_all(batch)[0])
+    assert (logprobs - reference).abs().max() > 0.01
 
 
 def test_what_does_not_learn_is_frozen_without_adapters_and_scores_as_it_was(model):
@@ -317,6 +317,33 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
         changed = PPOLearner(paths[0], replace(settings, **flags), CPU)
         changed.load_state(tmp_path)
         assert changed.extra_state["kl_coef"] == changed.config.kl_coef
+
+
+def save_on_this_rank(folder, model):
+    """Save as a run does. The critic is younger than the policy, as after a checkpoint of another script."""
+    settings = config(lora_rank=4)
+    trainer, critic = rlhf_ppo.Trainer(0), rlhf_ppo.Critic(0)
+    trainer.learner, critic.learner = PPOLearner(model, settings, CPU), CriticLearner(model, settings, CPU)
+    for actor, step in ((trainer, 7), (critic, 1)):
+        actor.rank, actor.model, actor.learner.step = actor.learner.model.rank, actor.learner.model, step
+    if critic.rank == 0:  # it is late
+        save = critic.learner.save
+        critic.learner.save = lambda path: time.sleep(2) or save(path)
+    critic.save(folder / "run", 7)
+    assert not checkpoints(folder / "run")
+    trainer.save(folder / "run")
+
+
+def test_critic_begins_a_checkpoint_that_the_trainer_completes(model, tmp_path):
+    run = tmp_path / "run"
+    (run / "unfinished-000007").mkdir(parents=True)
+    (run / "unfinished-000007" / "left").touch()  # by a run that was killed
+    on_ranks(2, save_on_this_rank, tmp_path, model)
+    (checkpoint,) = run.iterdir()
+    check_files(checkpoint)
+    assert (checkpoint.name, (checkpoint / "left").exists()) == ("checkpoint-000007", False)
+    for folder in (checkpoint, checkpoint / CRITIC):
+        assert len(state_files(folder)) == len([*folder.glob("adapter_model.safetensors")]) * 2 == 2
 
 
 # --- The models beside the policy -------------------------------------------------------------------------------------
@@ -513,8 +540,8 @@ def session(folder):
 
 @pytest.mark.slow
 def test_rewards_are_ray_tasks_that_share_the_prompts(session):
-    def score(method, name, prompts, completions):
-        assert (method, name) == ("run", "rewards")
+    def score(method, prompts, completions):
+        assert method == "rewards"
         return {"reward_model 0": ray.put([10.0 * (p == "c") for p in prompts]), "reward_model 1": ray.put(None)}
 
     weighted = {"reward_model": "x", "reward_workers": 2, "reward_weights": [1, 2, 3]}
@@ -557,7 +584,7 @@ def test_reward_model_gets_content_in_parts_as_text(folder):
     workers = RewardWorkers(session, load_task(args).rewards, model, args)
     prompts = [[{"role": "user", "content": parts}]]
     assert workers.call([{"prompts": prompts, "completions": [answer]}]) == [{"reward_model": [1.0]}]
-    assert calls == [(LearnerActor.run, "rewards", [[{"role": "user", "content": "Hi there"}]], [answer])]
+    assert calls == [(RewardModel.rewards, [[{"role": "user", "content": "Hi there"}]], [answer])]
 
 
 def test_what_a_reward_logs_by_name_arrives(folder):
@@ -639,24 +666,23 @@ def test_expandable_segments_are_refused_on_shared_gpus(monkeypatch):
 def test_models_that_share_devices_are_called_in_turn_and_others_at_once(shared, order):
     seen = []
 
+    def wait(phase, *groups):
+        seen.append("waited")
+        return [list(calls.values()) for calls in groups]
+
     def group(name):
         def begin(method, *args):
             seen.append(f"{name} begun")
             return {f"{name} {rank}": f"{name}{rank} {method} {args}" for rank in range(2)}
 
-        def first(phase, method, *args):
+        def agreed(phase, method, *args):
             seen.append(f"{name} called")
             return f"{name}0 {method} {args}"
 
-        return SimpleNamespace(begin=begin, first=first)
+        return SimpleNamespace(begin=begin, agreed=agreed, session=SimpleNamespace(wait=wait))
 
-    def wait(phase, refs):
-        seen.append("waited")
-        return list(refs.values())
-
-    calls = ((group(name), "load", len(seen)) for name in "ab")  # what is asked for one model is asked in its turn
-    results = rlhf_ppo.call_models(SimpleNamespace(wait=wait), "loading", calls, shared)
-    assert results == ["a0 load (0,)", "b0 load (1,)"]
+    turns = [(group("a"), "load", 1), (group("b"), "learn", 2, 3)]
+    assert rlhf_ppo.take_turns("loading", shared, turns) == ["a0 load (1,)", "b0 learn (2, 3)"]
     assert ", ".join(seen) == order
 
 

@@ -3,7 +3,7 @@
 This is PPO (Schulman et al. 2017, arXiv:1707.06347) as RLHF has used it since Ziegler et al. 2019 (arXiv:1909.08593).
 One step takes B rollouts of up to T tokens:
 
-    rewards     token_rewards: the clipped score at the last token, less kl_coef * (log p - log p_reference) at each
+    rewards     token_rewards: the clipped reward at the last token, less kl_coef * (log p - log p_reference) at each
     advantages  gae: from the critic's value before each token; whitened over the batch
     policy      token_losses (objectives.py): the ratio to the policy that the step began with is clipped; importance
                 weights correct for the engine
@@ -69,7 +69,7 @@ class Experience:
 
     rollouts: list[Rollout]
     mask: torch.Tensor
-    scores: PolicyScores
+    old_policy: PolicyScores  # of the policy that the step began with
     advantages: torch.Tensor
     old_values: torch.Tensor
     returns: torch.Tensor
@@ -93,13 +93,13 @@ def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_rewards(
-    scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float, reward_clip: float
+    rewards: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float, reward_clip: float
 ) -> torch.Tensor:
-    """Rewards [B, T]: -kl_coef * kl [B, T] at each token, and at the last one also the score [B], clipped (Ziegler et
-    al. 2019, arXiv:1909.08593)."""
-    rewards = -kl_coef * kl * mask
+    """Rewards [B, T] of tokens: -kl_coef * kl [B, T] at each, and at the last one also the completion's reward [B],
+    clipped (Ziegler et al. 2019, arXiv:1909.08593)."""
     last = mask.sum(1).long() - 1
-    return rewards.scatter_add(1, last[:, None], scores.clamp(-reward_clip, reward_clip)[:, None])
+    penalties = -kl_coef * kl * mask
+    return penalties.scatter_add(1, last[:, None], rewards.clamp(-reward_clip, reward_clip)[:, None])
 
 
 def gae(
@@ -145,15 +145,19 @@ def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOConf
 
 
 def estimate(
-    rollouts: list[Rollout], scores: PolicyScores, values: torch.Tensor, config: PPOConfig
+    rollouts: list[Rollout],
+    old_policy: PolicyScores,
+    reference_logprobs: torch.Tensor,
+    values: torch.Tensor,
+    config: PPOConfig,
 ) -> tuple[Experience, dict[str, float]]:
-    """What the step learns from, and metrics. Takes B rollouts, the policy's scores of them (with
-    `reference_logprobs`) and the critic's values [B, T]."""
+    """What the step learns from, and metrics. Takes B rollouts, the policy's log-probabilities, the reference's [B, T],
+    and the critic's values [B, T]."""
     ones = [torch.ones(len(rollout.completion_ids)) for rollout in rollouts]
     mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
-    kl = (scores.logprobs - scores.reference_logprobs) * mask
+    kl = (old_policy.logprobs - reference_logprobs) * mask
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
-    rewards = token_rewards(rewards, kl, mask, scores.metrics["kl_coef"], config.reward_clip)
+    rewards = token_rewards(rewards, kl, mask, old_policy.metrics["kl_coef"], config.reward_clip)
     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
     metrics = {
         "kl": float(masked_mean(kl, mask)),
@@ -163,7 +167,7 @@ def estimate(
         "ppo/explained_variance": explained_variance(values, returns, mask),
     }
     advantages = whiten(advantages, mask)
-    return Experience(rollouts, mask, scores, advantages, values, returns, metrics["kl"]), metrics
+    return Experience(rollouts, mask, old_policy, advantages, values, returns, metrics["kl"]), metrics
 
 
 class PPOLearner(PolicyLearner):
@@ -187,20 +191,22 @@ class PPOLearner(PolicyLearner):
             # Nothing adapts the coefficient, or its flag has changed: the flag counts.
             self.extra_state = dict.fromkeys(self.extra_state, self.config.kl_coef)
 
-    def score(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> PolicyScores:
-        """As `PolicyLearner.score`. With adapters, the model without them is the reference, and scores as well."""
-        scores = super().score(rollouts, proof_rollouts)
+    def logprobs(self, rollouts: list[Rollout]) -> PolicyScores:
+        """As `score`, with the coefficient of the KL among the metrics."""
+        scores = self.score(rollouts)
         scores.metrics["kl_coef"] = self.extra_state["kl_coef"]
-        if self.model.adapters:
-            with without_adapters(self.model.module):
-                (scores.reference_logprobs,) = self.model.score_all(rollouts)
         return scores
+
+    def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
+        """Log-probabilities [B, T] by the model without the adapters, which is the reference."""
+        with without_adapters(self.model.module):
+            return self.model.score_all(rollouts)[0]
 
     def learn(self, experience: Experience) -> dict[str, float]:
         """Update the policy, and adapt the coefficient of the KL. Returns metrics."""
         rollouts, left_out = experience.rollouts, torch.zeros(len(experience.rollouts), dtype=torch.bool)
         # The KL is in the reward, so the loss needs no reference.
-        metrics = self._run_policy_updates(rollouts, experience.advantages, left_out, experience.scores)
+        metrics = self._run_policy_updates(rollouts, experience.advantages, left_out, experience.old_policy)
         kl_coef = self.extra_state["kl_coef"]
         self.extra_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
         return metrics

@@ -53,6 +53,7 @@ def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], tokenizer,
 
 def write_state(folder: Path, optimizer: torch.optim.Optimizer, **others) -> None:
     """Write the optimizer's state, which may be offloaded, and `others` beside it. All ranks call this."""
+    folder.mkdir(exist_ok=True)
     state = optimizer.state_dict()
     for i, moments in state["state"].items():
         state["state"][i] = {name: local_part(tensor) for name, tensor in moments.items()}

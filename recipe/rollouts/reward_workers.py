@@ -11,7 +11,8 @@ from pydantic import AfterValidator
 from transformers.hf_argparser import HfArg
 
 from ..functions import json_object
-from ..run.actors import ActorGroup, LearnerActor
+from ..learning.value_models import RewardModel
+from ..run.actors import ActorGroup
 from ..run.session import RaySession
 from ..tasks.dataset import without_parts
 from ..tasks.rewards import Batch, Rewards, begin, finish
@@ -71,7 +72,7 @@ class RewardWorkers:
             texts = [
                 [without_parts(text) for own in groups for text in own[name]] for name in ("prompts", "completions")
             ]
-            scoring = self.reward_model.begin(LearnerActor.run, "rewards", *texts)
+            scoring = self.reward_model.begin(RewardModel.rewards, *texts)
         results, scores_of_ranks = self.session.wait("rewarding", calls, scoring)
         values_of_groups = [{} for _ in groups]
         parts_of_rewards = [results[i : i + len(parts)] for i in range(0, len(calls), len(parts))]

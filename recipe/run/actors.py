@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Annotated
 
@@ -161,11 +162,6 @@ class LearnerActor:
         """What is known of this actor's GPU; None on CPU."""
         return GPU.here()
 
-    def run(self, method: str, *args):
-        """Call this method of the learner or, without one, of the model, which is on its device during the call."""
-        with self.turn():
-            return getattr(self.learner or self.model, method)(*args)
-
     @contextmanager
     def turn(self) -> Iterator[None]:
         """A context in which the model is on its device."""
@@ -209,6 +205,17 @@ class LearnerActor:
     def save(self, run_folder: Path) -> None:
         """Write a checkpoint. All ranks call this; each writes its part."""
         write_checkpoint(run_folder, self.learner.step, self.learner.save, self.rank)
+
+
+def in_turn(method: Callable) -> Callable:
+    """An actor's method that calls this one of its learner or model, which is on its device during the call."""
+
+    @wraps(method)
+    def call(self: LearnerActor, *args):
+        with self.turn():
+            return method(self.learner or self.model, *args)
+
+    return call
 
 
 @dataclass

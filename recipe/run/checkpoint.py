@@ -53,12 +53,17 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], rank: int = 0) -> Path:
-    """Write a checkpoint with `save(folder)`, and remove old ones. All ranks call this. Returns the folder.
+    """Write a checkpoint with `save(folder)`, and remove old ones. All ranks call this. Returns the folder."""
+    new_checkpoint(run_folder, step, rank)
+    return end_checkpoint(run_folder, step, save, rank)
+
+
+def end_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], rank: int = 0) -> Path:
+    """As `write_checkpoint`, in the folder that `new_checkpoint` has made.
 
     The folder gets its final name last, so a kill at any moment leaves a whole checkpoint.
     """
-    final = run_folder / f"checkpoint-{step:06d}"
-    unfinished = empty_folder(run_folder / f"unfinished-{step:06d}", rank)
+    final, unfinished = run_folder / f"checkpoint-{step:06d}", run_folder / f"unfinished-{step:06d}"
     with disk_errors(run_folder):
         save(unfinished)
     wait_for_ranks()
@@ -74,11 +79,13 @@ def write_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], 
     return final
 
 
-def empty_folder(folder: Path, rank: int) -> Path:
-    """Have rank 0 make an empty folder, which all ranks return. Raises RunError on a rank that does not see it."""
+def new_checkpoint(run_folder: Path, step: int, rank: int = 0) -> Path:
+    """Have rank 0 make the empty folder of a checkpoint, which all ranks return. Raises RunError on a rank that does
+    not see it."""
+    folder = run_folder / f"unfinished-{step:06d}"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        with disk_errors(folder.parent):
+        with disk_errors(run_folder):
             folder.mkdir(parents=True)
     wait_for_ranks()
     if not folder.is_dir():
