@@ -222,12 +222,10 @@ class Proof:
 
 @dataclass(eq=False)
 class PolicyScores:
-    """The policy's log-probabilities of B rollouts, and the reference's once it has scored them: [B, T] each,
-    right-padded with zeros, on the CPU."""
+    """The policy's log-probabilities [B, T] of B rollouts, right-padded with zeros, on the CPU, and metrics."""
 
     logprobs: torch.Tensor
     metrics: dict[str, float]
-    reference_logprobs: torch.Tensor | None = None
 
 
 def falls_back(method: Callable) -> Callable:
