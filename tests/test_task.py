@@ -29,7 +29,7 @@ from transformers import OPTConfig, TrainerState
 
 from recipe.errors import TaskError
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import complete, resample
+from recipe.rollouts.engine import EngineActor, complete, resample
 from recipe.run.arguments import parse
 from recipe.tasks.dataset import Row
 from recipe.tasks.gsm8k import final_number
@@ -960,13 +960,13 @@ class Engines:
     this text. `calls` are the arguments of each one's calls."""
 
     def __init__(self, *answers):
-        self.answers, self.calls, self.session = answers, [[] for _ in answers], self
+        self.answers, self.calls = answers, [[] for _ in answers]
 
     def __len__(self):
         return len(self.answers)
 
-    def begin(self, method, each):
-        assert method == "sample"
+    def call(self, phase, method, each):
+        assert method is EngineActor.sample
         return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
 
     def sample(self, answer, calls, prompts, sampling, evaluation):
@@ -976,9 +976,6 @@ class Engines:
             for ids, options in zip(prompts, sampling, strict=True)
             for i in range(options["n"])
         ]
-
-    def wait(self, phase, calls):
-        return calls
 
 
 def its_number(text, i):

@@ -36,7 +36,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import RolloutsAhead
 from recipe.rollouts.conversation import Turn
-from recipe.rollouts.engine import NEXT_ROUND, NEXT_TURN, complete, sampling_options, turn_options
+from recipe.rollouts.engine import NEXT_ROUND, NEXT_TURN, EngineActor, complete, sampling_options, turn_options
 from recipe.rollouts.evaluation import evaluate
 from recipe.run.arguments import parse
 from recipe.tasks import lookup
@@ -157,8 +157,8 @@ class Engines:
     def __len__(self):
         return self.count
 
-    def begin(self, method, each):
-        assert method == "sample"
+    def call(self, phase, method, each):
+        assert method is EngineActor.sample
         return [list(map(self.sampled, prompts, sampling)) for prompts, sampling, _ in each]
 
     def sampled(self, prompt_ids, sampling) -> Rollout:
@@ -170,9 +170,6 @@ class Engines:
         ids = said if isinstance(said, list) else self.tokenizer.encode(f"{said}</s>")
         cut = ids[: turn.max_tokens]
         return Rollout(prompt_ids, cut, [-1.0 - turn.index] * len(cut), truncated=len(cut) < len(ids))
-
-    def wait(self, phase, calls):
-        return calls
 
     def wait_for_thread(self, future, phase):
         wait([future], timeout=30)
