@@ -23,13 +23,14 @@ import rlhf_async
 from recipe.errors import EngineError, RunError, TaskError
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import RolloutsAhead
+from recipe.rollouts.teacher import score
 from recipe.run import actors
 from recipe.run import session as run_session
 from recipe.run.actors import ActorGroup, Seat, StepClock, measure, memory_table, reserve, seat
 from recipe.run.arguments import RunArguments
 from recipe.run.session import RaySession, one_line
 from recipe.tasks.dataset import Row
-from recipe.tasks.rewards import Rewards
+from recipe.tasks.rewards import Batch, Group, Rewards
 from rlhf_utils import WeightSyncError
 
 FAULT_SECONDS = 30
@@ -128,6 +129,18 @@ class Sampler:
         return [rollout() for _ in range(sampling[0]["n"])]
 
 
+class Scorer:
+    """A teacher's engine that dies of a completion without tokens."""
+
+    def __init__(self, number: int):
+        pass
+
+    def score(self, completions) -> list:
+        if any(not len(ids) for _, ids in completions):
+            os._exit(1)
+        return [-ids for _, ids in completions]
+
+
 def rollout():
     from recipe.learning.rollout import Rollout  # takes seconds, which most actors need not spend
 
@@ -187,6 +200,17 @@ def test_rollouts_ahead_are_fetched_once_and_an_engine_that_dies_ends_the_step_t
         assert len(ahead.take(1).rollouts) == len(unpickled) == 4
         with pytest.raises(RunError, match=r"^the engine [01] died while generating$"):
             ahead.take(2)
+
+
+def test_teachers_share_the_completions_and_one_that_dies_is_named(session):
+    def batch(*lengths):
+        return Batch([Group(None, [Rollout([1], np.arange(length), []) for length in lengths]) for _ in range(2)])
+
+    teachers = group(session, "teacher", 2, Scorer)
+    scored = score(teachers, batch(2, 1, 3)).rollouts
+    assert [rollout.teacher_logprobs.tolist() for rollout in scored] == [[0, -1], [0], [0, -1, -2]] * 2
+    with pytest.raises(RunError, match=r"^the teacher [01] died while scoring$"):
+        score(teachers, batch(2, 0, 3))
 
 
 @pytest.mark.parametrize("waiting_for", ["actor", "thread"])

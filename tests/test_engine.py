@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from recipe.errors import EngineError, RunError
 from recipe.rollouts import engine
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, engine_start, llm_options
+from recipe.rollouts.teacher import TeacherActor
 from recipe.tasks.dataset import Row
 from recipe.tasks.tiny_model import MAX_LENGTH, build_tiny_model
 from rlhf_utils import WeightSyncError
@@ -258,6 +259,12 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch
         assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32]
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in prompts for _ in range(32)]
     assert {output.finish_reason for output in plain} == {"stop", "length"}
+    teacher = TeacherActor(0)
+    teacher.llm = llm  # of the same weights, so it gives the sampled tokens the same log-probabilities
+    scores = teacher.score([(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts])
+    for rollout, of_teacher in zip(rollouts, scores, strict=True):
+        assert of_teacher.dtype == np.float32
+        assert of_teacher == pytest.approx(rollout.logprobs, abs=1e-5)
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
 
     # More tokens than vLLM takes in one batch. A prompt in two parts ended every engine on a CPU.

@@ -204,6 +204,7 @@ def test_weight_sync_stands_alone(file):
 # What is told otherwise where the diff is the lesson; all else that two scripts share is the same, word for word.
 DIFFERENT = {
     "rlhf_async.py": {"main", "Trainer.learn"},
+    "rlhf_distill.py": {"place", "main", "Engine.start", "Trainer.load"},
     "rlhf_online_quant.py": {"main", "Engine.start", "Trainer.load"},
 }
 

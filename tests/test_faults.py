@@ -59,6 +59,13 @@ PPO = [
     ("rlhf_ppo.py", "rewarding 2 kill ray::Reward", "the reward_model died while rewarding"),
     ("rlhf_ppo.py", "saving 2 kill ray::Critic", "the critic died while saving"),
 ]
+DISTILL = [
+    (
+        "rlhf_distill.py --teacher recipe.tasks.tiny_model:build_tiny_base",
+        "scoring 2 kill ray::Teacher",
+        "the teacher died while scoring",
+    )
+]
 
 
 @pytest.fixture
@@ -79,6 +86,7 @@ def small_disk(tmp_path):
         pytest.param(KILLS, id="kills", marks=pytest.mark.slow),
         pytest.param(OTHERS, id="others", marks=pytest.mark.long),
         pytest.param(PPO, id="ppo", marks=pytest.mark.long),
+        pytest.param(DISTILL, id="distill", marks=pytest.mark.long),
     ],
 )
 def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, small_disk, faults):

@@ -111,6 +111,28 @@ def test_ppo_learns_with_all_five_actors(script, tmp_path, options, count, share
     assert rows[-1]["ppo/explained_variance"] > 0.3
 
 
+@pytest.mark.parametrize("count", [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (2, 3)])
+def test_student_learns_from_a_teacher_beside_its_engine_or_apart(script, tmp_path, count):
+    """Its own model agrees with every token: scores are of the right tokens."""
+
+    def reverse_kls(teacher):
+        flags = f"--model model --teacher {teacher} --learning-rate 3e-3 --gpu-memory-utilization 0.1 --save-every 0"
+        run = script(
+            "rlhf_distill.py", *flags.split(), "--output", teacher[-5:], CUDA_VISIBLE_DEVICES=gpus(slice(count))
+        )
+        text = run.finish()
+        assert text.splitlines()[-1].startswith("OK: reverse KL "), text
+        assert re.search(REPLAY, text), text
+        assert ("engines and teacher share GPUs" in text) == (count == 2)
+        lines = (tmp_path / teacher[-5:] / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["distill/reverse_kl"] for line in lines]
+
+    build_tiny_model(tmp_path / "model")
+    assert abs(reverse_kls("model")[0]) < 0.01
+    before, *_, after = reverse_kls("recipe.tasks.tiny_model:build_tiny_base")
+    assert after < before / 2
+
+
 @pytest.mark.gpu(1)
 def test_model_of_half_a_billion_parameters_learns_from_chats(script, tmp_path, monkeypatch):
     """Its weights are random, and half of its rewards are as well. Both sides must see the same tokens."""

@@ -123,6 +123,9 @@ recipe/rollouts/engine.py
   vllm.entrypoints.llm.LLM: release_kv_cache_memory(); llm_engine
   vllm.v1.engine.llm_engine.LLMEngine: engine_core
   vllm.v1.engine.core_client.EngineCoreClient: shutdown()
+recipe/rollouts/teacher.py
+  vllm.v1.engine.llm_engine.LLMEngine: vllm_config
+  vllm.config.vllm.VllmConfig: use_v2_model_runner
 recipe/rollouts/async_rollouts.py
   vllm.usage.usage_lib.UsageContext: LLM_CLASS
   vllm.sampling_params.RequestOutputKind: FINAL_ONLY

@@ -73,15 +73,19 @@ class GRPOLearner(PolicyLearner):
         trainer's than `max_mismatch` on average. Tokens that older weights sampled do not count there; tokens of
         `proof_rollouts`, from which nothing is learned, do.
         """
-        config, rewards = self.config, known_rewards(rollouts)
-        advantage = advantages(rewards, config.group_size, config.advantage)
+        config, (advantage, unknown) = self.config, self._advantages(rollouts)
         truncated = torch.tensor([rollout.truncated for rollout in rollouts])
-        left_out = rewards.isnan() | truncated & config.mask_truncated_completions  # (DAPO's overlong filtering)
+        left_out = unknown | truncated & config.mask_truncated_completions  # (DAPO's overlong filtering)
         several_updates = config.num_epochs * config.num_mini_batches > 1
         scores = self.score(rollouts, proof_rollouts) if several_updates else None
         reference = self._reference_logprobs(rollouts) if config.kl_coef else None
-        metrics = self._run_policy_updates(rollouts, advantage[:, None], left_out, scores, reference, proof_rollouts)
+        metrics = self._run_policy_updates(rollouts, advantage, left_out, scores, reference, proof_rollouts)
         return rollout_metrics(rollouts, config.group_size) | metrics
+
+    def _advantages(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advantages [B, 1], and which rollouts have none: a bool [B]."""
+        rewards = known_rewards(rollouts)
+        return advantages(rewards, self.config.group_size, self.config.advantage)[:, None], rewards.isnan()
 
     def _reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Log-probabilities [B, T] by the model that the run began with."""

@@ -107,6 +107,16 @@ def advantages(rewards: torch.Tensor, group_size: int, kind: str) -> torch.Tenso
     return centered.flatten().nan_to_num(0.0)
 
 
+def reverse_kl(engine_logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The estimate [B, T] of KL(student || teacher) at each sampled token: log p_engine - log p_teacher.
+
+    If its negative is the advantage, the expected gradient at a token, given those before it, is that of the KL over
+    the whole vocabulary (On-Policy Distillation of Language Models, Agarwal et al. 2024, arXiv:2306.13649; On-Policy
+    Distillation, Thinking Machines 2025).
+    """
+    return (engine_logprobs - teacher_logprobs) * mask
+
+
 def known_std(values: torch.Tensor, dim: int) -> torch.Tensor:
     """The standard deviation along `dim`, kept with length 1, of the values that are not NaN; 0 for fewer than two."""
     count = values.isfinite().sum(dim, keepdim=True)

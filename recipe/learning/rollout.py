@@ -30,6 +30,7 @@ class Rollout:
     rewards: dict[str, float | None] = field(default_factory=dict)  # by name; `reward` is their weighted sum
     extra: dict = field(default_factory=dict)  # columns that reward functions logged (TRL's log_extra)
     versions: Sequence[int] | None = None  # the learning step that made each token's weights; None: the learner's last
+    teacher_logprobs: Sequence[float] | None = None  # the teacher's, of each completion token
     sampled: Sequence[bool] | None = None  # which tokens the policy sampled, and learns from; None: all
     prompt: list[dict] | None = None  # messages, with what the environment's reset returned; None: the row's
     messages: list[dict] | None = None  # the conversation after the prompt

@@ -15,7 +15,7 @@ from ..errors import TaskError
 from ..functions import import_module
 
 NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that a resumed run does not inherit
-PATHS = ("model", "critic_model", "reward_model", "dataset", "eval_dataset")  # arguments that may be files or folders
+PATHS = ("model", "critic_model", "reward_model", "teacher", "dataset", "eval_dataset")  # may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
 NEEDS = [  # flags that do nothing alone: what they need, in words, and whether these arguments have it
     (("lora_alpha", "lora_targets", "save_merged"), "--lora-rank", lambda a: a.lora_rank),
@@ -29,6 +29,7 @@ NEEDS = [  # flags that do nothing alone: what they need, in words, and whether 
     (("importance_cap",), "a --mismatch-correction", lambda a: a.mismatch_correction != "none"),
     (("importance_floor",), "--mismatch-correction icepop", lambda a: a.mismatch_correction == "icepop"),
     (("kl_horizon",), "--kl-target", lambda a: a.kl_target),
+    (("reward_coef",), "--reward or --environment", lambda a: a.reward or a.environment),
 ]
 
 

@@ -22,6 +22,7 @@ BUILTIN_BASE = "recipe.tasks.tiny_model:build_tiny_base"  # with --lora-rank
 BUILTIN_LEARNING_RATE = 3e-3
 CHECKPOINTS_KEPT = 2
 CRITIC = "critic"  # the critic's folder in a checkpoint
+HEADS = {"--reward-model": "SequenceClassification", "--teacher": None}  # by flag; a teacher is vLLM's alone
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,23 @@ def choose_ppo_models(
     return {name: path for name, path in paths.items() if path}, states, args
 
 
+def choose_teacher(run_folder: Path, args: RunArguments, model: str, device: str) -> str:
+    """The teacher of rlhf_distill.py: a name on the hub, or a folder. One that a function makes is in the run's folder.
+
+    Raises RunError if there is none, if it cannot be loaded or has other token ids than this model, or if the student
+    would sample at another temperature than the teacher's log-probabilities have.
+    """
+    if not args.teacher:
+        raise RunError("--teacher is missing: which model is the student to learn from?")
+    if args.temperature != 1:
+        raise RunError(f"--temperature {args.temperature:g}: a teacher's log-probabilities are those at 1")
+    teacher = load_or_make(args.teacher, run_folder / "teacher", args, "--teacher")
+    check_vocabulary(f"the teacher {args.teacher}", teacher, model, "--teacher")
+    if args.ray_address and os.path.isdir(teacher):
+        check_nodes([teacher], "GPU" if device == "cuda" else "CPU")
+    return teacher
+
+
 def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--model") -> str:
     """The model to load: this one or, if `name` is module:function, the one that the function makes in this folder.
 
@@ -216,7 +234,7 @@ def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--mod
         model = str(folder)
         if not (args.resume and folder.is_dir()):
             named_function(flag, name)(model, args.seed)
-    check_model(model, "SequenceClassification" if flag == "--reward-model" else "CausalLM")
+    check_model(model, HEADS.get(flag, "CausalLM"))
     return model
 
 
@@ -239,13 +257,13 @@ def check_nodes(folders: list[str], resource: str) -> None:
             )
 
 
-def check_model(model: str, head: str = "CausalLM") -> dict:
+def check_model(model: str, head: str | None = "CausalLM") -> dict:
     """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load the configuration or
-    the tokenizer, or if the model cannot be trained with this head."""
+    the tokenizer or, if there is a head, if the model cannot be trained with it."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        problem = _problem(model, head)
+        problem = _problem(model, head) if head else ""
         # Otherwise, this and the tokenizer could ask on the screen whether to run code that comes with the model.
         config = {} if problem else AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict()
     except Exception as error:  # transformers and its hub client raise different errors by version
@@ -287,14 +305,20 @@ def _problem(model: str, head: str) -> str:
 
 def check_critic(critic: str, model: str) -> None:
     """Raise RunError if the critic has another vocabulary than this model."""
+    check_model(critic, "SequenceClassification")
+    check_vocabulary(f"the critic {critic}", critic, model, "--critic-model")
+
+
+def check_vocabulary(name: str, path: str, model: str, flag: str) -> None:
+    """Raise RunError if the tokenizer at this path has other token ids than this model's. (The models' numbers of
+    embeddings say nothing: Qwen2.5's 7B and 0.5B differ in padding.)"""
     from transformers import AutoTokenizer
 
-    check_model(critic, "SequenceClassification")
-    vocabularies = [AutoTokenizer.from_pretrained(path).get_vocab() for path in (critic, model)]
+    vocabularies = [AutoTokenizer.from_pretrained(each).get_vocab() for each in (path, model)]
     if vocabularies[0] != vocabularies[1]:
         raise RunError(
-            f"the critic {critic} has another tokenizer than {model}: it reads the policy's tokens, so --critic-model"
-            " needs the same vocabulary"
+            f"{name} has another tokenizer than {model}: it reads the policy's tokens, so {flag} needs the same"
+            " vocabulary"
         )
 
 

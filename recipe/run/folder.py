@@ -3,9 +3,9 @@
 args.json             the arguments, and the names of those given, which are the defaults of --resume
 metrics.jsonl         one line per step; step 0 is the evaluation before the first
 completions.jsonl     one line per completion: step, prompt, text, messages of a conversation, rewards, advantage (none
-                      with PPO, where each token has its own)
+                      with PPO or a teacher, where each token has its own)
 tensorboard/          metrics as TensorBoard events; with --report-to wandb also wandb/
-reward.png            reward, evaluation, mismatch and sync time over the steps
+reward.png            reward, evaluation, a teacher's reverse KL, mismatch and sync time over the steps
 run.log               what vLLM and other libraries log, in all processes
 lock                  locked during a run
 checkpoint-000010/    model or adapters in Hugging Face format, and trainer_state.pt for --resume; each trainer rank
@@ -37,8 +37,10 @@ from .arguments import NOT_SAVED, RunArguments
 from .checkpoint import checkpoints, disk_errors, replace_file
 from .trackers import Trackers
 
+REVERSE_KL = "distill/reverse_kl"  # from a teacher, if the run has one
 SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
 ON_SCREEN = {  # the metrics in a step's line
+    REVERSE_KL: "reverse KL {:.3f}",
     "reward/mean": "reward {:.3f}",
     "logprobs/mismatch": "mismatch {:.1e}",
     "time/rollout": "rollout {:.2f} s",
@@ -156,7 +158,7 @@ class RunFolder:
             file.writelines(json.dumps(row, default=str) + "\n" for row in completions)
         self.trackers.log_completions(step, completions)
         self.log_metrics(step, metrics | {"time/step": seconds, "tokens/s": tokens / seconds})
-        if all(rollout.reward is None for rollout in batch.rollouts):
+        if all(rollout.reward is None and rollout.teacher_logprobs is None for rollout in batch.rollouts):
             self.say(f"step {step}: no completion has a reward, so nothing is learned")
         if step in (self.steps_done + 1, self.args.steps):
             self.show(batch)
@@ -171,7 +173,8 @@ class RunFolder:
                 if rollout.messages:
                     row["messages"] = rollout.messages
                 rows.append(row | {"rewards": rollout.rewards})
-        if kind := getattr(self.args, "advantage", None):  # PPO has no such flag
+        kind = getattr(self.args, "advantage", None)  # PPO has no such flag
+        if kind and not hasattr(self.args, "teacher"):
             values = advantages(known_rewards(batch.rollouts), self.args.group_size, kind).tolist()
             rows = [row | {"advantage": value} for row, value in zip(rows, values, strict=True)]
         return [row | rollout.extra for row, rollout in zip(rows, batch.rollouts, strict=True)]
@@ -215,7 +218,10 @@ class RunFolder:
         steps, evaluations = self._steps_and_evaluations()
         first, last = steps[0].get("reward/mean", math.nan), float(known_rewards(batch.rollouts).nanmean())
         seconds = sorted(row["time/sync"] for row in steps)[len(steps) // 2]
-        line = f"OK: reward {first:.3f} -> {last:.3f} in {len(steps)} steps, {seconds:.4f} s per sync (median)"
+        learned = f"reward {first:.3f} -> {last:.3f}"
+        if REVERSE_KL in steps[-1]:
+            learned = f"reverse KL {steps[0].get(REVERSE_KL, math.nan):.3f} -> {steps[-1][REVERSE_KL]:.3f}"
+        line = f"OK: {learned} in {len(steps)} steps, {seconds:.4f} s per sync (median)"
         if evaluations:
             line += f", eval {evaluations[0]['eval/reward']:.3f} -> {evaluations[-1]['eval/reward']:.3f}"
         return line
@@ -225,7 +231,7 @@ class RunFolder:
         return [row for row in self.rows if row["step"]], [row for row in self.rows if "eval/reward" in row]
 
     def draw(self) -> Path:
-        """Write reward.png: reward, evaluation, mismatch and sync time over the steps."""
+        """Write reward.png: reward, evaluation, a teacher's reverse KL, mismatch and sync time over the steps."""
         picture = self.path / "reward.png"
         with disk_errors(self.path):
             self._figure().savefig(picture, dpi=120)
@@ -237,12 +243,14 @@ class RunFolder:
 
         rows, evaluations = self._steps_and_evaluations()
         steps = [row["step"] for row in rows]
-        mean, std, mismatch, sync = (
+        mean, std, reverse_kl, mismatch, sync = (
             [row.get(name, math.nan) for row in rows]
-            for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/sync")
+            for name in ("reward/mean", "reward/std", REVERSE_KL, "logprobs/mismatch", "time/sync")
         )
+        has_teacher = any(REVERSE_KL in row for row in rows)
         figure = Figure(figsize=(8, 8))
-        top, middle, bottom = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+        panels = figure.subplots(3 + has_teacher, 1, sharex=True, height_ratios=(2, *[1] * (2 + has_teacher)))
+        top, *of_teacher, middle, bottom = panels
         top.plot(steps, mean, color="tab:blue", label="mean")
         low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
         top.fill_between(steps, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="± 1 std of the batch")
@@ -251,6 +259,9 @@ class RunFolder:
             top.plot([row["step"] for row in evaluations], held_out, "o-", color="tab:orange", label="held-out prompts")
         top.set_ylabel("reward")
         top.legend(loc="lower right", frameon=False)
+        for axes in of_teacher:
+            axes.plot(steps, reverse_kl, color="tab:purple")
+            axes.set_ylabel("reverse KL\nfrom the teacher")
         middle.semilogy(steps, mismatch, color="tab:red")
         middle.set_ylabel("mean |Δ logprob|\nengine - trainer")
         bottom.plot(steps, [1e3 * seconds for seconds in sync], color="tab:green")
@@ -258,7 +269,7 @@ class RunFolder:
         bottom.set_ylabel("weight sync (ms)")
         bottom.set_xlabel("step")
         bottom.xaxis.get_major_locator().set_params(integer=True)
-        for axes in (top, middle, bottom):
+        for axes in panels:
             axes.grid(alpha=0.25)
             axes.spines[["top", "right"]].set_visible(False)
         top.set_title(self.path.name)

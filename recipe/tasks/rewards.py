@@ -114,7 +114,7 @@ class Rewards:
         self.functions[name], self.weights[name] = function, 1.0
 
     def __str__(self) -> str:
-        return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items())
+        return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items()) or "none"
 
     def score(self, batch: Batch, steps_done: int = 0, call: Callable | None = None) -> Batch:
         """This batch, with rewards and their metrics.

@@ -182,7 +182,7 @@ def load_task(args: TaskArguments) -> Task:
     if not args.dataset and (not environment or tools.rows_choose):
         chooses = f"--environment {environment} names several, of which each row of a dataset chooses one"
         raise TaskError(f"--dataset is missing: {chooses if environment else f'--task {args.task} has no default'}")
-    if not args.reward and not reward_models and not (tools and tools.rewards):
+    if not args.reward and not reward_models and not (tools and tools.rewards) and not getattr(args, "teacher", None):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
     rows = _load(args, args.dataset, args.dataset_split)
     eval_rows = _load_eval_rows(args, rows)

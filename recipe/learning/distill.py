@@ -1,0 +1,54 @@
+"""The learning step of on-policy distillation: a student learns from a teacher's opinion of each token it has sampled.
+
+It is that of GRPO (grpo.py) with other advantages: minus the reverse KL of each token, log p_teacher - log p_student,
+by the engines' log-probabilities (`reverse_kl` in objectives.py). They are not compared within a group: where the
+teacher agrees with the student, there is nothing to learn. The clipped ratio, the importance weights and the proof of
+each sync are GRPO's.
+
+Only sampled tokens count, so a step needs one number a token from the teacher. With `reward_coef`, the advantages of
+the rewards (`--advantage`) are added, times this, to those of all of a completion's tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from annotated_types import Ge
+from transformers.hf_argparser import HfArg
+
+from .grpo import GRPOLearner
+from .layout import as_tensor
+from .learner import LearnerConfig
+from .objectives import ObjectiveConfig, reverse_kl
+from .rollout import Rollout
+
+
+@dataclass
+class DistillConfig(ObjectiveConfig, LearnerConfig):
+    """The options of distillation."""
+
+    group_size: Annotated[int, Ge(1)] = HfArg(default=8, help="completions of each prompt (G)")
+    reward_coef: Annotated[float, Ge(0)] = HfArg(
+        default=0.0, help="weight of the rewards' advantages, which are added to the teacher's; 0: rewards only measure"
+    )
+
+
+class DistillLearner(GRPOLearner):
+    """A student, whose rollouts have `teacher_logprobs`. Those without a reward are learned from as well."""
+
+    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
+        """As `GRPOLearner.learn`. `distill/reverse_kl` is the mean over the tokens that the student sampled."""
+        tokens = sum(rollout.length for rollout in rollouts)
+        mean = float(self._reverse_kl(rollouts).sum()) / tokens
+        return super().learn(rollouts, proof_rollouts) | {"distill/reverse_kl": mean}
+
+    def _advantages(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Advantages [B, T], and which rollouts have none: no rollout."""
+        of_rewards, unknown = super()._advantages(rollouts)
+        return self.config.reward_coef * of_rewards - self._reverse_kl(rollouts), torch.zeros_like(unknown)
+
+    def _reverse_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
+        tensors = self._completion_tensors(rollouts)
+        teacher = [as_tensor(rollout.teacher_logprobs).float() for rollout in rollouts]
+        teacher_logprobs = torch.nn.utils.rnn.pad_sequence(teacher, batch_first=True)
+        return reverse_kl(tensors["engine_logprobs"], teacher_logprobs, tensors["mask"])

@@ -1,0 +1,84 @@
+"""A teacher: engines that no sync touches. They score the tokens that the student has sampled."""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge
+from transformers.hf_argparser import HfArg
+
+from ..errors import RunError
+from ..run.actors import ActorGroup
+from ..tasks.rewards import Batch
+from ..tasks.task import Task
+from .engine import EngineActor, in_parts, sampling_params
+
+
+@dataclass
+class TeacherArguments:
+    """The teacher."""
+
+    teacher: str | None = HfArg(
+        default=None,
+        help="the model to learn from, with the token ids of --model: on the Hugging Face hub, a folder, or"
+        " module:function, which is called with (folder, seed) and writes one there",
+    )
+    teacher_engines: Annotated[int, Ge(1)] = HfArg(
+        default=1, help="the teacher's engines; the completions of a step are divided among them"
+    )
+    teacher_tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
+        default=1, help="GPUs that each of the teacher's engines is spread over (CPU: groups of cores)"
+    )
+
+
+class TeacherActor(EngineActor):
+    """An engine that scores tokens, and samples none."""
+
+    def score(self, completions: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """The log-probabilities [L], at temperature 1, of the tokens of each completion, (prompt ids, completion ids).
+
+        vLLM computes each prompt anew: its prefix cache has keys and values, but no hidden states to score.
+        """
+        from vllm import TokensPrompt
+
+        prompts, options = [], []
+        # Model Runner V2 can score from a position on. V1, which runs on a CPU, scores the prompt as well.
+        from_position = self.llm.llm_engine.vllm_config.use_v2_model_runner
+        for prompt_ids, completion_ids in completions:
+            prompts.append(TokensPrompt(prompt_token_ids=[*prompt_ids.tolist(), *completion_ids.tolist()]))
+            ids = {"prompt_logprob_token_ids": completion_ids[:, None], "prompt_logprob_start": len(prompt_ids) - 1}
+            scored = ids if from_position else {"prompt_logprobs": 0}
+            options.append({"max_tokens": 1, "temperature": 0.0, "detokenize": False} | scored)  # vLLM samples a token
+        requests = self.llm.generate(prompts, [*map(sampling_params, options)], use_tqdm=False)
+        return [
+            request.prompt_token_id_logprobs[:, 0]
+            if from_position
+            else np.array(request.prompt_logprobs.logprobs[-len(completion_ids) :], np.float32)
+            for request, (_, completion_ids) in zip(requests, completions, strict=True)
+        ]
+
+
+def score(teachers: ActorGroup, batch: Batch) -> Batch:
+    """The batch, with the teacher's log-probabilities of all completions. They are divided among its engines."""
+    completions = [(rollout.prompt_ids, rollout.completion_ids) for rollout in batch.rollouts]
+    parts = [(part,) for part in in_parts(completions, len(teachers))]
+    scores = itertools.chain(*teachers.call("scoring", TeacherActor.score, each=parts))
+    groups = [
+        replace(group, rollouts=[replace(rollout, teacher_logprobs=next(scores)) for rollout in group.rollouts])
+        for group in batch.groups
+    ]
+    return replace(batch, groups=groups)
+
+
+def check_lengths(task: Task, max_model_len: int, teacher_max_model_len: int, max_tokens: int) -> str:
+    """As `Task.check_lengths`. Raises RunError if the teacher may get more tokens than it takes: vLLM wants room for
+    one that it samples."""
+    longest = min(max_model_len, teacher_max_model_len - 1)
+    remark = task.check_lengths(longest, max_tokens)
+    if remark and longest < max_model_len:
+        raise RunError(
+            f"the teacher scores {longest} tokens, of a prompt and its completion together, and the student may make"
+            " more: lower --max-tokens, or raise --max-model-len"
+        )
+    return remark

@@ -1,0 +1,234 @@
+"""On-policy distillation: as rlhf.py, with a teacher, whose engines score each token that the student has sampled.
+
+    python rlhf_distill.py --teacher Qwen/Qwen2.5-7B-Instruct --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
+                                                     # 3 GPUs: trainer, the student's engine, the teacher's engine
+                                                     # 2 GPUs: the same; both engines share one of them
+    python rlhf_distill.py --task addition --teacher recipe.tasks.addition:build_teacher --steps 300
+                                                     # no GPU: small models made on the spot, gloo
+
+    GPU 0..      trainer actors: fp32 master weights, the student (recipe/learning/distill.py), WeightSender
+    other GPUs   engine actors: vllm.LLM with TP workers each, extended by rlhf_utils.WorkerExtension
+    other GPUs   teacher actors: vllm.LLM as it is (recipe/rollouts/teacher.py), or on the engines' GPUs
+
+1. Place: one Ray placement group, with a bundle for each trainer rank, each engine worker and, if there are as many
+   GPUs, each worker of the teacher. If there are fewer, the teacher's workers and the engines' share GPUs.
+2. Connect the trainer's ranks with all workers of the engines, and sync once: now the engines serve the trainer's
+   weights. The teacher's weights stay as they were loaded.
+3. Each step: generate, reward, score by the teacher, learn, sync. The rollouts after a sync prove it: the engines'
+   log-probabilities of the tokens they sampled must equal the trainer's, with --exact bit for bit, else but for
+   rounding.
+4. Generate once more to prove the last sync, and print.
+
+The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import ray
+from annotated_types import Ge
+from transformers.hf_argparser import HfArg
+
+from recipe.errors import RunError
+from recipe.learning.distill import DistillConfig, DistillLearner
+from recipe.learning.learner import Proof
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, in_parts, llm_options
+from recipe.rollouts.evaluation import evaluate
+from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
+from recipe.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
+from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
+from recipe.run.arguments import RunArguments, parse
+from recipe.run.checkpoint import Models, choose_models, choose_teacher, replace_flags
+from recipe.run.folder import RunFolder
+from recipe.run.session import RaySession, run_main
+from recipe.tasks.task import TaskArguments, load_task
+from recipe.tasks.tools import ToolArguments
+from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+
+GPU_SHARE = 0.5  # the share of a GPU that Ray counts for a worker: the student's and the teacher's fit on one
+MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
+
+
+@dataclass
+class Arguments(
+    DistillConfig,
+    TeacherArguments,
+    TaskArguments,
+    ToolArguments,
+    LayoutArguments,
+    ExactArguments,
+    EngineArguments,
+    RunArguments,
+):
+    """The flags of this script."""
+
+    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
+        default=1, help="GPUs that each engine is spread over (CPU: groups of cores)"
+    )
+
+
+class Engine(EngineActor):
+    """A Ray actor around vllm.LLM."""
+
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
+        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
+        options = exact_options(args, model, "WorkerExtension")
+        return self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
+
+    def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
+        self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
+
+    def receive_weights(self, timeout: float) -> bool:
+        """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
+        self.reset_prefix_cache()  # now: the engine generates nothing until the sync
+        return self.take_weights(timeout)
+
+
+class Teacher(TeacherActor):
+    """A Ray actor around the teacher's vllm.LLM."""
+
+    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
+        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
+        args = replace_flags(args, tensor_parallel_size=len(bundles))
+        options = {"enforce_eager": True}  # for graphs, it would have to decode
+        return self.load(model, llm_options(args, device, bundles, args.teacher_engines * len(bundles), **options))
+
+
+class Trainer(LearnerActor):
+    """A Ray actor around one rank of the learner, which sends what it has of the weights."""
+
+    def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
+        torch_device = self.join(address, args.trainers, device, args.exact)
+        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        self.learner = DistillLearner(
+            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+        )
+        return self.resume(models.checkpoint)
+
+    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
+        group = stateless_init_process_group(address, port, self.rank, world_size, self.learner.model.device)
+        self.sender = WeightSender(group)
+
+    def send_weights(self) -> SyncReport:
+        return self.sender.send_weights(self.learner.model.named_tensors().items())
+
+    def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
+        return self.learner.learn(rollouts)
+
+
+def place(args: Arguments) -> tuple[str, str, Arguments, list[Seat], list[Seat], list[Seat]]:
+    """Choose and reserve the topology. Returns the device, a remark on it, the arguments with what was chosen, and the
+    seats of trainers, engines and teachers."""
+    gpus, trainers, tp = int(ray.cluster_resources().get("GPU", 0)), args.trainers, args.tensor_parallel_size
+    workers, teacher_workers = args.engines * tp, args.teacher_engines * args.teacher_tensor_parallel_size
+    wanted, apart = trainers + max(workers, teacher_workers), trainers + workers + teacher_workers
+    if 0 < gpus < wanted:
+        raise RunError(
+            f"this topology wants {wanted} GPUs, {trainers} for the trainer and {wanted - trainers} that engines and"
+            f" teacher share, and there are {gpus}"
+        )
+    if gpus:
+        remark = f"{gpus - apart} GPUs stay unused: --trainers and --engines take more" if gpus > apart else ""
+        if gpus < apart:
+            remark = "engines and teacher share GPUs: each takes half of --gpu-memory-utilization"
+            args = replace_flags(args, gpu_memory_utilization=args.gpu_memory_utilization / 2)
+        group = reserve([{"GPU": 1}] * (wanted if gpus < apart else apart), "PACK")
+        bundles = by_node(group)  # so that an engine spans as few nodes as possible
+        trainer_seats = [seat(group, bundle, num_gpus=1) for bundle in bundles[:trainers]]
+        engine_bundles = in_parts(bundles[trainers : trainers + workers], args.engines)
+        engine_seats = [seat(group, part[0], part) for part in engine_bundles]
+        teacher_bundles = in_parts(bundles[-teacher_workers:], args.teacher_engines)
+        teacher_seats = [seat(group, part[0], part) for part in teacher_bundles]
+        return "cuda", remark, args, trainer_seats, engine_seats, teacher_seats
+    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
+    trainer_seats = [seat(group, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
+    # An engine's workers are processes of its actor; by their numbers, llm_options divides the cores among them.
+    engine_cores = in_parts(list(range(workers)), args.engines)
+    engine_seats = [seat(group, trainers + i, part) for i, part in enumerate(engine_cores)]
+    teacher_cores = in_parts(list(range(teacher_workers)), args.teacher_engines)
+    teacher_seats = [seat(group, trainers + i % args.engines, part) for i, part in enumerate(teacher_cores)]
+    remark = f"no GPU: the trainer, a TP={tp} engine and the teacher run on CPU, with gloo between trainer and engine"
+    return "cpu", remark, args, trainer_seats, engine_seats, teacher_seats
+
+
+def main(args: Arguments) -> None:
+    task = load_task(args)
+    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+        # 1. Place
+        device, remark, args, trainer_seats, engine_seats, teacher_seats = place(args)
+        models, args = choose_models(run.path, args, device)
+        teacher = choose_teacher(run.path, args, models.loaded, device)
+        task.tokenize(models.loaded, args.max_model_len)
+        run.say(remark)
+        run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}\nrun folder {run.path}")
+        trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
+        args = settle_exactness(run, args, models.loaded, trainers)
+        engines = ActorGroup(session, "engine", Engine, engine_seats)
+        teachers = ActorGroup(session, "teacher", Teacher, teacher_seats)
+        address = trainers.call_rank_0("starting", Trainer.address)
+        loading = trainers.begin(Trainer.load, address, models, args, device)
+        # Before the engines, which may be on the same GPUs: vLLM measures the free memory.
+        teacher_lengths = teachers.call("starting", Teacher.start, teacher, args, device, each=teachers.bundles)
+        starting = engines.begin(Engine.start, models.loaded, args, device, each=engines.bundles)
+        loaded, lengths = session.wait("starting", loading, starting)
+        steps_done, remarks = loaded[0]
+        run.say(remarks + check_lengths(task, lengths[0], teacher_lengths[0], args.max_tokens))
+
+        # 2. Connect, and serve what the trainer holds
+        connect(trainers, engines, args.tensor_parallel_size)
+        report = sync(trainers, engines.begin(Engine.receive_weights, args.timeout))
+        run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
+        run.start_metrics(steps_done, args)
+
+        # 3. Generate, reward, score, learn, sync
+        if not steps_done and args.eval_every:
+            run.log_metrics(0, evaluate(engines, task, args, 0))
+        for step in range(steps_done + 1, args.steps + 1):
+            clock = StepClock()
+            batch = complete(engines, task.draw(step), args, step, tools=task.tools)
+            batch = task.rewards.score(batch, step - 1)
+            clock.end("rollout")
+            batch = score(teachers, batch)
+            clock.end("score")
+            receiving = engines.begin(Engine.receive_weights, args.timeout)  # early, to be ready for the weights
+            metrics = trainers.agreed("learning", Trainer.learn, batch.rollouts)
+            clock.end("train")
+            report = sync(trainers, receiving)
+            clock.end("sync")
+            metrics |= clock.metrics
+            metrics |= evaluate(engines, task, args, step)
+            if run.saves(step):
+                trainers.call("saving", Trainer.save, run.path)
+            run.log_step(step, batch, report, metrics)
+
+        # 4. Generate again, and prove the last sync
+        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
+        batch = task.rewards.score(batch, args.steps)
+        mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
+        summary = run.summary(batch, mismatch)
+    print(summary)
+
+
+def connect(trainers: ActorGroup, engines: ActorGroup, tensor_parallel_size: int) -> None:
+    """Join the trainer's ranks and, after them, the workers of all engines in one group."""
+    address = trainers.call_rank_0("connecting", Trainer.address)
+    world_size = len(trainers) + len(engines) * tensor_parallel_size
+    rank_offsets = [(len(trainers) + i * tensor_parallel_size,) for i in range(len(engines))]
+    joining = trainers.begin(Trainer.init_weight_update_group, *address, world_size)
+    following = engines.begin(Engine.init_weight_update_group, *address, world_size, each=rank_offsets)
+    trainers.session.wait("connecting", joining, following)
+
+
+def sync(trainers: ActorGroup, receiving: dict[str, ray.ObjectRef]) -> SyncReport:
+    """Send the trainer's weights to the engines, which already run `receive_weights`: `receiving` are these calls."""
+    reports, served = trainers.session.wait("syncing", trainers.begin(Trainer.send_weights), receiving)
+    if not all(served):
+        raise RunError(f"after sync {reports[0].version}, an engine does not serve what was sent")
+    return reports[0]
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Arguments, __doc__))

@@ -1,0 +1,211 @@
+"""rlhf_distill.py: its loss against the KL over the whole vocabulary, the teacher's scores, what is refused, and runs.
+
+pytest tests/test_distill.py            one run, with two engines
+pytest tests/test_distill.py -m slow    a resumed run
+"""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import cpu_only
+from pair import CORE_IN_PROCESS
+from safetensors.torch import load_file
+
+import rlhf_distill
+from recipe.errors import RunError
+from recipe.learning.distill import DistillConfig, DistillLearner
+from recipe.learning.objectives import reverse_kl, token_losses
+from recipe.learning.rollout import Rollout
+from recipe.rollouts.teacher import TeacherActor, check_lengths
+from recipe.run.checkpoint import choose_teacher
+from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
+
+TEACHER = "recipe.tasks.tiny_model:build_tiny_base"
+
+
+# --- What is learned --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+def test_expected_gradient_is_that_of_the_kl_over_the_whole_vocabulary(loss):
+    """Three contexts, in each of which the student samples one of five tokens."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5).log_softmax(-1)
+    student = logits.log_softmax(-1)
+    (expected,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
+    old, mask = student.detach(), torch.ones(3, 5)
+    losses, _ = token_losses(student, old, old, -reverse_kl(old, teacher, mask), mask, DistillConfig(loss=loss))
+    (gradient,) = torch.autograd.grad((old.exp() * losses).sum(), logits)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def test_step_learns_from_each_sampled_token_and_by_a_weight_from_rewards(model):
+    """In a step's only update the ratio is 1: the loss is minus the mean advantage."""
+
+    def learner(**changes):
+        config = DistillConfig(group_size=2, max_tokens=4, learning_rate=1e-3, advantage="dr_grpo", **changes)
+        return DistillLearner(model, config, torch.device("cpu"))
+
+    student, distances = learner(), ([0.5, -1.0, 9.0], [2.0])  # from the teacher; a tool has answered with the third
+    drafts = [Rollout([5, 6], [7, 8, 9], [], sampled=[True, True, False]), Rollout([5, 6], [10], [])]
+    (logprobs,) = student.model.score_all(drafts)
+    rollouts = [
+        Rollout(
+            draft.prompt_ids,
+            draft.completion_ids,
+            own[: len(far)].tolist(),
+            sampled=draft.sampled,
+            teacher_logprobs=np.float32(own[: len(far)] - torch.tensor(far)),
+        )
+        for draft, own, far in zip(drafts, logprobs, distances, strict=True)
+    ]
+    metrics = student.learn(rollouts)
+    assert metrics["distill/reverse_kl"] == pytest.approx(1.5 / 3, abs=1e-5)
+    assert metrics["loss"] == pytest.approx(1.5 / 3, abs=1e-5)
+    assert metrics["grad_norm"] > 0
+    assert metrics["logprobs/mismatch"] < 1e-6
+
+    rewarded = [Rollout(**vars(rollout) | {"reward": reward}) for rollout, reward in zip(rollouts, (3, 1), strict=True)]
+    assert learner().learn(rewarded)["loss"] == pytest.approx(1.5 / 3, abs=1e-5)
+    # Advantages of 1 for the first two tokens, and of -1 for the last.
+    assert learner(reward_coef=0.5).learn(rewarded)["loss"] == pytest.approx((1.5 - 0.5 * (2 - 1)) / 3, abs=1e-5)
+
+
+# --- The teacher ------------------------------------------------------------------------------------------------------
+
+
+def test_model_runner_v2_is_asked_for_the_tokens_of_completions_alone():
+    """For V1, tests/test_engine.py compares the scores with those of the engine that has sampled the tokens."""
+
+    def generate(prompts, sampling, use_tqdm):
+        requests = []
+        for prompt, params in zip(prompts, sampling, strict=True):
+            ids, rows = prompt["prompt_token_ids"], params.prompt_logprob_token_ids
+            first = params.prompt_logprob_start + 1  # row i predicts token start + i + 1, the last one is left out
+            assert rows[:, 0].tolist() == ids[first:]
+            assert params.max_tokens == 1
+            assert params.skip_reading_prefix_cache
+            requests.append(SimpleNamespace(prompt_token_id_logprobs=-rows.astype(np.float32)))
+        return requests
+
+    config = SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True))
+    teacher = TeacherActor(0)
+    teacher.llm = SimpleNamespace(llm_engine=config, generate=generate)
+    completions = [(np.int32([1, 2]), np.int32([3, 4, 5])), (np.int32([6]), np.int32([7]))]
+    assert [scores.tolist() for scores in teacher.score(completions)] == [[-3, -4, -5], [-7]]
+
+
+def test_teacher_with_other_token_ids_is_refused_and_one_with_more_embeddings_is_not(tmp_path, model):
+    def choose(**changes):
+        return choose_teacher(tmp_path, rlhf_distill.Arguments(**{"teacher": teacher} | changes), model, "cpu")
+
+    teacher = str(shutil.copytree(model, tmp_path / "other"))
+    config = json.loads((tmp_path / "other" / "config.json").read_text()) | {"vocab_size": 512}
+    config |= {"quantization_config": {"quant_method": "fp8"}}  # as a model to learn, it would be refused
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    assert choose() == teacher
+    with pytest.raises(RunError, match=r"^--teacher is missing"):
+        choose(teacher=None)
+    with pytest.raises(RunError, match=r"^--temperature 0\.7: a teacher's log-probabilities are those at 1$"):
+        choose(temperature=0.7)
+    with pytest.raises(RunError, match=r"^cannot load the model /no/such/model: no such folder"):
+        choose(teacher="/no/such/model")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(teacher)
+    with pytest.raises(RunError, match=r"^the teacher .* has another tokenizer than .*--teacher needs the same vocab"):
+        choose()
+
+
+@pytest.mark.parametrize(("engine", "teacher", "longest"), [(64, 128, 64), (64, 64, 63), (64, 32, 31)])
+def test_teacher_takes_all_that_the_student_may_make_or_the_run_ends(engine, teacher, longest):
+    """A teacher samples a token itself, for which there has to be room."""
+    task = SimpleNamespace(check_lengths=lambda limit, tokens: "" if 20 + tokens <= limit else f"ends at {limit}")
+    assert check_lengths(task, engine, teacher, longest - 20) == ""
+    if longest == engine:
+        assert check_lengths(task, engine, teacher, longest) == "ends at 64"
+    else:
+        with pytest.raises(RunError, match=rf"^the teacher scores {longest} tokens, .* lower --max-tokens"):
+            check_lengths(task, engine, teacher, longest - 19)
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """Where rlhf_distill.py places its actors on so many GPUs: the number of bundles, the arguments, and the workers of
+    trainers, engines and teachers."""
+
+    def place(gpus, **arguments):
+        reserved = []
+        monkeypatch.setattr(rlhf_distill.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
+        monkeypatch.setattr(rlhf_distill, "reserve", lambda bundles, _: reserved.append(bundles))
+        monkeypatch.setattr(rlhf_distill, "by_node", lambda _: list(range(len(reserved[0]))))
+        _, _, args, *seats = rlhf_distill.place(rlhf_distill.Arguments(**arguments))
+        return len(reserved[0]), args.gpu_memory_utilization, *([seat.bundles for seat in each] for each in seats)
+
+    return place
+
+
+def test_teacher_has_gpus_of_its_own_or_half_of_the_engines(placed):
+    two_by_two = {"teacher_engines": 2, "teacher_tensor_parallel_size": 2}
+    assert placed(3) == (3, 0.8, [[0]], [[1]], [[2]])
+    assert placed(2) == (2, 0.4, [[0]], [[1]], [[1]])
+    assert placed(7, engines=2, **two_by_two) == (7, 0.8, [[0]], [[1], [2]], [[3, 4], [5, 6]])
+    assert placed(6, engines=2, **two_by_two) == (5, 0.4, [[0]], [[1], [2]], [[1, 2], [3, 4]])
+    assert placed(3, tensor_parallel_size=2) == (3, 0.4, [[0]], [[1, 2]], [[2]])
+    with pytest.raises(RunError, match=r"wants 2 GPUs, 1 for the trainer and 1 that engines and teacher share, .* 1$"):
+        placed(1)
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_four_steps(script, tmp_path):
+    flags = "--teacher", TEACHER, "--dataset", "recipe.tasks.uppercase:prompts", "--eval-share", 0.25
+    text = script("rlhf_distill.py", *flags, "--steps", 4, "--save-every", 2, "--output", "run", **CORE_IN_PROCESS)
+    return text.finish(), tmp_path / "run"
+
+
+@cpu_only
+def test_student_comes_closer_to_its_teacher_without_any_reward(script, tmp_path):
+    text, run = run_four_steps(script, tmp_path)
+    assert text.splitlines()[-1].startswith("OK: reverse KL "), text
+    assert "reward: none\n" in text
+    assert "nothing is learned" not in text
+    metrics = rows(run)
+    assert metrics[0]["distill/reverse_kl"] > metrics[-1]["distill/reverse_kl"] + 0.1
+    assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
+    assert all(row["time/score"] > 0 for row in metrics)
+    assert "advantage" not in json.loads((run / "completions.jsonl").read_text().splitlines()[0])
+    weights = [load_file(run / name / "model.safetensors") for name in ("teacher", "checkpoint-000004")]
+    assert not all(tensor.equal(weights[1][name]) for name, tensor in weights[0].items())
+
+
+@cpu_only
+@pytest.mark.slow
+def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
+    _, whole = run_four_steps(script, tmp_path)
+    run = shutil.copytree(whole, tmp_path / "resumed")
+    shutil.rmtree(run / "checkpoint-000004")  # as if it had been killed before
+    text = script("rlhf_distill.py", "--resume", "resumed").finish()
+    assert text.splitlines()[-1].startswith("OK: reverse KL "), text
+    machine = ("time/", "tokens/", "sync/")
+    timeless = [
+        [{name: row[name] for name in row if not name.startswith(machine)} for row in rows(folder)]
+        for folder in (whole, run)
+    ]
+    assert timeless[0] == timeless[1]
+    ours, theirs = (load_file(folder / "checkpoint-000004" / "model.safetensors") for folder in (run, whole))
+    assert all(tensor.equal(theirs[name]) for name, tensor in ours.items())
