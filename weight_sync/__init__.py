@@ -9,7 +9,7 @@ regions              the elements of a piece that a worker needs
 rotation             what is compared where a worker reads the trainer's own memory
 groups               groups of processes (NCCL, gloo) and memory that several processes map (CUDA IPC)
 staging              where the bytes of a sync lie at each end: buffers, or memory that both ends map
-ranks, packing       the trainer ranks that hold shards, and what each of them packs
+ranks                the trainer ranks that hold shards
 channels             links between the trainer ranks and the workers
 replay               a load, recorded as copies that later syncs repeat
 engine_model         the model inside a vLLM worker: preflight, reload, replay, digest

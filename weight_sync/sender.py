@@ -11,11 +11,10 @@ import torch
 from .buckets import Piece, dtype_name, largest_bucket, part_sizes, seconds_allowed, wire_buckets
 from .channels import GroupChannel, SharedMemoryChannel
 from .comparison import Comparison, comparison_of
-from .copies import load_kernel
+from .copies import BatchedCopy, digest_together, load_kernel
 from .groups import Wire, can_share, shared_buffer
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
 from .lora import LoRAWeight
-from .packing import Packing
 from .ranks import Ranks, ShardedPart, local_part, ranks_of
 from .regions import Region, copy_of, rows_of
 from .rotation import Rotation
@@ -36,6 +35,25 @@ class SyncReport:
     @property
     def gigabytes_per_second(self) -> float:
         return self.nbytes / self.seconds / 1e9
+
+
+class Packing:
+    """The copies that fill the parts of each step that a rank sends. They digest what they write."""
+
+    def __init__(self, copies: list[list[BatchedCopy]], device: torch.device):
+        self.copies = copies  # by step and part; several if workers get different ones
+        self.totals = torch.zeros(len(copies[0]), dtype=torch.int64, device=device)  # of the digests, by part
+
+    def pack(self, i: int) -> None:
+        """Fill the parts of step i."""
+        for part, copy in enumerate(self.copies[i]):
+            copy.run(self.totals[part : part + 1])
+
+    def digests(self) -> list[int]:
+        """The digest of what was packed for each part since the last call."""
+        digests = self.totals.tolist()
+        self.totals.zero_()  # now, so that the next sync need not
+        return digests
 
 
 class WeightSender:
@@ -254,12 +272,12 @@ class WeightSender:
                 elements = shares[piece.name][piece.begin - piece.first :][: piece.count]
                 return copy_of(place, region, piece, elements, self.adapted.get(piece.name))
 
-            fills = [
-                [(part, [copy(*place) for place in places]) for part, places in staging.sent(i, rank)]
-                for i in range(len(staging.steps))
-            ]
-            numbers = [i * self.ranks.size + rank for i in range(len(fills))]
-            self.packings[staging] = Packing(self._device, fills, numbers)
+            copies = [[] for _ in staging.steps]
+            for i, step in enumerate(copies):
+                for part, places in staging.sent(i, rank):
+                    step.append(BatchedCopy(self._device, [copy(*place) for place in places]))
+                    digest_together(step[-1:], [part], i * self.ranks.size + rank)
+            self.packings[staging] = Packing(copies, self._device)
         return self.packings[staging]
 
     def _sync(self, started: float) -> SyncReport:
