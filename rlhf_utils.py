@@ -40,11 +40,11 @@ functions that use it. With another version than 0.32 and 0.33, an engine's firs
 
 import torch
 
-from weight_sync.channels import SharedMemoryChannel
+from weight_sync.channels import SharedMemoryChannel, connect_group, connect_paths
 from weight_sync.comparison import Comparison
 from weight_sync.example_protocols import BroadcastProtocol, SharedMemoryProtocols
 from weight_sync.groups import Wire, rebuild_ipc, share_tensor, stateless_init_process_group
-from weight_sync.link import Link, WeightSyncError, connect_group, connect_paths
+from weight_sync.link import Link, WeightSyncError
 from weight_sync.lora import LoRAWeight
 from weight_sync.sender import SyncReport, WeightSender
 from weight_sync.staging import Staging, TrainerMemory, broadcast_staging

@@ -26,7 +26,7 @@ from rlhf_utils import (
     rebuild_ipc,
     share_tensor,
 )
-from weight_sync import buckets, example_protocols, link, ranks
+from weight_sync import buckets, channels, example_protocols, ranks
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 from weight_sync.ranks import Ranks
@@ -158,7 +158,7 @@ def test_worker_that_raises_ends_the_sync_with_its_traceback():
 
 
 def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
-    monkeypatch.setattr(link, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.2)
     with pytest.raises(WeightSyncError, match=r"1 of 1 engine workers on cpu:3 did not connect within 0\.2 s"):
         WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
 
@@ -173,7 +173,7 @@ def test_worker_that_has_connected_to_a_trainer_that_leaves_is_told():
 
 
 def test_strangers_do_not_prolong_the_wait_for_the_worker(monkeypatch):
-    monkeypatch.setattr(link, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.5)
     channel, started = SharedMemoryChannel(CPU), time.monotonic()
 
     def knock():

@@ -27,9 +27,10 @@ from torch.distributed import TCPStore, rendezvous
 
 from recipe.learning.sharding import join_ranks
 from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
-from weight_sync import buckets, link, receiver
+from weight_sync import buckets, channels, link, receiver
 from weight_sync import groups as groups_module
 from weight_sync.buckets import ALIGN_BYTES, plan_buckets
+from weight_sync.channels import LINK_KEY, GroupChannel
 from weight_sync.groups import GlooCommunicator, Wire
 from weight_sync.link import BUSY_POLL_SECONDS
 from weight_sync.lora import LoRAWeight, materialized
@@ -619,8 +620,14 @@ def test_error_of_gloo_is_that_of_the_peer_that_says_a_moment_later_why():
         link.wait_until(fails, [ours], time.monotonic() + 5)
 
 
+def channel_that_announces(announce):
+    """Has one worker, and passes on what it would write in the group's store."""
+    store = SimpleNamespace(host="127.0.0.1", set=lambda key, text: announce(json.loads(text)))
+    return GroupChannel(SimpleNamespace(rank=0, world_size=2, group=SimpleNamespace(store=store)))
+
+
 def test_strangers_at_the_port_do_not_prolong_the_wait(monkeypatch):
-    monkeypatch.setattr(link, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.5)
     endpoint, started = {}, time.monotonic()
 
     def knock():
@@ -630,20 +637,20 @@ def test_strangers_at_the_port_do_not_prolong_the_wait(monkeypatch):
             time.sleep(0.1)
 
     threading.Thread(target=knock, daemon=True).start()
-    with pytest.raises(WeightSyncError, match=r"1 of 1 workers did not connect within 0\.5 s: start them"):
-        link.listen("127.0.0.1", 1, endpoint.update, [], "workers", "start them", "the trainer")
+    with pytest.raises(WeightSyncError, match=r"1 of 1 engine workers did not connect within 0\.5 s: is receive"):
+        channel_that_announces(endpoint.update).accept([], Ranks())
     assert time.monotonic() - started < 3
 
 
 def test_worker_connects_to_the_host_where_it_found_the_group(monkeypatch):
     def announce(endpoint):  # by a name that the worker's node need not know
-        said = json.dumps(endpoint | {"host": "trainer.invalid", "ranks": 1})
+        said = json.dumps(endpoint | {"host": "trainer.invalid"})
         group = SimpleNamespace(store=SimpleNamespace(host="127.0.0.1", check=lambda keys: True, get=lambda key: said))
-        threading.Thread(target=link.connect_group, args=(group, [], lambda ranks: "worker", 5)).start()
+        threading.Thread(target=channels.connect_group, args=(group, [], lambda ranks: "worker", 5)).start()
 
     links = []
-    monkeypatch.setattr(link, "CONNECT_SECONDS", 5)
-    link.listen("127.0.0.1", 1, announce, links, "workers", "", "the trainer")
+    monkeypatch.setattr(channels, "CONNECT_SECONDS", 5)
+    channel_that_announces(announce).accept(links, Ranks())
     assert links[0].peer.startswith("worker (pid")
 
 
@@ -740,12 +747,12 @@ def test_views_of_one_storage_are_not_tied_unless_they_are_the_same():
     ],
 )
 def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
-    monkeypatch.setattr(link, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(channels, "HELLO_SECONDS", 0.2)
     trainer, other = groups(2)
     syncing = threading.Thread(target=WeightSender(trainer).send_weights, args=([("w", torch.ones(4))],))
     syncing.start()
-    other.group.store.wait([f"{link.LINK_KEY}/0"])
-    port = json.loads(other.group.store.get(f"{link.LINK_KEY}/0"))["port"]
+    other.group.store.wait([f"{LINK_KEY}/0"])
+    port = json.loads(other.group.store.get(f"{LINK_KEY}/0"))["port"]
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(greeting)
         worker = Worker(Engine(), other)

@@ -15,11 +15,8 @@ from multiprocessing.connection import Connection, wait
 
 CONNECT_SECONDS = 60.0  # limit for the peer to start its half of a rendezvous
 ANSWER_SECONDS = 600.0  # limit for an answer outside a transfer, which has `seconds_allowed`
-HELLO_SECONDS = 5.0  # limit for the first message of a new connection
-HELLO_BYTES = 1 << 12  # largest first message
 SILENT_SECONDS = 15  # a peer that acknowledges nothing for this long is gone (dead node, cut network)
 BUSY_POLL_SECONDS = 0.02  # poll this long for a message that is due: sleeping and waking up would add 0.1 to 0.3 ms
-LINK_KEY = "rlhf_utils/link"  # with "/" and a trainer rank, the key in a group's store of where that rank listens
 UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # the errors of a socket whose peer is gone
 
 
@@ -59,7 +56,7 @@ class Link:
         """Introduce this side. The token shows that it belongs to the group."""
         self.send(peer=f"{role} (pid {os.getpid()} on {socket.gethostname()})", token=token, **more)
 
-    def recv_hello(self, token: str, timeout: float = CONNECT_SECONDS, max_bytes: int | None = None) -> dict:
+    def recv_hello(self, token: str, timeout: float, max_bytes: int | None = None) -> dict:
         """Learn the peer's name. Returns its hello. Raises WeightSyncError if it does not know the token."""
         hello = self.recv(timeout, max_bytes)
         if hello.get("token") != token:
@@ -142,97 +139,6 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return probe.getsockname()[0]
-
-
-def listen(
-    host: str, count: int, announce: Callable[[dict], None], links: list[Link], peers: str, hint: str, role: str
-) -> None:
-    """Listen on `host`, `announce` the endpoint, and append a link to each of `count` peers as they connect. They learn
-    this side's `role`.
-
-    Raises WeightSyncError if they have not all connected within CONNECT_SECONDS. It calls them `peers` and adds a hint.
-    """
-    token = os.urandom(16).hex()
-    with socket.create_server((host, 0), family=address_family(host), backlog=count) as server:
-        announce({"host": host, "port": server.getsockname()[1], "token": token})
-        accept(server, count, token, links, peers, hint, role)
-
-
-def accept(
-    server: socket.socket, count: int, token: str, links: list[Link], peers: str, hint: str, role: str, **hello
-) -> None:
-    """Append a link to each of `count` peers that connect and know the token. They are told this side's `role`, and
-    `hello`. Raises as `listen` does."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while len(links) < count:
-        server.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            link = Link(server.accept()[0])
-        except TimeoutError as error:
-            raise WeightSyncError(
-                f"{count - len(links)} of {count} {peers} did not connect within {CONNECT_SECONDS:.3g} s: {hint}"
-            ) from error
-        try:
-            link.recv_hello(token, HELLO_SECONDS, HELLO_BYTES)
-            link.send_hello(role, token, **hello)
-            links.append(link)
-        except WeightSyncError:
-            link.close()  # a stranger, or a peer whose own limit has passed: keep listening
-
-
-def connect_group(group, links: list[Link], role_beside: Callable[[int], str], timeout: float) -> None:
-    """Append a link from a worker to each trainer rank. Rank 0 must start to listen within `timeout` seconds.
-
-    `role_beside(ranks)` is what errors call the worker of a trainer with so many ranks.
-    """
-    first = _endpoint(group, 0, timeout)
-    for rank in range(first["ranks"]):
-        endpoint = _endpoint(group, rank, CONNECT_SECONDS) if rank else first
-        host = endpoint["host"] if rank else group.store.host  # by which this node may know rank 0 alone
-        _connect(links, (host, endpoint["port"]), role_beside(first["ranks"]), endpoint["token"], CONNECT_SECONDS)
-
-
-def _endpoint(group, rank: int, timeout: float) -> dict:
-    """Where a trainer rank listens. Raises WeightSyncError if it has failed, or says nothing for so long."""
-    deadline, key = time.monotonic() + timeout, f"{LINK_KEY}/{rank}"
-    try:
-        while not group.store.check([key]):
-            if time.monotonic() > deadline:
-                raise WeightSyncError(f"no trainer called send_weights within {timeout:.5g} s")
-            time.sleep(0.01)
-        endpoint = json.loads(group.store.get(key))
-    except WeightSyncError:
-        raise
-    except RuntimeError as error:  # of TCPStore
-        raise WeightSyncError(f"the trainer is gone: {error}") from error
-    if "error" in endpoint:
-        raise WeightSyncError(f"the trainer failed: {endpoint['error']}")
-    return endpoint
-
-
-def connect_paths(path: str, links: list[Link], rank: int, timeout: float) -> None:
-    """The worker's side of `SharedMemoryChannel.accept`: append a link to the trainer rank at this socket, which must
-    accept within `timeout` seconds, and to the others that it names, in their order."""
-    role = f"engine worker {rank}"
-    paths = _connect(links, path, role, os.path.dirname(path), timeout)["paths"]
-    for other in paths:
-        if other != path:
-            _connect(links, other, role, os.path.dirname(other), CONNECT_SECONDS)
-    links.insert(paths.index(path), links.pop(0))
-
-
-def _connect(links: list[Link], address: tuple[str, int] | str, role: str, token: str, timeout: float) -> dict:
-    """Append a link to whoever listens at this host and port, or socket. Returns the other side's hello."""
-    family = socket.AF_UNIX if isinstance(address, str) else address_family(address[0])
-    sock = socket.socket(family)
-    sock.settimeout(timeout)
-    try:
-        sock.connect(address)
-    except OSError as error:
-        raise WeightSyncError(f"the trainer is gone, or this channel was used before: {error}") from error
-    links.append(Link(sock))
-    links[-1].send_hello(role, token)
-    return links[-1].recv_hello(token, timeout)
 
 
 def recv_all(links: list[Link], timeout: float, expected_soon: bool = False) -> list[dict]:
