@@ -19,8 +19,7 @@ from recipe.rollouts.engine import EngineActor
 from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
-from weight_sync.engine_model import EngineModel, computes_with_copy, pack_experts_when_loaded
-from weight_sync.receiver import CollectedWeights
+from weight_sync.engine_model import EngineModel, computes_with_copy, expected_writes, pack_experts_when_loaded
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {
@@ -104,7 +103,7 @@ class Engine(EngineModel):
 
     def reload(self, batches, expected):
         self.digest = None
-        self.loaded_buffers |= expected.buffers
+        self.loaded_buffers |= {name for name, *_ in expected} & dict(self.model.named_buffers()).keys()
         for weights in batches:
             self.loads += 1
             self.model.load_weights(weights)
@@ -398,7 +397,7 @@ class Padded(torch.nn.Module):
 @pytest.mark.parametrize("left_out", [0, 1])
 def test_rows_that_are_padding_are_not_missed_but_others_are(left_out):
     engine, rows = BracketedEngine(Padded()), torch.randn(20, HIDDEN)
-    engine.expected = engine.expected_writes(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0])
+    engine.expected = expected_writes(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0].values())
     batches = [[("embed.weight", rows[left_out:])]]
     if left_out:
         with pytest.raises(WeightSyncError, match=r"did not load all that was sent for embed"):
@@ -416,7 +415,7 @@ class Doubles(Padded):
 
 def test_elements_that_a_loader_writes_twice_count_once():
     engine, rows = BracketedEngine(Doubles()), torch.randn(20, HIDDEN)
-    expected = engine.expected_writes(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0])
+    expected = expected_writes(engine.trace([("embed.weight", "float32", (20, HIDDEN))])[0].values())
     engine.reload([[("embed.weight", rows)]], expected)
     assert engine.model.embed.weight[:20].equal(2 * rows)
 
@@ -461,8 +460,8 @@ def test_buffer_that_one_sync_brought_is_vouched_for_after_another_one_without_i
     engine, weights = BracketedEngine(WithScale()), {"embed.weight": torch.ones(PADDED, HIDDEN)}
     for sent in (weights | {"layer.scale": torch.full((HIDDEN,), 2.0)}, weights):
         metadata = [(name, "float32", tuple(tensor.shape)) for name, tensor in sent.items()]
-        engine.reload([list(sent.items())], engine.expected_writes(engine.trace(metadata)[0]))
-        engine.mark_complete(1, engine.weights_digest())
+        engine.reload([list(sent.items())], expected_writes(engine.trace(metadata)[0].values()))
+        engine.digest = engine.weights_digest()
     assert engine.model.layer.scale.tolist() == [2.0] * HIDDEN
     assert engine.unchanged()
     engine.model.layer.scale[3] = 1
@@ -498,7 +497,7 @@ def test_load_that_broke_off_leaves_no_bracket_open_to_the_next(tied, next_one):
     engine = BracketedEngine(WithHead(tied))
     served, metadata = dict(engine.model.named_parameters()), [(n, "float32", (PADDED, HIDDEN)) for n in weights(1)]
     assert engine.preflight(metadata)[1] == []
-    engine.mark_complete(1, engine.weights_digest())
+    engine.digest = engine.weights_digest()
     with pytest.raises(MemoryError):
         engine.reload(batches(), engine.expected)
     assert not engine.unchanged()
@@ -542,10 +541,9 @@ def test_tensor_that_its_loader_leaves_out_is_an_error_one_at_a_time_as_well(mon
     tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.weight"])  # noqa: E731
     monkeypatch.setattr(engine.model, "load_weights", tampered)
     with pytest.raises(WeightSyncError, match=r"vLLM's loader did not load all that was sent for head\.weight"):
-        collected = CollectedWeights(engine)
         for name in ("embed.weight", "head.weight"):
-            collected.add([(name, torch.ones(PADDED, HIDDEN))])
-            collected.load_if_complete()
+            engine.collect([(name, torch.ones(PADDED, HIDDEN))])
+            engine.load_if_complete()
     assert not engine.unchanged()
 
 
@@ -775,7 +773,7 @@ def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
     metadata = [(n, torch.float32, shape, [0, torch.Size(shape).numel()]) for n, shape in SHAPES.items()]
     planned = plan_buckets(metadata, 1 << 20)
     assert len(planned) == 1
-    batches = receiver._batches(receiver._OtherWeights(planned, torch.device("cpu")), range(1))
+    batches = receiver._batches(planned, lambda _, piece: torch.zeros(piece.count), range(1))
     loaded = [sum(weight.nbytes for _, weight in batch) for batch in batches]
     largest = max(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
     assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())

@@ -27,6 +27,7 @@ from rlhf_utils import (
     share_tensor,
 )
 from weight_sync import buckets, channels, example_protocols, ranks
+from weight_sync.engine_model import EngineModel
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 from weight_sync.ranks import Ranks
@@ -44,24 +45,22 @@ class Worker(ColocateWorkerExtension):
         return super().receive_weights(self.handles, timeout)
 
 
-class LoadingEngine(Engine):
+class LoadingEngine(Engine, EngineModel):
     """Needs some tensors, which the protocols of vLLM's examples bring, and refuses some."""
 
     def __init__(self, needed, refused=(), fail_at=None):
         super().__init__(fail_at=fail_at)
-        self.needed, self.refused = set(needed), refused
+        self.needed, self.refused, self.collected = set(needed), refused, {}
 
     def trace(self, metadata):
         for name, _, _ in metadata:
             if name in self.refused:
                 raise ValueError(f"cannot load {name}")
-        return {name: [name] if name in self.needed else [] for name, _, _ in metadata}, []
-
-    def expected_writes(self, traced):
-        return traced.keys()
+        writes = {name: [SimpleNamespace(region=name, value=None)] for name in self.needed}
+        return {name: writes.get(name, []) for name, _, _ in metadata}, []
 
     def missing(self, expected):
-        return self.needed - expected
+        return self.needed - expected.keys()
 
 
 def test_worker_without_a_trainer_beside_it_says_so():

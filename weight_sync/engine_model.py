@@ -9,7 +9,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
@@ -32,15 +31,6 @@ from .trace import (
 PROVEN_WITH = ("0.32", "0.33")  # versions of vLLM
 
 
-@dataclass
-class ExpectedWrites:
-    """What a load is to write, by the trace of its loaders."""
-
-    regions: set[tuple] = field(default_factory=set)
-    elements: dict[str, Counter] = field(default_factory=dict)  # by layer and parameter, as vLLM's reload counts them
-    buffers: set[str] = field(default_factory=set)
-
-
 class EngineModel:
     """A vLLM worker's model, and what the syncs so far have left in it."""
 
@@ -52,7 +42,8 @@ class EngineModel:
         self.loading = False  # a reload bracket is open
         self.first_names: dict[str, str] = {}  # by each of a parameter's names, several if it is tied; after a trace
         self.required_elements: dict[str, int] = {}  # by parameter: what a sync must write; known after a trace
-        self.expected = ExpectedWrites()  # of a sync, known after the preflight
+        self.expected: dict[tuple, bool] = {}  # writes of a sync, as of `expected_writes`; known after the preflight
+        self.collected: dict[str, tuple[torch.Tensor, list[Write]]] = {}  # waits for the rest of a version
         self.loaded_buffers: set[str] = set()  # buffers that syncs write
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
@@ -69,30 +60,32 @@ class EngineModel:
         """
         traced, problems = self.trace(metadata)
         dtypes = [next(map(self._wire_dtype, traced.get(name, [])), None) for name, _, _ in metadata]
-        self.expected = self.expected_writes(traced)
+        self.expected = expected_writes(traced.values())
         problems = problems or [
             f"nothing that is sent goes to the engine's {name}" for name in self.missing(self.expected)
         ]
         return dtypes, problems + self._untied(traced)
 
-    def expected_writes(self, traced: dict[str, list[Write]]) -> ExpectedWrites:
-        """What a load of the traced tensors is to write."""
-        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+    def collect(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Keep these tensors for `load_if_complete`. One that comes again replaces the first.
 
-        by_region = {write.region: write for writes in traced.values() for write in writes}
-        writes = by_region.values()  # elements that are written twice count once
-        buffers = {name for name, _ in self.model.named_buffers()}
-        expected = ExpectedWrites(set(by_region))
-        expected.buffers |= {write.target for write in writes} & buffers
-        for write in writes:
-            layer, _, name = write.target.rpartition(".")
-            if (
-                write.target not in buffers
-                and name not in SKIP_LOAD_TENSORS
-                and not isinstance(write.value, int | float)
-            ):
-                expected.elements.setdefault(layer, Counter())[write.target] += write.destination.numel()
-        return expected
+        Raises WeightSyncError for one that the engine cannot load.
+        """
+        traced, problems = self.trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
+        if problems:
+            raise WeightSyncError(problems[0])
+        for name, weight in weights:
+            if traced[name]:  # else the weight is not for this worker
+                self.collected[name], self.digest = (weight, traced[name]), None
+
+    def load_if_complete(self) -> None:
+        """Load what was collected if nothing is missing: the next version of the weights. Raises as `reload` does."""
+        expected = expected_writes(writes for _, writes in self.collected.values())
+        if self.collected and not self.missing(expected):
+            weights = [(name, weight) for name, (weight, _) in self.collected.items()]
+            self.collected = {}
+            self.reload([weights], expected)
+            self.version, self.digest = self.version + 1, self.weights_digest()
 
     def _untied(self, traced: dict[str, list[Write]]) -> list[str]:
         """Problems: tensors that the engine ties and the trainer does not. The last one loaded would win."""
@@ -115,20 +108,20 @@ class EngineModel:
         """The parameter's dtype for a loader that copies, the model's for a loader that computes."""
         return dtype_name(self.worker.model_config.dtype if write.value is None else write.destination.dtype)
 
-    def missing(self, expected: ExpectedWrites) -> list[str]:
+    def missing(self, expected: dict[tuple, bool]) -> list[str]:
         """Names of the parameters that are not wholly written."""
-        written = {}
-        for name, _, size, _ in expected.regions:
-            written[name] = written.get(name, 0) + size.numel()
-        return sorted(name for name, numel in self.required_elements.items() if written.get(name, 0) < numel)
+        written = Counter()
+        for name, _, size, _ in expected:
+            written[name] += size.numel()
+        return sorted(name for name, numel in self.required_elements.items() if written[name] < numel)
 
-    def reload(self, batches: Iterable[list[tuple[str, torch.Tensor]]], expected: ExpectedWrites) -> None:
+    def reload(self, batches: Iterable[list[tuple[str, torch.Tensor]]], expected: dict[tuple, bool]) -> None:
         """Load tensors in one reload bracket, which keeps them, uncopied, until their layer is complete.
 
         Raises WeightSyncError if vLLM's loader has loaded less than expected.
         """
         self.digest = None
-        self.loaded_buffers |= expected.buffers
+        self.loaded_buffers |= {name for name, *_ in expected} & dict(self.model.named_buffers()).keys()
         with self._context():
             with self._bracket():
                 for weights in batches:
@@ -160,22 +153,24 @@ class EngineModel:
             finalize_layerwise_reload(self.model, self.worker.model_config)
         self.loading = False
 
-    def _missed(self, expected: ExpectedWrites) -> list[str]:
+    def _missed(self, expected: dict[tuple, bool]) -> list[str]:
         """Parameters not loaded, and layers whose parameters were not wholly loaded."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
+        counted: dict[str, Counter] = {}  # elements by layer and parameter, as vLLM's reload counts them
+        for (target, _, size, _), is_loaded in expected.items():
+            layer, _, name = target.rpartition(".")
+            if is_loaded and target not in self.loaded_buffers and name not in SKIP_LOAD_TENSORS:
+                counted.setdefault(layer, Counter())[target] += size.numel()
         incomplete = []
-        for layer, elements in expected.elements.items():
+        for layer, elements in counted.items():
             info = get_layerwise_info(self.model.get_submodule(layer))
             # vLLM processes and resets a layer as soon as it is complete. A layer that `can_load` was not reset.
             if info.can_load() and info.load_numel < elements.total():
                 loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
                 incomplete += sorted(elements.keys() - loaded) or [layer]
         return incomplete
-
-    def mark_complete(self, version: int, digest: int | None) -> None:
-        """Note that every parameter was written: the engine has this version of the weights."""
-        self.digest, self.version = digest, version
 
     def record(self, steps: list[list[Piece]], open_staging: Callable[[list[list[Region]]], Staging]) -> str | None:
         """Record a load of these pieces, in steps, for `replay`. Returns the reason if that is impossible.
@@ -306,6 +301,11 @@ class EngineModel:
                 yield
         finally:
             logger.setLevel(level)
+
+
+def expected_writes(loads: Iterable[list[Write]]) -> dict[tuple, bool]:
+    """What these loads write: each region once, and whether it is loaded, or filled with a number."""
+    return {write.region: not isinstance(write.value, int | float) for writes in loads for write in writes}
 
 
 def warn_if_unproven(worker) -> None:

@@ -40,7 +40,7 @@ class SharedMemoryProtocols(WeightReceiver):
         """
         import zmq
 
-        collected, buffer, error, message = self._collection(), None, None, ()
+        model, buffer, error, message = self._engine_model(), None, None, ()
         with zmq.Context() as context, context.socket(zmq.REP) as socket_:
             socket_.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
             socket_.setsockopt(zmq.LINGER, 1000)
@@ -51,9 +51,9 @@ class SharedMemoryProtocols(WeightReceiver):
                     if isinstance(message, tuple):
                         buffer = rebuild_ipc(message, self.device.index)
                     elif message and not error:
-                        collected.add([(item["name"], _from_buffer(buffer, **item).clone()) for item in message])
+                        model.collect([(item["name"], _from_buffer(buffer, **item).clone()) for item in message])
                     elif message is None and not error:
-                        collected.load_if_complete()
+                        model.load_if_complete()
                     synchronize(self.device)  # after the answer, the trainer overwrites the buffer
                 except zmq.Again as silence:
                     raise error or WeightSyncError(f"the trainer sent nothing for {timeout:.5g} s") from silence
@@ -73,9 +73,9 @@ class SharedMemoryProtocols(WeightReceiver):
         `ipc_handles` maps device ids to {parameter name: handle}, with handles from `reduce_tensor` or `share_tensor`.
         vLLM passes such arguments to its workers only with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
-        handles, collected = ipc_handles[self.report_device_id()], self._collection()
-        collected.add([(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()])
-        collected.load_if_complete()
+        handles, model = ipc_handles[self.report_device_id()], self._engine_model()
+        model.collect([(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()])
+        model.load_if_complete()
         synchronize(self.device)
 
 

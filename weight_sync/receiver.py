@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from .buckets import Piece, dtype_name, largest_bucket, seconds_allowed, wire_buckets, wire_of
+from .buckets import Piece, largest_bucket, seconds_allowed, wire_buckets, wire_of
 from .comparison import compare_quantized
 from .engine_model import EngineModel
 from .groups import device_id_of
@@ -14,33 +14,6 @@ from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wa
 from .regions import Region
 from .rotation import Rotation
 from .staging import RANK_NUMBERS, RoutedStaging, Staging
-from .trace import Write
-
-
-class CollectedWeights:
-    """The tensors that have arrived so far. One that arrives again replaces the first."""
-
-    def __init__(self, model: EngineModel):
-        self.model, self.weights = model, {}
-        self.traced: dict[str, list[Write]] = {}  # what loading each of them writes
-
-    def add(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Keep these tensors. Raises WeightSyncError for one that the engine cannot load."""
-        traced, problems = self.model.trace([(name, dtype_name(w.dtype), tuple(w.shape)) for name, w in weights])
-        if problems:
-            raise WeightSyncError(problems[0])
-        for name, weight in weights:
-            if traced[name]:  # else the weight is not for this worker
-                self.traced[name], self.weights[name], self.model.digest = traced[name], weight, None
-
-    def load_if_complete(self) -> None:
-        """Load the weights if none is missing. Raises WeightSyncError if vLLM's loader leaves something out."""
-        expected = self.model.expected_writes(self.traced)
-        if self.weights and not self.model.missing(expected):
-            weights = list(self.weights.items())
-            self.weights, self.traced = {}, {}
-            self.model.reload([weights], expected)
-            self.model.mark_complete(self.model.version + 1, self.model.weights_digest())
 
 
 class WeightReceiver:
@@ -51,7 +24,6 @@ class WeightReceiver:
     weight_links: Sequence[Link] = ()  # to the trainer's ranks
     weight_staging: Staging | None = None  # for whole buckets, or what the trainer shares
     weight_routing: RoutedStaging | None = None  # for what this worker needs
-    collected_weights: CollectedWeights | None = None  # until a sync of a `WeightSender`, or the end of a session
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -80,9 +52,9 @@ class WeightReceiver:
         Keeps the tensor itself until then: do not overwrite it. Raises WeightSyncError for a tensor that does not fit,
         and with the last one if vLLM's loader leaves something out.
         """
-        collected = self._collection()
-        collected.add([(name, tensor)])
-        collected.load_if_complete()
+        model = self._engine_model()
+        model.collect([(name, tensor)])
+        model.load_if_complete()
 
     def compare_weights(self) -> None:
         """Take part in one `WeightSender.compare_weights`. Errors are raised by the trainer, not here."""
@@ -105,7 +77,8 @@ class WeightReceiver:
 
     def _run_sync(self, timeout: float, connect: Callable[[list[Link]], None]) -> int:
         """Take part in one sync. Returns the version of the weights."""
-        self.collected_weights, model = None, self._engine_model()
+        model = self._engine_model()
+        model.collected = {}
         if not self.weight_links:
             self.weight_links = []
             connect(self.weight_links)
@@ -115,7 +88,7 @@ class WeightReceiver:
         mode, version = messages[0]["mode"], messages[0]["version"]
         model.digest = None  # until all weights are here: this worker may fail before it loads a byte
         loaded = self._load(mode, version)
-        model.mark_complete(version, loaded)
+        model.version, model.digest = version, loaded
         if mode == "record":
             self._record(loaded)
         else:
@@ -216,11 +189,11 @@ class WeightReceiver:
 
     def _reload(self, staging: Staging, arrivals: Iterator[int]) -> int | None:
         model = self._engine_model()
-        model.reload(_batches(staging, arrivals), model.expected)
+        model.reload(_batches(staging.steps, staging.view, arrivals), model.expected)
         return model.weights_digest()
 
     def _compare(self, staging: Staging, arrivals: Iterator[int]) -> dict:
-        tensors = (pair for batch in _batches(staging, arrivals) for pair in batch)
+        tensors = (pair for batch in _batches(staging.steps, staging.view, arrivals) for pair in batch)
         return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
 
     def _read(self, staging: Staging, read: Callable[[Staging, Iterator[int]], object]) -> object:
@@ -252,23 +225,22 @@ class WeightReceiver:
             raise WeightSyncError(difference)
 
     def _load_other_weights(self) -> None:
-        model = self._engine_model()
-        staging = _OtherWeights(self.weight_buckets, self.device)
-        model.reload(_batches(staging, range(len(self.weight_buckets))), model.expected)
+        """Load tensors of the same shapes that are all one constant, which takes no memory."""
+
+        def view(_, piece: Piece) -> torch.Tensor:
+            return torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
+
+        model, steps = self._engine_model(), self.weight_buckets
+        model.reload(_batches(steps, view, range(len(steps))), model.expected)
 
     def _close_links(self, error: str | None = None) -> None:
         """Leave the session. With `error`, waiting trainer ranks raise it."""
         for link in self.weight_links:
             link.close(error)
         self.weight_links = []
-        self.weight_staging = self.weight_routing = self.collected_weights = None
+        self.weight_staging = self.weight_routing = None
         if hasattr(self, "weight_model"):
-            self.weight_model.replay_steps = None
-
-    def _collection(self) -> CollectedWeights:
-        if self.collected_weights is None:
-            self.collected_weights = CollectedWeights(self._engine_model())
-        return self.collected_weights
+            self.weight_model.replay_steps, self.weight_model.collected = None, {}
 
     def _engine_model(self) -> EngineModel:
         if not hasattr(self, "weight_model"):
@@ -292,34 +264,25 @@ def _arrivals(staging: Staging, links: list[Link], total: torch.Tensor) -> Itera
         yield i
 
 
-class _OtherWeights(Staging):
-    """Stands in for buckets of other weights, all one constant. Takes no memory."""
-
-    def __init__(self, buckets: list[list[Piece]], device: torch.device):
-        super().__init__(buckets, [])
-        self.device = device
-
-    def view(self, i: int, piece: Piece) -> torch.Tensor:
-        return torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
-
-
-def _batches(staging: Staging, arrivals: Iterable[int]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Whole tensors for vLLM's loader, about a bucket at a time.
+def _batches(
+    steps: list[list[Piece]], view: Callable[[int, Piece], torch.Tensor], arrivals: Iterable[int]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Whole tensors for vLLM's loader, about a bucket at a time. `view` is that of a `Staging` with these steps.
 
     They are copied out of the staging buffers, since the reload bracket keeps them until their layer is complete.
     """
     incomplete, missing, weights, waiting_bytes = {}, {}, [], 0
     for i in arrivals:
-        for piece in staging.steps[i]:
-            view = staging.view(i, piece)
+        for piece in steps[i]:
+            elements = view(i, piece)
             if piece.name not in incomplete:
-                incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
+                incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=elements.device)
                 missing[piece.name] = incomplete[piece.name].numel()
-            incomplete[piece.name].view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
+            incomplete[piece.name].view(-1)[piece.begin : piece.begin + piece.count].copy_(elements)
             missing[piece.name] -= piece.count
             waiting_bytes += piece.nbytes
             if not missing[piece.name]:
                 weights.append((piece.name, incomplete.pop(piece.name)))
-            if weights and (piece is staging.steps[i][-1] or waiting_bytes > largest_bucket()):
+            if weights and (piece is steps[i][-1] or waiting_bytes > largest_bucket()):
                 yield weights
                 weights, waiting_bytes = [], 0
