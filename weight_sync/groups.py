@@ -1,8 +1,6 @@
 """Transports: a group (NCCL, gloo) between devices, and memory that processes of one node share (CUDA IPC)."""
 
-import base64
 import os
-import pickle
 import socket
 import threading
 import weakref
@@ -26,9 +24,8 @@ class GlooCommunicator:
         self._gloo = ProcessGroupGloo(
             PrefixStore("gloo", group.store), group.rank, group.world_size, timeout=timedelta(seconds=CONNECT_SECONDS)
         )
-        self._threads = ThreadPoolExecutor(
-            64
-        )  # each waits for a transfer: of a send, gloo does not say that it is done
+        # Each thread waits for a transfer: of a send, gloo does not say that it is done.
+        self._threads = ThreadPoolExecutor(64)
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> Future:
         """Start to "send" a contiguous tensor to a rank, or to "recv" or "broadcast" it from there."""
@@ -189,11 +186,3 @@ def device_id_of(device: torch.device) -> str:
     if device.type == "cuda":
         return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     return f"cpu:{device.index or 0}"
-
-
-def pack_handle(tensor: torch.Tensor) -> str:
-    return base64.b64encode(pickle.dumps(share_tensor(tensor))).decode()
-
-
-def unpack_handle(text: str) -> tuple:
-    return pickle.loads(base64.b64decode(text))

@@ -1,6 +1,7 @@
 """Weights with LoRA adapters, which travel merged: nobody ever holds a merged copy of the model."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,21 +63,25 @@ class Merge:
         begins = (self.first_row, self.first_column)
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.base.shape, strict=True))
 
-    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors [m, r] and [r, n] of the delta."""
-        left, right, (rows, columns) = self.weight.lora_B, self.weight.lora_A, self._region()
+    def _by_kernel(self, out: torch.Tensor) -> None:
+        left, right, (i, j) = self.weight.lora_B, self.weight.lora_A, self._region()
         if self.weight.transposed:
             left, right = right.T, left.T
-        return left[rows], right[:, columns]
-
-    def _by_kernel(self, out: torch.Tensor) -> None:
-        (rows, columns), (left, right) = self.base.shape, self._factors()
+        (rows, columns), left, right = self.base.shape, left[i], right[:, j]  # the delta's factors: [m, r] and [r, n]
         strides = [stride for tensor in (self.base, left, right, out) for stride in tensor.stride()]
         _kernel()[(-(-columns // TILING["COLUMNS"]), -(-rows // TILING["ROWS"]))](
             *(self.base, left, right, out, -self.weight.scaling, rows, columns, right.shape[0], *strides),
             **TILING,
             enable_fp_fusion=False,  # torch rounds a product before it adds
         )
+
+
+def map_tensors(function: Callable, weight: torch.Tensor | LoRAWeight):
+    """`function` of a tensor; of a weight with an adapter, a LoRAWeight with `function` of each of its tensors."""
+    if not isinstance(weight, LoRAWeight):
+        return function(weight)
+    tensors = map(function, (weight.base, weight.lora_A, weight.lora_B))
+    return LoRAWeight(*tensors, weight.scaling, weight.transposed)
 
 
 def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:

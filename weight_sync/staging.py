@@ -1,6 +1,8 @@
 """Where the bytes of a sync lie at one end, step by step: in staging buffers, or in memory that both ends map."""
 
+import base64
 import functools
+import pickle
 from collections.abc import Callable
 from itertools import chain
 
@@ -8,8 +10,8 @@ import torch
 
 from .buckets import STAGING_BUFFERS, Piece, part_sizes, staging_buffers
 from .copies import Digester
-from .groups import Wire, pack_handle, rebuild_ipc, unpack_handle
-from .lora import LoRAWeight
+from .groups import Wire, rebuild_ipc, share_tensor
+from .lora import LoRAWeight, map_tensors
 from .regions import Message, Region, copy_of, whole
 
 RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
@@ -132,35 +134,26 @@ class TrainerMemory(Staging):
         super().__init__(steps, [parts])
         self.weights = weights
 
-    def handles(self) -> dict[int, dict]:
+    def handles(self) -> dict[int, str]:
         """What another process needs to map this memory, by rank: of nobody's, nothing."""
-
-        def pack(weight: torch.Tensor | LoRAWeight) -> list:
-            if not isinstance(weight, LoRAWeight):
-                return [pack_handle(weight)]
-            return [*map(pack_handle, (weight.base, weight.lora_A, weight.lora_B)), weight.scaling, weight.transposed]
-
         handles = {}
         for rank, (part, weights) in enumerate(zip(self.parts[0], self.weights, strict=True)):
             if part is not None or weights:
-                packed = {name: pack(weight) for name, weight in weights.items()}
-                handles[rank] = {"part": None if part is None else pack_handle(part), "weights": packed}
+                shared = {name: map_tensors(share_tensor, weight) for name, weight in weights.items()}
+                memory = None if part is None else share_tensor(part), shared
+                handles[rank] = base64.b64encode(pickle.dumps(memory)).decode()
         return handles
 
     @classmethod
     def mapped(
-        cls, steps: list[list[Piece]], ranks: int, handles: dict[int, dict], device: int | None
+        cls, steps: list[list[Piece]], ranks: int, handles: dict[int, str], device: int | None
     ) -> "TrainerMemory":
         """The memory behind the `handles` of all ranks, in this process."""
-
-        def rebuild(base: str, *adapter) -> torch.Tensor | LoRAWeight:
-            tensors = [rebuild_ipc(unpack_handle(handle), device) for handle in (base, *adapter[:2])]
-            return LoRAWeight(*tensors, *adapter[2:]) if adapter else tensors[0]
-
         parts, weights = [None] * ranks, [{} for _ in range(ranks)]
-        for rank, each in handles.items():
-            parts[rank] = each["part"] and rebuild(each["part"])
-            weights[rank] = {name: rebuild(*handle) for name, handle in each["weights"].items()}
+        for rank, handle in handles.items():
+            part, shared = pickle.loads(base64.b64decode(handle))
+            parts[rank] = part and rebuild_ipc(part, device)
+            weights[rank] = {name: map_tensors(lambda h: rebuild_ipc(h, device), w) for name, w in shared.items()}
         return cls(steps, parts, weights)
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
