@@ -86,7 +86,6 @@ master = torch.randn(32, 1024).bfloat16().float()  # the interpreter truncates w
 first = BatchedCopy(CPU, [(served[0][:30], rows[:30, 1024:])])
 last = BatchedCopy(CPU, [(served[0][32:], master), (served[1], columns[:, 2048:])], [(served[0][30:32], 3.0)])
 assert not first.torch_copies and not last.torch_copies
-assert first.has_work() and last.has_work() and not BatchedCopy(CPU, []).has_work()
 assert digest_together([first, last], served)
 assert not isinstance(last.final_digest, Digester)  # what the kernel writes is not read again
 for _ in range(2):

@@ -770,7 +770,7 @@ def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch,
 def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
     """Also of one bucket that holds everything, as where the worker reads the trainer's own memory."""
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
-    metadata = [(n, torch.float32, shape, [0, torch.Size(shape).numel()]) for n, shape in SHAPES.items()]
+    metadata = [(n, "float32", shape, [0, torch.Size(shape).numel()]) for n, shape in SHAPES.items()]
     planned = plan_buckets(metadata, 1 << 20)
     assert len(planned) == 1
     batches = receiver._batches(planned, lambda _, piece: torch.zeros(piece.count), range(1))

@@ -43,17 +43,18 @@ class Piece:
         return row_of(self.shape)
 
 
-def plan_buckets(metadata: Iterable[tuple], bucket_bytes: int, piece_bytes: int | None = None) -> list[list[Piece]]:
+def plan_buckets(wire: Iterable[tuple], bucket_bytes: int) -> list[list[Piece]]:
     """Pack tensors, in order, into buckets of at most `bucket_bytes` bytes, a multiple of ALIGN_BYTES.
 
-    `metadata` has (name, dtype, shape, bounds) of each tensor: rank r holds the elements from bounds[r] to
-    bounds[r + 1]. Pieces have at most `piece_bytes` (default: a bucket's), or one row, and end between rows. Only a row
-    that no bucket can hold is cut.
+    `wire` has (name, name of the dtype, shape, bounds) of each tensor: rank r holds the elements from bounds[r] to
+    bounds[r + 1]. Pieces end between rows. They have as many rows as fit in a bucket, or with several ranks in
+    PIECE_BYTES, and at least one. Only a row that no bucket can hold is cut.
     """
     buckets, ends, number = [[]], {}, 0  # ends: of the ranks' parts of the last bucket, in bytes
-    for name, dtype, shape, bounds in metadata:
+    for name, type_name, shape, bounds in wire:
+        dtype, several_ranks = getattr(torch, type_name), bounds[1:-1]
         row, most = row_of(shape), bucket_bytes // dtype.itemsize
-        largest = min(most, max((piece_bytes or bucket_bytes) // dtype.itemsize, row))
+        largest = min(most, max(PIECE_BYTES // dtype.itemsize, row)) if several_ranks else most
         step = largest // row * row or largest
         shares = [
             [(rank, first, begin, min(step, end - begin)) for begin in range(first, end, step)]
@@ -79,13 +80,6 @@ def largest_bucket(times: int = 1) -> int:
 def staging_buffers(bucket_bytes: int) -> int:
     """How many staging buffers of this size one end has."""
     return STAGING_BYTES // bucket_bytes
-
-
-def wire_buckets(wire: list, bucket_bytes: int) -> list[list[Piece]]:
-    """`plan_buckets` for metadata from a message: (name, name of the dtype, shape, bounds) of each tensor."""
-    metadata = [(name, getattr(torch, dtype), tuple(shape), bounds) for name, dtype, shape, bounds in wire]
-    several_ranks = len(metadata[0][3]) > 2  # noqa: PLR2004 - the bounds of one rank are the ends of the tensor
-    return plan_buckets(metadata, bucket_bytes, PIECE_BYTES if several_ranks else None)
 
 
 def wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -52,11 +52,6 @@ class BatchedCopy:
         self.tables = [Table.cut(runs, cast, device) for cast, runs in self.runs.items()]
         self.final_digest: Digester | Table | None = None  # hashes, after all copies, the words that no copy hashes
 
-    def has_work(self) -> bool:
-        """Whether `run` does anything."""
-        copied = any(runs.size(1) for runs in self.runs.values())
-        return bool(self.fills or self.computed or self.torch_copies or copied or self.final_digest)
-
     def compute(self) -> None:
         """Run the sources that are functions."""
         for destination, write in self.computed:

@@ -36,9 +36,6 @@ class ShardedPart:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def stride(self) -> tuple[int, ...]:
-        return torch.empty(self.shape, device="meta").stride()
-
     def detach(self) -> "ShardedPart":
         return self
 
@@ -82,15 +79,12 @@ class Ranks:
         own = parts[self.rank]
         unused = torch.empty(max(sizes), dtype=torch.uint8, device=own.device)
         places = [unused[:size] if part is None else part for part, size in zip(parts, sizes, strict=True)]
-        self.wait(
-            [
-                dist.broadcast(place, group_src=rank, group=self.group, async_op=True)
-                for rank, place in enumerate(places)
-                if len(place)
-            ],
-            links,
-            deadline,
-        )
+        broadcasts = [
+            dist.broadcast(place, group_src=rank, group=self.group, async_op=True)
+            for rank, place in enumerate(places)
+            if len(place)
+        ]
+        self.wait(broadcasts, links, deadline)
         digests = torch.zeros(self.size, dtype=torch.int64, device=own.device)
         digests[self.rank] = digest
         self.sum(digests, links, deadline)

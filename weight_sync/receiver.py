@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from .buckets import Piece, largest_bucket, seconds_allowed, wire_buckets, wire_of
+from .buckets import Piece, largest_bucket, plan_buckets, seconds_allowed, wire_of
 from .comparison import compare_quantized
 from .engine_model import EngineModel
 from .groups import device_id_of
@@ -62,7 +62,8 @@ class WeightReceiver:
             if self._messages(ANSWER_SECONDS)[0].get("mode") != "compare":
                 raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
             self._answer(found=self._read(self._staging("compare"), self._compare))
-            self._drop_buckets()
+            if self.weight_routing:
+                self.weight_staging = None  # syncs need no whole buckets
         except Exception as error:
             self._close_links(reason_of(error))
 
@@ -109,7 +110,7 @@ class WeightReceiver:
         self._answer(dtypes=dtypes, problems=problems, version=model.version, **self.weight_place)
         self.weight_handshakes, self.weight_rotations = recv_all(links, ANSWER_SECONDS), []
         model.replay_steps = self.weight_staging = self.weight_routing = None  # free memory before allocating anew
-        self.weight_buckets = wire_buckets(self.weight_handshakes[0]["wire"], self.weight_handshakes[0]["bucket_bytes"])
+        self.weight_buckets = plan_buckets(self.weight_handshakes[0]["wire"], self.weight_handshakes[0]["bucket_bytes"])
         return recv_all(links, ANSWER_SECONDS)
 
     def _record(self, loaded: int | None) -> None:
@@ -129,7 +130,6 @@ class WeightReceiver:
             self._answer(same=same)
         if not message["replays"]:
             model.replay_steps = self.weight_routing = None
-        self._drop_buckets()
         self._answer(done=True)
 
     def _open_routing(self, needs: list[list[Region]]) -> Staging:
@@ -172,11 +172,6 @@ class WeightReceiver:
         if self.weight_staging is None:
             self.weight_staging = self._open_staging()
         return self.weight_staging
-
-    def _drop_buckets(self) -> None:
-        """Free the staging buffers for whole buckets, if the syncs to come need none."""
-        if self.weight_routing:
-            self.weight_staging = None
 
     def _load(self, mode: str, version: int = 0) -> int | None:
         """Load everything as it arrives, by reload or replay. Returns the digest of the loaded weights."""

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from .buckets import Piece, aligned
-from .link import WeightSyncError
 from .lora import LoRAWeight, Merge
 
 
@@ -81,13 +80,6 @@ def copy_of(
         turned = replace(adapted, transposed=not adapted.transposed)
         return destination, Merge(turned, source, first_column, first_row)
     raise NotImplementedError(f"{piece.name}: it is merged, and copied neither by rows nor by columns")
-
-
-def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The rows of a tensor that is not contiguous. Raises WeightSyncError if the piece is not made of whole ones."""
-    if piece.begin % piece.row or piece.count % piece.row:
-        raise WeightSyncError(f"{piece.name} is not contiguous, and one row of it is larger than a bucket")
-    return tensor[piece.begin // piece.row :][: piece.count // piece.row]
 
 
 class Message:

@@ -11,7 +11,7 @@ from .buckets import Piece
 from .copies import BatchedCopy, load_kernel
 from .regions import Region, cut
 from .staging import Staging
-from .trace import Write, layer_of, layout, parameters_and_buffers, plain_tensors
+from .trace import Write, layer_of, layout, parameters_and_buffers, plain_tensors, strided_as
 
 PROCESSED = "_already_called_process_weights_after_loading"  # vLLM's quantization methods set this flag on a layer
 
@@ -61,16 +61,17 @@ class Recording:
         for piece, write, read in self.reads[i]:
             layer, parameter = self._destination(write)
             if read:
-                destination = _in(parameter, read[0])
+                destination = strided_as(parameter, read[0])
                 pairs.append(staging.copy(i, piece, read[1], destination))
                 if layer is None:
                     self.compared.append((read[1], destination))
             elif piece.begin == 0 and not isinstance(write.value, torch.Tensor):
-                fills.append((_in(parameter, write.destination), write.value))
+                fills.append((strided_as(parameter, write.destination), write.value))
             if layer and layer.count_write(self.unused_scratch):
                 steps += [BatchedCopy(self.device, pairs, fills), layer]
                 pairs, fills = [], []
-        return [*steps, BatchedCopy(self.device, pairs, fills)]
+        # Other workers may load all of a step's pieces.
+        return [*steps, BatchedCopy(self.device, pairs, fills)] if pairs or fills else steps
 
     def _destination(self, write: Write) -> tuple["ProcessedLayer | None", torch.Tensor]:
         """The tensor that a write goes to: the served one, or scratch memory if its layer is processed first."""
@@ -82,11 +83,6 @@ class Recording:
                 reason = " on a CPU, so replay is off"
             raise NotImplementedError(f"vLLM packs {write.target}{reason}")
         return layer, layer.scratch[parameter]
-
-
-def _in(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """The view of a parameter that is like this view of its meta tensor."""
-    return parameter.as_strided(view.size(), view.stride(), view.storage_offset())
 
 
 class ProcessedLayer:
@@ -180,8 +176,6 @@ def capture(steps: list[list], total: torch.Tensor) -> list[list]:
                 step.compute()  # compiles its kernels: CUDA forbids that during a capture
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()  # shared, since the graphs run one after the other
-    # Drop copies without work: a bucket may hold other workers' rows only.
-    steps = [[step for step in bucket if not isinstance(step, BatchedCopy) or step.has_work()] for bucket in steps]
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()  # freeing GPU memory during a capture can invalidate it

@@ -6,7 +6,7 @@ the trainer and as the engine serves it, the next sync the next ones: SYNCS sync
 
 import torch
 
-from .copies import DESTINATION, WORD_BYTES, Digester, Table, runs_of
+from .copies import WORD_BYTES, Digester, Table, runs_of
 from .lora import Merge
 
 SYNCS = 64  # so that digests take about a thirtieth of a sync's time
@@ -28,9 +28,11 @@ class Rotation:
             if found is None:
                 self.others[turn].append((number, source, dtype))
             else:
-                numbers = torch.full_like(found[:1], number)
-                runs[turn].setdefault(source.dtype != dtype, []).append(torch.cat([found, numbers]))
-        self.tables = [[_table(torch.cat(rows, 1), cast, device) for cast, rows in each.items()] for each in runs]
+                address, place, words = found
+                hashed = [address, torch.zeros_like(place), words, torch.full_like(words, number), place // WORD_BYTES]
+                runs[turn].setdefault(source.dtype != dtype, []).append(torch.stack(hashed))
+        by_cast = [[(torch.cat(rows, 1), cast) for cast, rows in each.items()] for each in runs]
+        self.tables = [[Table.cut(rows[:3], cast, device, *rows[3:]) for rows, cast in each] for each in by_cast]
 
     def add(self, version: int, total: torch.Tensor) -> None:
         """Add the digest of this sync's regions to `total`, int64 [1], on a GPU after what is queued so far."""
@@ -43,11 +45,3 @@ class Rotation:
             else:
                 packed = source.to(dtype)
             Digester([packed], number).run(total)
-
-
-def _table(rows: torch.Tensor, cast: bool, device: torch.device) -> Table:
-    """A table that hashes these runs [4, n]: source, place in the packed region, words and number."""
-    *runs, number = rows
-    word = runs[DESTINATION] // WORD_BYTES
-    runs[DESTINATION] = torch.zeros_like(word)  # nothing is written
-    return Table.cut(torch.stack(runs), cast, device, number, word)

@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from .buckets import Piece, dtype_name, largest_bucket, part_sizes, seconds_allowed, wire_buckets
+from .buckets import Piece, dtype_name, largest_bucket, part_sizes, plan_buckets, seconds_allowed
 from .channels import GroupChannel, SharedMemoryChannel
 from .comparison import Comparison, comparison_of
 from .copies import BatchedCopy, digest_together, load_kernel
@@ -16,7 +16,7 @@ from .groups import Wire, can_share, shared_buffer
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
 from .lora import LoRAWeight
 from .ranks import Ranks, ShardedPart, local_part, ranks_of
-from .regions import Region, copy_of, rows_of
+from .regions import Region, copy_of
 from .rotation import Rotation
 from .staging import RANK_NUMBERS, RoutedStaging, Staging, TrainerMemory, broadcast_staging
 from .trace import storage_id
@@ -90,7 +90,8 @@ class WeightSender:
         self.whole: Staging | None = None  # of all that this rank has
         self.routing: RoutedStaging | None = None  # of what each worker needs
         self.packings: dict[Staging, Packing] = {}
-        self.rotations: list[Rotation] = []  # of each worker: what is compared of the memory that it maps
+        self.rotations: list[Rotation] = []  # what is compared of the memory that workers map
+        self.rotation_of: list[int] = []  # by worker; those that read the same share one
         self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
@@ -206,7 +207,7 @@ class WeightSender:
         )
         self.routes = [answer["rank"] for answer in answers] if routes else []
         self.bucket_bytes = 1 << 62 if self.maps else largest_bucket(min(ranks, size) if routes else 1)
-        self.buckets = wire_buckets(wire, self.bucket_bytes)
+        self.buckets = plan_buckets(wire, self.bucket_bytes)
         if self.maps:
             self.whole = self._share_memory(in_one_piece)
         else:
@@ -220,7 +221,7 @@ class WeightSender:
 
     def _free(self) -> None:
         self.whole = self.routing = None
-        self.packings, self.rotations, self.filled = {}, [], None
+        self.packings, self.rotations, self.rotation_of, self.filled = {}, [], [], None
 
     def _share_memory(self, in_one_piece: bool) -> TrainerMemory:
         """What workers map: the tensors, or copies of them.
@@ -267,7 +268,7 @@ class WeightSender:
                 piece = pieces[region.piece]
                 tensor = self.tensors[piece.name]
                 if not local_part(tensor).is_contiguous():  # then it is sent whole
-                    rows = rows_of(tensor, piece)
+                    rows = tensor[piece.begin // piece.row :][: piece.count // piece.row]
                     return place.view(rows.shape), rows
                 elements = shares[piece.name][piece.begin - piece.first :][: piece.count]
                 return copy_of(place, region, piece, elements, self.adapted.get(piece.name))
@@ -317,7 +318,7 @@ class WeightSender:
         if self.loader != "replay":
             self.routing = None
         elif self.maps:
-            self.rotations = self._rotations([step for (step,) in regions])
+            self._prepare_rotations([step for (step,) in regions])
 
     def _any_worker(self, values: list) -> str:
         """The first true value as text, "" if there is none: the same on all ranks. `values` has one of each worker."""
@@ -326,17 +327,18 @@ class WeightSender:
             return text  # all ranks have the answers of all workers
         return next(filter(None, self.ranks.texts(text, self._device)), "")
 
-    def _rotations(self, compared: list[list[Region]]) -> list[Rotation]:
-        """What is compared with each worker, which has named these regions. Workers that read the same share one."""
-        pieces, made = {piece.number: piece for piece in self.buckets[0]}, {}
-        for regions in map(tuple, compared):
-            if regions not in made:
+    def _prepare_rotations(self, compared: list[list[Region]]) -> None:
+        """Compare these regions with the workers, each of which has named what it reads."""
+        pieces, different = {piece.number: piece for piece in self.buckets[0]}, []
+        for regions in compared:
+            if regions not in different:
+                different.append(regions)
                 sources = []
                 for region in regions:
                     piece, place = pieces[region.piece], torch.empty(region.size, device="meta")
                     sources.append((self.whole.copy(0, piece, region, place)[1], piece.dtype))
-                made[regions] = Rotation(self._device, sources, self.ranks.rank * RANK_NUMBERS)
-        return [made[tuple(regions)] for regions in compared]
+                self.rotations.append(Rotation(self._device, sources, self.ranks.rank * RANK_NUMBERS))
+            self.rotation_of.append(different.index(regions))
 
     def _transmit(self, mode: str) -> list[dict]:
         """Have the workers read everything once. Returns their answers."""
@@ -380,7 +382,7 @@ class WeightSender:
         if self._spans_nodes:  # bring the copies to ranks on other nodes
             sizes, deadline = part_sizes(self.buckets[0], self.ranks.size), self._deadline()
             self.ranks.exchange(self.whole.parts[0], sizes, packing.digests()[0], self.links, deadline)
-        compared = dict.fromkeys(self.rotations) if mode == "replay" else {}
+        compared = self.rotations if mode == "replay" else []
         self.filled = torch.zeros(max(1, len(compared)), dtype=torch.int64, device=self._device)
         for i, rotation in enumerate(compared):
             rotation.add(version, self.filled[i : i + 1])
@@ -394,8 +396,7 @@ class WeightSender:
         digests, self.filled = self.filled.tolist(), None
         if mode != "replay":
             return digests * len(self.links)
-        by_rotation = dict(zip(dict.fromkeys(self.rotations), digests, strict=True))
-        return [by_rotation[rotation] for rotation in self.rotations]
+        return [digests[i] for i in self.rotation_of]
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
@@ -407,7 +408,7 @@ def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoR
     for name, tensor in named_tensors.items():
         local = local_part(tensor)
         begin = tensor.begin if isinstance(tensor, ShardedPart) else local.storage_offset()
-        memory = (storage_id(local), begin, tensor.shape, tensor.stride())  # a shard without rows has no address
+        memory = (storage_id(local), begin, tensor.shape, local.stride())  # a shard without rows has no address
         first = first_names.setdefault(memory, name)
         if first == name and tensor.numel():
             tensors[name] = tensor.detach()

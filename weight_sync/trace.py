@@ -106,4 +106,5 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    return tensor.as_strided(view.size(), view.stride(), tensor.storage_offset() + view.storage_offset())
+    """The view of a tensor that is like this view of its meta tensor."""
+    return tensor.as_strided(view.size(), view.stride(), view.storage_offset())
