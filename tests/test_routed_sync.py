@@ -96,7 +96,10 @@ class Sync:
     def sent(self):
         """Elements that each rank sends to each worker in a sync."""
         return [
-            [sum(r.numel for m in sender.routing.messages for r in m[part].regions) for part in sender.routing.part_of]
+            [
+                sum(region.numel for step in sender.routing.needs[part] for region in step)
+                for part in sender.routing.part_of
+            ]
             for sender in self.senders
         ]
 

@@ -145,7 +145,7 @@ class WeightReceiver:
     def _regions_from(self, i: int) -> list[list[Region]]:
         """What this worker needs of rank `i` in each step or, of memory that it maps, what is compared."""
         if self.weight_routing:
-            return [messages[i].regions for messages in self.weight_routing.messages]
+            return self.weight_routing.needs[i]
         if not self._staging("reload").is_mapped:
             return []
         holds, ranks = self.weight_handshakes[i]["handles"], {p.number: p.rank for p in self.weight_buckets[0]}

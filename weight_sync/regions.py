@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .buckets import Piece, aligned
+from .buckets import Piece
 from .lora import LoRAWeight, Merge
 
 
@@ -80,20 +80,3 @@ def copy_of(
         turned = replace(adapted, transposed=not adapted.transposed)
         return destination, Merge(turned, source, first_column, first_row)
     raise NotImplementedError(f"{piece.name}: it is merged, and copied neither by rows nor by columns")
-
-
-class Message:
-    """The regions of one step that travel from a rank to a worker, one after the other."""
-
-    def __init__(self, regions: list[Region], pieces: dict[int, Piece]):
-        self.regions, self.offsets, self.dtypes, self.nbytes = regions, [], [pieces[r.piece].dtype for r in regions], 0
-        for region, dtype in zip(regions, self.dtypes, strict=True):
-            self.offsets.append(self.nbytes)
-            self.nbytes += aligned(region.numel * dtype.itemsize)
-
-    def places(self, part: torch.Tensor) -> list[tuple[torch.Tensor, Region]]:
-        """Each region with its place in `part`, uint8 [nbytes], in the region's size."""
-        return [
-            (part[offset : offset + region.numel * dtype.itemsize].view(dtype).view(region.size), region)
-            for region, dtype, offset in zip(self.regions, self.dtypes, self.offsets, strict=True)
-        ]

@@ -4,15 +4,15 @@ import base64
 import functools
 import pickle
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, product
 
 import torch
 
-from .buckets import STAGING_BUFFERS, Piece, part_sizes, staging_buffers
+from .buckets import STAGING_BUFFERS, Piece, aligned, part_sizes, staging_buffers
 from .copies import Digester
 from .groups import Wire, rebuild_ipc, share_tensor
 from .lora import LoRAWeight, map_tensors
-from .regions import Message, Region, copy_of, whole
+from .regions import Region, copy_of, whole
 
 RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
 
@@ -75,12 +75,13 @@ class WiredStaging(Staging):
 
 
 class RoutedStaging(WiredStaging):
-    """Nothing but what workers need. `needs` has the regions in each part, by part and step."""
+    """Nothing but what workers need. `needs` has the regions in each part, by part and step: they lie one after the
+    other."""
 
     def __init__(self, steps: list[list[Piece]], needs: list[list[list[Region]]], transfers: list[tuple], wire: Wire):
-        pieces = {piece.number: piece for piece in chain(*steps)}
-        self.messages = [[Message(part, pieces) for part in step] for step in zip(*needs, strict=True)]
-        super().__init__(steps, [[message.nbytes for message in each] for each in self.messages], transfers, wire)
+        self.needs, self.dtypes = needs, {piece.number: piece.dtype for piece in chain(*steps)}
+        sizes = [[sum(self._rooms(part)) for part in step] for step in zip(*needs, strict=True)]
+        super().__init__(steps, sizes, transfers, wire)
 
     @classmethod
     def of_rank(
@@ -102,17 +103,28 @@ class RoutedStaging(WiredStaging):
         parts = [[[region for region in step if holder[region.piece] == r] for step in needs] for r in range(ranks)]
         return cls(steps, parts, [("recv", rank, rank) for rank in range(ranks)], wire)
 
+    def _rooms(self, regions: list[Region]) -> list[int]:
+        """The bytes that these regions take."""
+        return [aligned(region.numel * self.dtypes[region.piece].itemsize) for region in regions]
+
+    def _places(self, i: int, part: int) -> list[tuple[torch.Tensor, Region]]:
+        """The regions in a part of step i, each with its place in the region's size."""
+        regions = self.needs[part][i]
+        rooms = zip(self.parts[i][part].split(self._rooms(regions)), regions, strict=True)
+        typed = [(room.view(self.dtypes[region.piece]), region) for room, region in rooms]
+        return [(room[: region.numel].view(region.size), region) for room, region in typed]
+
     @functools.cached_property
-    def places(self) -> dict[Region, torch.Tensor]:
+    def _place_of(self) -> dict[Region, torch.Tensor]:
         """Where each region lies, of those of a worker."""
-        messages = zip(chain(*self.messages), chain(*self.parts), strict=True)
-        return {region: place for message, part in messages for place, region in message.places(part)}
+        parts = product(range(len(self.steps)), range(len(self.needs)))
+        return {region: place for i, part in parts for place, region in self._places(i, part)}
 
     def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
-        return destination, self.places[region]
+        return destination, self._place_of[region]
 
     def sent(self, i: int, rank: int) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, Region]]]]:
-        return [(part, message.places(part)) for message, part in zip(self.messages[i], self.parts[i], strict=True)]
+        return [(part, self._places(i, n)) for n, part in enumerate(self.parts[i])]
 
 
 class TrainerMemory(Staging):
