@@ -29,6 +29,7 @@ recipe/rollouts/exact_engine.py
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant
 weight_sync/engine_model.py
 ! vllm.model_executor.model_loader.reload.meta: SKIP_LOAD_TENSORS
+! vllm.model_executor.model_loader.reload.utils: weight_loader_numel
 ! vllm.model_executor.layers.utils: cpu_linear
 ! vllm.model_executor.layers.linear.LinearBase: quant_method
 ! vllm.model_executor.layers.linear.RowParallelLinear: input_size_per_partition
@@ -42,7 +43,6 @@ weight_sync/engine_model.py
   vllm.v1.worker.gpu_model_runner.GPUModelRunner: get_model()
 weight_sync/trace.py
 ! vllm.model_executor.model_loader.reload.layerwise: online_process_loader
-! vllm.model_executor.model_loader.reload.utils: weight_loader_numel
   torch.storage: _cdata
   torch._ops: _schema
 weight_sync/replay.py

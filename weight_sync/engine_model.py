@@ -18,15 +18,7 @@ from .link import WeightSyncError
 from .regions import Region
 from .replay import Recording, capture
 from .staging import Staging
-from .trace import (
-    Write,
-    WriteTrace,
-    layer_of,
-    loadable_elements,
-    parameters_and_buffers,
-    plain_tensors,
-    unwrapped_loaders,
-)
+from .trace import Write, WriteTrace, layer_of, parameters_and_buffers, plain_tensors, unwrapped_loaders
 
 PROVEN_WITH = ("0.32", "0.33")  # versions of vLLM
 
@@ -49,8 +41,7 @@ class EngineModel:
         self.version = 0
         self.replay_steps: list[list] | None = None  # by step of what arrives
         self.compared: list[tuple[Region, torch.Tensor]] = []  # of a replay: what it copies, and the served copy
-        self.replay_digests = False  # the steps of a replay compute the digest as well
-        self.digest_total: torch.Tensor | None = None  # int64 [1]: the sum of their digests
+        self.digest_total: torch.Tensor | None = None  # int64 [1]: the digest, if the steps of a replay add it up
         self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
@@ -177,7 +168,7 @@ class EngineModel:
 
         `open_staging` gets the regions that each step needs, and returns where they will arrive.
         """
-        self.replay_steps, self.replay_digests = None, False
+        self.replay_steps = None
         traced, _ = self.trace(wire_of(steps))
         try:
             recording = Recording(self.model, self._context, traced, steps, self.worker.device)
@@ -186,11 +177,10 @@ class EngineModel:
             staging = open_staging(recording.regions)
             replay_steps = [recording.steps(i, staging) for i in range(len(steps))]
             copies = [each for one in replay_steps for each in one if isinstance(each, BatchedCopy)]
-            self.replay_digests = not recording.layers and digest_together(copies, list(self.served_tensors()))
-            self.compared = recording.compared
-            self.digest_total = torch.zeros(1, dtype=torch.int64, device=self.worker.device)
-            on_gpu = recording.device.type == "cuda"
-            self.replay_steps = capture(replay_steps, self.digest_total) if on_gpu else replay_steps
+            self.compared, total = recording.compared, torch.zeros(1, dtype=torch.int64, device=self.worker.device)
+            digests = not recording.layers and digest_together(copies, list(self.served_tensors()))
+            self.digest_total = total if digests else None
+            self.replay_steps = capture(replay_steps, total) if total.is_cuda else replay_steps
         except NotImplementedError as reason:
             return str(reason)
         except Exception as error:  # processing that cannot be captured, no memory: reload still works
@@ -204,7 +194,7 @@ class EngineModel:
         for i in arrivals:
             for step in self.replay_steps[i]:
                 step.run(self.digest_total)
-        if not self.replay_digests:
+        if self.digest_total is None:
             return self.weights_digest()
         total = int(self.digest_total)
         self.digest_total.zero_()  # now, so that the next replay need not
@@ -301,6 +291,11 @@ class EngineModel:
                 yield
         finally:
             logger.setLevel(level)
+
+
+def loadable_elements(parameter: torch.Tensor) -> int:
+    """How many elements of a parameter a checkpoint fills: all but the padding that vLLM declares."""
+    return getattr(parameter, "weight_loader_numel", parameter.numel())
 
 
 def expected_writes(loads: Iterable[list[Write]]) -> dict[tuple, bool]:

@@ -103,10 +103,9 @@ class ProcessedLayer:
         """Take scratch memory, and try the processing. Returns "", or why its results do not fit the served tensors."""
         for name, loadable in self.loadable.items():
             unused = unused_scratch.setdefault((loadable.shape, loadable.dtype), [])
-            if unused:
-                self.scratch[name] = unused.pop()
-            else:
-                self.scratch[name] = torch.zeros(loadable.shape, dtype=loadable.dtype, device=device)
+            if not unused:
+                unused.append(torch.zeros(loadable.shape, dtype=loadable.dtype, device=device))
+            self.scratch[name] = unused.pop()
         try:
             served, results = self._process()
         except Exception as error:  # vLLM's methods need not work a second time

@@ -394,9 +394,7 @@ class WeightSender:
         if self.filled is None:
             self._fill_memory(mode, self.version)
         digests, self.filled = self.filled.tolist(), None
-        if mode != "replay":
-            return digests * len(self.links)
-        return [digests[i] for i in self.rotation_of]
+        return [digests[i] for i in self.rotation_of] if mode == "replay" else digests * len(self.links)
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:

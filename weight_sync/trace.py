@@ -87,11 +87,6 @@ def layout(parameter: torch.Tensor | None) -> tuple | None:
     return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset(), quantized
 
 
-def loadable_elements(parameter: torch.Tensor) -> int:
-    """How many elements of a parameter a checkpoint fills: all but the padding that vLLM declares."""
-    return getattr(parameter, "weight_loader_numel", parameter.numel())
-
-
 def layer_of(parameter_name: str) -> str:
     return parameter_name.rpartition(".")[0]
 
