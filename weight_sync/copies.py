@@ -49,7 +49,7 @@ class BatchedCopy:
             else:
                 runs_by_cast[destination.dtype != source.dtype].append(runs)
         self.runs = {cast: torch.cat(runs, 1) for cast, runs in runs_by_cast.items() if runs}  # by whether they cast
-        self.tables = [Table.cut(runs, cast, device) for cast, runs in self.runs.items()]
+        self.tables = [Table(runs, cast, device) for cast, runs in self.runs.items()]
         self.final_digest: Digester | Table | None = None  # hashes, after all copies, the words that no copy hashes
 
     def compute(self) -> None:
@@ -103,7 +103,7 @@ def _hash_while_copying(copies: list[BatchedCopy], tensors: list[torch.Tensor], 
     def table(runs: torch.Tensor, cast: bool, hashed: int) -> Table:
         """A table of these runs. `hashed` is the row of the addresses that lie in `tensors`."""
         number, byte = locate(runs[hashed], WORD_BYTES * runs[WORDS], tensors)
-        return Table.cut(runs, cast, device, first_number + number, byte // WORD_BYTES)
+        return Table(runs, cast, device, first_number + number, byte // WORD_BYTES)
 
     for copy in copies:
         copy.tables = [table(runs, cast, DESTINATION) for cast, runs in copy.runs.items()]
@@ -223,26 +223,17 @@ def _digest_table(spans: tuple[tuple[int, int], ...], first_number: int, device:
     """A table that only hashes tensors, given as (address, words)."""
     address, words = torch.tensor(spans).T
     numbers = first_number + torch.arange(len(spans))
-    return Table.cut(torch.stack([address, torch.zeros_like(address), words]), False, device, numbers)
+    return Table(torch.stack([address, torch.zeros_like(address), words]), False, device, numbers)
 
 
 class Table:
-    """Runs that each lie within a block, as rows int64 [5, n] on the device.
+    """The runs [3, n], cut at the ends of blocks, as rows int64 [5, m] on the device.
 
-    With `cast`, copies read fp32 and write bf16.
+    With `cast`, copies read fp32 and write bf16. A run is hashed as a part of tensor `number` that begins at word
+    `word` of it; both are [n], or `word` is 0 for all runs. Without `number`, nothing is hashed.
     """
 
-    def __init__(self, rows: torch.Tensor, cast: bool, device: torch.device):
-        self.cast, self.aligned = cast, not ((rows[:2] % 16).any() or (rows[WORDS] % 4).any())
-        self.rows = rows.to(device)
-
-    @classmethod
-    def cut(cls, runs, cast: bool, device: torch.device, number=None, word: torch.Tensor | int = 0) -> "Table":
-        """A table of the runs [3, n], cut at the ends of blocks.
-
-        A run is hashed as a part of tensor `number` that begins at word `word` of it; both are [n], or `word` is 0 for
-        all runs. Without `number`, nothing is hashed.
-        """
+    def __init__(self, runs, cast: bool, device: torch.device, number=None, word: torch.Tensor | int = 0):
         word = word + torch.zeros_like(runs[WORDS])
         first_block, end = word // BLOCK_WORDS, word + runs[WORDS]
         counts = -(-end // BLOCK_WORDS) - first_block  # of the blocks that each run reaches into
@@ -257,7 +248,9 @@ class Table:
             torch.zeros_like(block) if number is None else _multipliers(number.repeat_interleave(counts), block),
             MASK - begin % BLOCK_WORDS,
         ]
-        return cls(torch.stack(rows), cast, device)
+        rows = torch.stack(rows)
+        self.cast, self.aligned = cast, not ((rows[:2] % 16).any() or (rows[WORDS] % 4).any())
+        self.rows = rows.to(device)
 
     def run(self, total: torch.Tensor | None) -> None:
         """Copy, in the current stream, and add the digest to `total`, int64 [1]."""

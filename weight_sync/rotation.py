@@ -32,7 +32,7 @@ class Rotation:
                 hashed = [address, torch.zeros_like(place), words, torch.full_like(words, number), place // WORD_BYTES]
                 runs[turn].setdefault(source.dtype != dtype, []).append(torch.stack(hashed))
         by_cast = [[(torch.cat(rows, 1), cast) for cast, rows in each.items()] for each in runs]
-        self.tables = [[Table.cut(rows[:3], cast, device, *rows[3:]) for rows, cast in each] for each in by_cast]
+        self.tables = [[Table(rows[:3], cast, device, *rows[3:]) for rows, cast in each] for each in by_cast]
 
     def add(self, version: int, total: torch.Tensor) -> None:
         """Add the digest of this sync's regions to `total`, int64 [1], on a GPU after what is queued so far."""
