@@ -20,6 +20,7 @@ from rlhf_utils import WeightSender, WeightSyncError
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel, computes_with_copy, expected_writes, pack_experts_when_loaded
+from weight_sync.staging import Staging
 
 HIDDEN, VOCABULARY, RANKS = 16, 40, 2
 SHAPES = {
@@ -773,7 +774,7 @@ def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
     metadata = [(n, "float32", shape, [0, torch.Size(shape).numel()]) for n, shape in SHAPES.items()]
     planned = plan_buckets(metadata, 1 << 20)
     assert len(planned) == 1
-    batches = receiver._batches(planned, lambda _, piece: torch.zeros(piece.count), range(1))
+    batches = receiver._batches(Staging(planned, [[torch.zeros(1 << 20, dtype=torch.uint8)]]), range(1))
     loaded = [sum(weight.nbytes for _, weight in batch) for batch in batches]
     largest = max(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
     assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import ClassVar
 
 import torch
 
-from .buckets import Piece, largest_bucket, plan_buckets, seconds_allowed, wire_of
+from .buckets import largest_bucket, plan_buckets, seconds_allowed, wire_of
 from .comparison import compare_quantized
 from .engine_model import EngineModel
 from .groups import device_id_of
@@ -61,40 +62,43 @@ class WeightReceiver:
         try:
             if self._messages(ANSWER_SECONDS)[0].get("mode") != "compare":
                 raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
-            self._answer(found=self._read(self._staging("compare"), self._compare))
+            staging = self._staging("compare")
+
+            def compare(arrivals: Iterator[int]) -> dict:
+                tensors = chain.from_iterable(_batches(staging, arrivals))
+                return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
+
+            self._answer(found=self._read(staging, compare))
             if self.weight_routing:
                 self.weight_staging = None  # syncs need no whole buckets
         except Exception as error:
             self._close_links(reason_of(error))
 
     def _receive(self, timeout: float, connect: Callable[[list[Link]], None]) -> dict:
-        # Return errors, never raise: vLLM stops reading the workers' answers at the first exception and then takes the
-        # unread ones for answers to its next call.
+        """Take part in one sync. Returns {"version": of the weights}, or {"error": reason}."""
         try:
-            return {"version": self._run_sync(timeout, connect)}
+            model = self._engine_model()
+            model.collected = {}
+            if not self.weight_links:
+                self.weight_links = []
+                connect(self.weight_links)
+            messages = self._messages(timeout)
+            if any("metadata" in message for message in messages):
+                messages = self._agree(messages)
+            mode, version = messages[0]["mode"], messages[0]["version"]
+            model.digest = None  # until all weights are here: this worker may fail before it loads a byte
+            loaded = self._load(mode, version)
+            model.version, model.digest = version, loaded
+            if mode == "record":
+                self._record(loaded)
+            else:
+                self._answer(done=True)
+            return {"version": version}
         except Exception as error:
+            # Never raise: vLLM stops reading the workers' answers at the first exception and then takes the unread ones
+            # for answers to its next call.
             self._close_links(reason_of(error))
             return {"error": reason_of(error)}
-
-    def _run_sync(self, timeout: float, connect: Callable[[list[Link]], None]) -> int:
-        """Take part in one sync. Returns the version of the weights."""
-        model = self._engine_model()
-        model.collected = {}
-        if not self.weight_links:
-            self.weight_links = []
-            connect(self.weight_links)
-        messages = self._messages(timeout)
-        if any("metadata" in message for message in messages):
-            messages = self._agree(messages)
-        mode, version = messages[0]["mode"], messages[0]["version"]
-        model.digest = None  # until all weights are here: this worker may fail before it loads a byte
-        loaded = self._load(mode, version)
-        model.version, model.digest = version, loaded
-        if mode == "record":
-            self._record(loaded)
-        else:
-            self._answer(done=True)
-        return version
 
     def _agree(self, messages: list[dict]) -> list[dict]:
         """The handshake with all ranks, at least one of which asks for it. Returns their messages after it."""
@@ -179,25 +183,17 @@ class WeightReceiver:
         if mode == "replay" and staging.is_mapped:
             return self._replay_mapped(version)
         if mode in ("replay", "verify"):
-            return self._read(staging, lambda _, arrivals: model.replay(arrivals))
-        return self._read(staging, self._reload)
-
-    def _reload(self, staging: Staging, arrivals: Iterator[int]) -> int | None:
-        model = self._engine_model()
-        model.reload(_batches(staging.steps, staging.view, arrivals), model.expected)
+            return self._read(staging, model.replay)
+        self._read(staging, lambda arrivals: model.reload(_batches(staging, arrivals), model.expected))
         return model.weights_digest()
 
-    def _compare(self, staging: Staging, arrivals: Iterator[int]) -> dict:
-        tensors = (pair for batch in _batches(staging.steps, staging.view, arrivals) for pair in batch)
-        return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
-
-    def _read(self, staging: Staging, read: Callable[[Staging, Iterator[int]], object]) -> object:
+    def _read(self, staging: Staging, read: Callable[[Iterator[int]], object]) -> object:
         """Have `read` read all steps as they arrive, and return its result.
 
         Raises WeightSyncError if something else arrived than the trainer sent.
         """
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        result = read(staging, _arrivals(staging, self.weight_links, total))
+        result = read(_arrivals(staging, self.weight_links, total))
         self._compare_digest(total, "what arrived is not what the trainer sent: their digests differ")
         return result
 
@@ -221,12 +217,9 @@ class WeightReceiver:
 
     def _load_other_weights(self) -> None:
         """Load tensors of the same shapes that are all one constant, which takes no memory."""
-
-        def view(_, piece: Piece) -> torch.Tensor:
-            return torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
-
-        model, steps = self._engine_model(), self.weight_buckets
-        model.reload(_batches(steps, view, range(len(steps))), model.expected)
+        model, others = self._engine_model(), Staging(self.weight_buckets, [])
+        others.view = lambda _, piece: torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
+        model.reload(_batches(others, range(len(others.steps))), model.expected)
 
     def _close_links(self, error: str | None = None) -> None:
         """Leave the session. With `error`, waiting trainer ranks raise it."""
@@ -259,25 +252,23 @@ def _arrivals(staging: Staging, links: list[Link], total: torch.Tensor) -> Itera
         yield i
 
 
-def _batches(
-    steps: list[list[Piece]], view: Callable[[int, Piece], torch.Tensor], arrivals: Iterable[int]
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Whole tensors for vLLM's loader, about a bucket at a time. `view` is that of a `Staging` with these steps.
+def _batches(staging: Staging, arrivals: Iterable[int]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Whole tensors for vLLM's loader, about a bucket at a time.
 
     They are copied out of the staging buffers, since the reload bracket keeps them until their layer is complete.
     """
     incomplete, missing, weights, waiting_bytes = {}, {}, [], 0
     for i in arrivals:
-        for piece in steps[i]:
-            elements = view(i, piece)
+        for piece in staging.steps[i]:
+            view = staging.view(i, piece)
             if piece.name not in incomplete:
-                incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=elements.device)
+                incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
                 missing[piece.name] = incomplete[piece.name].numel()
-            incomplete[piece.name].view(-1)[piece.begin : piece.begin + piece.count].copy_(elements)
+            incomplete[piece.name].view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
             missing[piece.name] -= piece.count
             waiting_bytes += piece.nbytes
             if not missing[piece.name]:
                 weights.append((piece.name, incomplete.pop(piece.name)))
-            if weights and (piece is steps[i][-1] or waiting_bytes > largest_bucket()):
+            if weights and (piece is staging.steps[i][-1] or waiting_bytes > largest_bucket()):
                 yield weights
                 weights, waiting_bytes = [], 0
