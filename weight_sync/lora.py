@@ -76,12 +76,14 @@ class Merge:
         )
 
 
-def map_tensors(function: Callable, weight: torch.Tensor | LoRAWeight):
-    """`function` of a tensor; of a weight with an adapter, a LoRAWeight with `function` of each of its tensors."""
-    if not isinstance(weight, LoRAWeight):
-        return function(weight)
-    tensors = map(function, (weight.base, weight.lora_A, weight.lora_B))
-    return LoRAWeight(*tensors, weight.scaling, weight.transposed)
+def map_tensors(function: Callable, held):
+    """`function` of a tensor; a dictionary or LoRAWeight like this one, with `function` of each tensor in it."""
+    if isinstance(held, dict):
+        return {name: map_tensors(function, each) for name, each in held.items()}
+    if isinstance(held, LoRAWeight):
+        tensors = map(function, (held.base, held.lora_A, held.lora_B))
+        return LoRAWeight(*tensors, held.scaling, held.transposed)
+    return function(held)
 
 
 def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:

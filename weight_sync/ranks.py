@@ -36,9 +36,6 @@ class ShardedPart:
     def numel(self) -> int:
         return self.shape.numel()
 
-    def detach(self) -> "ShardedPart":
-        return self
-
     def bounds(self, ranks: int) -> list[int]:
         """Where in the flat weight each rank's elements begin, and where the last rank's end: [ranks + 1]."""
         rows = -(-self.base.shape[0] // ranks)  # divided as by torch.chunk

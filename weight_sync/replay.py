@@ -34,7 +34,8 @@ class Recording:
             for write in writes:
                 if write.value is None:
                     raise NotImplementedError(f"{name}: its loader computes")
-                if layout(self.served.get(write.target)) != layout(write.parameter):
+                served = self.served.get(write.target)
+                if served is None or layout(served) != layout(write.parameter):
                     layer, _, parameter = write.target.rpartition(".")
                     self.layers.setdefault(layer, ProcessedLayer(model.get_submodule(layer), context))
                     self.layers[layer].loadable[parameter] = write.parameter

@@ -233,16 +233,16 @@ class WeightSender:
         sent_bytes = sum(piece.nbytes for piece in self.buckets[0] if piece.rank == own)
         few_bytes = self.ranks.size == 1 or sum(share.nbytes for share in shares.values()) <= sent_bytes
         in_place = all(map(can_share, shares.values())) and in_one_piece and few_bytes and not self._spans_nodes
-        parts, weights = [None] * len(sizes), [{} for _ in sizes]
+        memory = [None] * len(sizes)
         if in_place:
             adapted = {name: replace(self.adapted[name], base=shares[name]) for name in shares.keys() & self.adapted}
-            weights[own] = shares | adapted
+            memory[own] = shares | adapted
         else:
             for rank, holder in enumerate(self.channel.holders):
                 if holder == own:
-                    parts[rank] = shared_buffer(max(1, sizes[rank]), self._device)[: sizes[rank]]
+                    memory[rank] = shared_buffer(max(1, sizes[rank]), self._device)[: sizes[rank]]
         load_kernel(self._device)  # or a later sync would wait for its compilation
-        return TrainerMemory(self.buckets, parts, weights)
+        return TrainerMemory(self.buckets, memory)
 
     @property
     def _device(self) -> torch.device:
@@ -343,8 +343,11 @@ class WeightSender:
     def _transmit(self, mode: str) -> list[dict]:
         """Have the workers read everything once. Returns their answers."""
         deadline = self._deadline()
-        if self.maps:
-            digests = self._filled(mode)  # the workers' GPUs are theirs from the next message on
+        if self.maps:  # the workers' GPUs are theirs from the next message on
+            if self.filled is None:
+                self._fill_memory(mode, self.version)
+            digests, self.filled = self.filled.tolist(), None
+            digests = [digests[i] for i in self.rotation_of] if mode == "replay" else digests * len(self.links)
         for link in self.links:
             link.send(mode=mode, version=self.version)
         if not self.maps:
@@ -389,13 +392,6 @@ class WeightSender:
         if not compared:
             self.whole.digest(0, self.filled)
 
-    def _filled(self, mode: str) -> list[int]:
-        """The digests of `_fill_memory`, for each worker."""
-        if self.filled is None:
-            self._fill_memory(mode, self.version)
-        digests, self.filled = self.filled.tolist(), None
-        return [digests[i] for i in self.rotation_of] if mode == "replay" else digests * len(self.links)
-
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
     """The tensors by name; of those that share memory (tied weights), only the first.
@@ -409,7 +405,7 @@ def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoR
         memory = (storage_id(local), begin, tensor.shape, local.stride())  # a shard without rows has no address
         first = first_names.setdefault(memory, name)
         if first == name and tensor.numel():
-            tensors[name] = tensor.detach()
+            tensors[name] = tensor if isinstance(tensor, ShardedPart) else tensor.detach()
         elif tensor.numel() and adapted.get(first) is not adapted.get(name):
             raise WeightSyncError(f"{first} and {name} are tied, and do not have the same adapter")
     if not tensors:

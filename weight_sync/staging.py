@@ -128,45 +128,34 @@ class RoutedStaging(WiredStaging):
 
 
 class TrainerMemory(Staging):
-    """Memory of the ranks that workers map, and read in a single step: of each rank either its tensors or, in `parts`,
-    copies of them in the dtypes that travel.
+    """Memory of the ranks that workers map, and read in a single step.
 
-    `weights` has the tensors of each rank by name: its elements [n] or, of a weight with an adapter, the base's with
-    both factors, which a worker merges while it reads.
+    `memory` has of each rank either its tensors by name, or its part, with copies of them in the dtypes that travel; of
+    a rank whose memory this process does not hold, None. The tensors are the rank's elements [n] or, of a weight with
+    an adapter, the base's with both factors, which a worker merges while it reads.
     """
 
     is_mapped = True
 
-    def __init__(
-        self,
-        steps: list[list[Piece]],
-        parts: list[torch.Tensor | None],
-        weights: list[dict[str, torch.Tensor | LoRAWeight]],
-    ):
-        super().__init__(steps, [parts])
-        self.weights = weights
+    def __init__(self, steps: list[list[Piece]], memory: list[torch.Tensor | dict | None]):
+        super().__init__(steps, [[held if isinstance(held, torch.Tensor) else None for held in memory]])
+        self.memory = memory
 
     def handles(self) -> dict[int, str]:
-        """What another process needs to map this memory, by rank: of nobody's, nothing."""
-        handles = {}
-        for rank, (part, weights) in enumerate(zip(self.parts[0], self.weights, strict=True)):
-            if part is not None or weights:
-                shared = {name: map_tensors(share_tensor, weight) for name, weight in weights.items()}
-                memory = None if part is None else share_tensor(part), shared
-                handles[rank] = base64.b64encode(pickle.dumps(memory)).decode()
-        return handles
+        """What another process needs to map the memory that is held, by rank."""
+        shared = {rank: map_tensors(share_tensor, held) for rank, held in enumerate(self.memory) if held is not None}
+        return {rank: base64.b64encode(pickle.dumps(handle)).decode() for rank, handle in shared.items()}
 
     @classmethod
     def mapped(
         cls, steps: list[list[Piece]], ranks: int, handles: dict[int, str], device: int | None
     ) -> "TrainerMemory":
         """The memory behind the `handles` of all ranks, in this process."""
-        parts, weights = [None] * ranks, [{} for _ in range(ranks)]
+        memory = [None] * ranks
         for rank, handle in handles.items():
-            part, shared = pickle.loads(base64.b64decode(handle))
-            parts[rank] = part and rebuild_ipc(part, device)
-            weights[rank] = {name: map_tensors(lambda h: rebuild_ipc(h, device), w) for name, w in shared.items()}
-        return cls(steps, parts, weights)
+            shared = pickle.loads(base64.b64decode(handle))
+            memory[rank] = map_tensors(lambda each: rebuild_ipc(each, device), shared)
+        return cls(steps, memory)
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         elements, adapted = self._elements(piece)
@@ -181,8 +170,9 @@ class TrainerMemory(Staging):
         return copy_of(destination, region, piece, *self._elements(piece))
 
     def _elements(self, piece: Piece) -> tuple[torch.Tensor, LoRAWeight | None]:
-        if (weight := self.weights[piece.rank].get(piece.name)) is None:
+        if isinstance(self.memory[piece.rank], torch.Tensor):
             return super().view(0, piece), None
+        weight = self.memory[piece.rank][piece.name]
         adapted = weight if isinstance(weight, LoRAWeight) else None
         return getattr(weight, "base", weight)[piece.begin - piece.first :][: piece.count], adapted
 
@@ -190,10 +180,9 @@ class TrainerMemory(Staging):
         return [] if self.parts[0][rank] is None else super().sent(i, rank)
 
     def digest(self, i: int, total: torch.Tensor) -> None:
-        for rank, (part, weights) in enumerate(zip(self.parts[0], self.weights, strict=True)):
-            tensors = [] if part is None else [part]
-            for weight in weights.values():
-                tensors += [weight.base, weight.lora_A, weight.lora_B] if isinstance(weight, LoRAWeight) else [weight]
+        for rank, held in enumerate(self.memory):
+            tensors = []
+            map_tensors(tensors.append, {} if held is None else held)
             if tensors:
                 Digester(tensors, rank * RANK_NUMBERS).run(total)  # a new one: it keeps copies of odd tensors
 

@@ -76,13 +76,11 @@ def parameters_and_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def layout(parameter: torch.Tensor | None) -> tuple | None:
-    """A copy into one tensor can be repeated into another one whose layout is equal. None has no layout.
+def layout(parameter: torch.Tensor) -> tuple:
+    """A copy into one tensor can be repeated into another one whose layout is equal.
 
     A quantized tensor reports the dtype and shape of a plain one, so the layout also says that it is quantized.
     """
-    if parameter is None:
-        return None
     quantized = hasattr(parameter, "__tensor_flatten__")
     return parameter.dtype, parameter.shape, parameter.stride(), parameter.storage_offset(), quantized
 
