@@ -75,7 +75,7 @@ class WeightReceiver:
             self._close_links(reason_of(error))
 
     def _receive(self, timeout: float, connect: Callable[[list[Link]], None]) -> dict:
-        """Take part in one sync. Returns {"version": of the weights}, or {"error": reason}."""
+        """Take part in one sync. Returns {"version": n} or {"error": reason}."""
         try:
             model = self._engine_model()
             model.collected = {}

@@ -153,7 +153,7 @@ class _Graph:
     """Steps as one CUDA graph: one launch, without Python's time for each step."""
 
     def __init__(self, steps: list, total: torch.Tensor, pool):
-        self.steps, self.graph = steps, torch.cuda.CUDAGraph()  # the steps keep the graph's memory alive
+        self.kept_alive, self.graph = (steps, total), torch.cuda.CUDAGraph()  # the graph uses their memory
         # torch.cuda.graph would collect garbage for each graph, and there may be a hundred.
         with torch.cuda.stream(torch.cuda.Stream()):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
