@@ -59,7 +59,8 @@ def compare_quantized(model: EngineModel, wire: list, tensors: Iterable[tuple[st
             if write.target in quantized:
                 if write.target not in sent:
                     sent[write.target] = torch.full(quantized[write.target].shape, math.nan, device=tensor.device)
-                strided_as(sent[write.target], write.destination).copy_(strided_as(tensor, write.value))
+                arrived = strided_as(tensor, write.value, tensor.storage_offset())
+                strided_as(sent[write.target], write.destination).copy_(arrived)
         for target in [target for target in sent if last_tensor[target] == name]:
             weight = quantized[target]
             errors = weight.dequantize(torch.float32).sub_(sent.pop(target)).abs_().div_(rounding_errors(weight))

@@ -98,6 +98,6 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.as_subclass(torch.Tensor)
 
 
-def strided_as(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """The view of a tensor that is like this view of its meta tensor."""
-    return tensor.as_strided(view.size(), view.stride(), view.storage_offset())
+def strided_as(tensor: torch.Tensor, view: torch.Tensor, begin: int = 0) -> torch.Tensor:
+    """The view of a tensor that is like this view of its meta tensor, whose storage begins at `begin` of its own."""
+    return tensor.as_strided(view.size(), view.stride(), begin + view.storage_offset())
