@@ -82,8 +82,8 @@ class Engines:
         own = zip(self.actors.items(), each or [()] * len(self), strict=True)
         return {name: actor.sample.remote(*args, *more) for (name, actor), more in own}
 
-    def call(self, phase, method, *args) -> list:
-        return [call.result(timeout=30) for call in self.begin(method, *args).values()]
+    def call(self, phase, method, *args, each=None) -> list:
+        return [call.result(timeout=30) for call in self.begin(method, *args, each=each).values()]
 
 
 def rollout(prompt_ids: list[int], version: int) -> Rollout:

@@ -314,7 +314,7 @@ def test_rows_of_logits_are_as_far_apart_as_in_an_engine(monkeypatch):
 
 
 def settled(gpu, say=lambda _: None, **options):
-    trainers = SimpleNamespace(rank_0=lambda *_: gpu)
+    trainers = SimpleNamespace(call_rank_0=lambda *_: gpu)
     return settle_exactness(SimpleNamespace(say=say), rlhf.Arguments(**options), options["model"], trainers)
 
 

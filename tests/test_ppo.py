@@ -224,7 +224,7 @@ def test_logprobs_prove_the_sync(model):
     assert 5 < scores.metrics["entropy"] < 5.6  # of 258 tokens, nearly equal
     assert scores.metrics["kl_coef"] == 0.01
     torch.testing.assert_close(scores.logprobs[0, : len(good.logprobs)], torch.tensor(good.logprobs))
-    with pytest.raises(MismatchError, match="The engine does not serve"):
+    with pytest.raises(MismatchError, match="The two compute different functions"):
         policy.logprobs([good, replace(bad, logprobs=[logprob - 0.01 for logprob in bad.logprobs])])
 
 
