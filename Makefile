@@ -2,6 +2,8 @@ PYTHON ?= python3
 GPU := $(shell nvidia-smi -L 2>/dev/null)
 REQUIREMENTS := $(if $(GPU),requirements.txt,requirements-cpu.txt)
 TORCH_CPU := torch==2.13.0+cpu
+TORCHVISION_CPU := torchvision==0.28.0+cpu
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := .venv/bin/pytest
 PIP := .venv/bin/pip install --quiet
 
@@ -17,12 +19,18 @@ venv: .venv/ready-$(REQUIREMENTS)  ## .venv for this machine's hardware
 	$(PIP) --upgrade pip
 ifeq ($(GPU),)
 	@echo "no NVIDIA GPU: installing the CPU builds of torch and vLLM"
-	$(PIP) $(TORCH_CPU) || $(PIP) $(TORCH_CPU) --index-url https://download.pytorch.org/whl/cpu
+	$(PIP) $(TORCH_CPU) || $(PIP) $(TORCH_CPU) --index-url $(CPU_INDEX)
+	-$(PIP) --no-deps $(TORCHVISION_CPU) --index-url $(CPU_INDEX)
 endif
 	$(PIP) -r $(REQUIREMENTS) -r requirements-test.txt
 ifeq ($(GPU),)
-	# vLLM's CPU build names these three; their builds on PyPI are for CUDA's torch and break the import of vLLM.
-	.venv/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	# vLLM's CPU build names these two; their builds on PyPI are for CUDA's torch and break the import of vLLM.
+	.venv/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	# So does PyPI's torchvision, which is here if torch's index was not reached. Its operators do not load, and models
+	# need none of them. It asks whether they have before it registers any of them but two: have it ask for those, too.
+	.venv/bin/python -c "import torchvision" 2>/dev/null || sed -i \
+	  's/@torch.library.register_fake("torchvision::\(q*nms\)")/@register_meta("\1")/' \
+	  .venv/lib/python3*/site-packages/torchvision/_meta_registrations.py
 endif
 	touch $@
 
