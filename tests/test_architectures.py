@@ -99,6 +99,7 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
     learner = GRPOLearner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
     memory = {tensor.untyped_storage().data_ptr() for tensor in learner.model.module.state_dict().values()}
     sent, saved = learner.model.named_tensors(), load_file(tmp_path / "model.safetensors")
+    assert len(learner.parameters) == len(list(learner.model.module.parameters()))  # nothing is frozen
     assert sent.keys() == saved.keys()
     assert all(sent[name].equal(saved[name]) for name in saved)
     assert all(tensor.untyped_storage().data_ptr() in memory for tensor in sent.values())

@@ -41,6 +41,7 @@ def torch_arithmetic(monkeypatch):
         return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(weight.dtype)
 
     def rotate(q, k, positions, table):
+        positions = positions.view(-1, *positions.shape[-2:])[0]  # of M-RoPE's three equal ones, the first
         cos, sin = (half.repeat(1, 2)[positions][:, None] for half in table.chunk(2, -1))
         halves = (torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) for x in (q, k))
         return tuple(x * cos + half * sin for x, half in zip((q, k), halves, strict=True))
@@ -61,6 +62,7 @@ def torch_arithmetic(monkeypatch):
     def table(config, device):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+        config = config.get_text_config()
         positions = torch.arange(config.max_position_embeddings)[None]
         cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
         half = cos.shape[-1] // 2

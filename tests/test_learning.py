@@ -52,7 +52,8 @@ def config(**changes):
 
 def rollouts(learner, seed=0, count=4):
     """Rollouts of random lengths, with the learner's own log-probabilities for the engine's."""
-    generator, vocabulary = torch.Generator().manual_seed(seed), learner.model.module.config.vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = learner.model.module.config.get_text_config().vocab_size
 
     def draw(least):
         length = int(torch.randint(least, 8, (1,), generator=generator))

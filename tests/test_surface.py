@@ -81,6 +81,8 @@ recipe/learning/exact.py
   vllm.model_executor.determinism.batch_invariant: rms_norm_batch_invariant(input, weight, eps)
   vllm._custom_ops: fused_add_rms_norm(input, residual, weight, epsilon)
   vllm._custom_ops: rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
+  vllm.model_executor.layers.rotary_embedding.mrope: triton_mrope(q, k, cos, sin, mrope_section, head_size, rotary_dim,
+    mrope_interleaved, is_neox_style)
   vllm.vllm_flash_attn.flash_attn_interface: flash_attn_varlen_func(q, k, v, *, max_seqlen_q, cu_seqlens_q,
     max_seqlen_k, cu_seqlens_k, return_softmax_lse, softmax_scale, causal, window_size, fa_version, num_splits)
   vllm.v1.attention.ops.triton_unified_attention: unified_attention(q, k, v, out, cu_seqlens_q, max_seqlen_q,
@@ -115,6 +117,7 @@ recipe/learning/named_tensors.py
   transformers.modeling_utils.PreTrainedModel: all_tied_weights_keys
 recipe/run/checkpoint.py
   transformers.models.auto.modeling_auto: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+  transformers.models.auto.modeling_auto: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
   transformers.models.auto.modeling_auto: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 recipe/run/session.py
 ! vllm.v1.engine.exceptions: EngineDeadError

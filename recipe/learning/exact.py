@@ -27,6 +27,7 @@ from weight_sync.lora import LoRAWeight, Merge
 
 from .exact_mlp import compiled, is_plain_mixture, mixture, mlp
 from .layout import shared_attention
+from .multimodal import auto_class, learning_modules
 
 FLASH_HEAD_DIM = 128  # with which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
 PAGE = 16  # tokens in a block of the Triton kernel's keys and values
@@ -88,8 +89,6 @@ def head_dim(config) -> int:
 def missing_operation(config) -> str:
     """An operation of a model of this configuration that is not known to be exact, as words for a message; "" if all
     are known."""
-    from transformers import AutoModelForCausalLM
-
     text = config.get_text_config()
     names = ("hidden_activation", "hidden_act", "activation_function")  # the first that is set counts
     activation = next((value for name in names if (value := getattr(text, name, None))), None)
@@ -99,9 +98,9 @@ def missing_operation(config) -> str:
         if getattr(text, name, None):
             return f"its soft-capping ({name})"
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config)
+        language_model, head = learning_modules(auto_class(config).from_config(config))
     in_mixtures = set()
-    for submodule in module.modules():
+    for submodule in [*language_model.modules(), head]:
         cls = type(submodule)
         if hasattr(submodule, "experts"):
             known = _holds(is_plain_mixture, submodule)
@@ -305,7 +304,8 @@ class RMSNorm(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """Rotary embedding of queries [B, H, S, D] and keys [B, K, S, D] at positions [1 or B, S], by a `rotary_table`."""
+    """Rotary embedding of queries [B, H, S, D] and keys [B, K, S, D] at positions [1 or B, S] or, of M-RoPE,
+    [3, 1 or B, S], by a `rotary_table`."""
 
     @staticmethod
     def forward(ctx, q, k, positions, table):
@@ -399,9 +399,15 @@ def rotary_kernel(
     from vllm import _custom_ops as ops
 
     batch, _, length, dim = q.shape
-    positions = positions.expand(batch, length).reshape(-1)
+    positions = positions.expand(*positions.shape[:-2], batch, length).flatten(-2)
     rotated = [tensor.transpose(1, 2).reshape(batch * length, -1).clone() for tensor in (q, k)]
-    ops.rotary_embedding(positions, *rotated, dim, table, True)  # in place
+    if positions.dim() > 1:  # M-RoPE: three for each token, which are equal in a text
+        from vllm.model_executor.layers.rotary_embedding.mrope import triton_mrope
+
+        cos, sin = table[positions].chunk(2, -1)
+        triton_mrope(*rotated, cos, sin, [dim // 2, 0, 0], dim, dim, False, True)  # in place
+    else:
+        ops.rotary_embedding(positions, *rotated, dim, table, True)  # in place
     return tuple(tensor.view(batch, length, -1, dim).transpose(1, 2) for tensor in rotated)
 
 

@@ -73,7 +73,7 @@ class Learner:
 
     def __init__(self, model: Model, config: LearnerConfig, seed: int = 0, steps: int | None = None):
         self.model, self.config, self.seed, self.step = model, config, seed, 0
-        self.parameters = model.adapters or list(model.module.parameters())  # what learns
+        self.parameters = [p for p in model.module.parameters() if p.requires_grad]  # what learns
         self.rate = rate_schedule(config, steps)
         self.optimizer = torch.optim.AdamW(  # fused, to make no temporary copies of the weights
             self.parameters, lr=self.rate(0), betas=(0.9, 0.95), eps=config.adam_eps, weight_decay=0.0, fused=True
@@ -106,7 +106,7 @@ class Learner:
                 model.module.save_pretrained(folder, state_dict=adapters)  # without it, this would gather shards
                 model.tokenizer.save_pretrained(folder)
         if model_folder:
-            write_model(model.module, model.named_tensors(), model.tokenizer, model_folder)
+            write_model(model.module, model.named_tensors(), model.processor, model_folder)
         write_state(folder, self.optimizer, step=self.step, **self.extra_state)
 
     def load_state(self, folder: Path) -> None:

@@ -6,6 +6,7 @@ merged weights (weight_sync/lora.py).
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from transformers.hf_argparser import HfArg
 from weight_sync.lora import LoRAWeight
 
 from ..errors import RunError
+from .multimodal import learning_modules
 from .precision import freeze
 from .sharding import fuses_weights, whole
 
@@ -56,17 +58,21 @@ def add_adapters(model, args: LoRAArguments, dtype: torch.dtype, new_head: str |
     from peft.utils import ModulesToSaveWrapper
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_submodule(new_head) if new_head else model.get_output_embeddings()
-    layers = [n for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head]
+    language_model, head = learning_modules(model, new_head)
+    modules = {module: name for name, module in model.named_modules()}
+    linear = {m for m in modules if isinstance(m, (torch.nn.Linear, Conv1D)) and m is not head}
+    layers = [modules[module] for module in language_model.modules() if module in linear]
     names = sorted({layer.rpartition(".")[2] for layer in layers})
     targets = names if args.lora_targets == ALL_LINEAR else args.lora_targets
     for target in targets or ALL_LINEAR:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             known = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
             raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {known}")
-    freeze(model, dtype, except_for=new_head)
+    freeze(model, dtype, *[head] if new_head else [])
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
     options |= {"modules_to_save": [new_head]} if new_head else {}
+    if len(layers) < len(linear):  # towers may have layers of the same names
+        options["exclude_modules"] = rf"(?!{re.escape(modules[language_model])}\.).*"
     model.add_adapter(LoraConfig(target_modules=targets, **options), ADAPTER_NAME)
     for module in model.modules():
         if isinstance(module, LoraLayer):

@@ -24,6 +24,7 @@ from .attention import AttentionChoice, can_share_prompts, choose_attention, ran
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
 from .logprobs import scores_of_logits, token_scores
 from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
+from .multimodal import auto_class, is_multimodal, learning_modules
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
@@ -85,7 +86,7 @@ class Model:
         seed: int = 0,
         like: "Model | None" = None,
     ):
-        from transformers import AutoTokenizer
+        from transformers import AutoProcessor, AutoTokenizer
 
         torch.manual_seed(seed)
         self.config, self.device = config, device
@@ -97,6 +98,8 @@ class Model:
         self.scores_of_logits = self._choose_scores_of_logits()
         self.checkpointing: Checkpointing | None = None  # of a model that learns
         self.module = self._load(path, learns, seed)
+        multimodal = is_multimodal(self.module.config.model_type)
+        self.processor = AutoProcessor.from_pretrained(path) if multimodal else self.tokenizer  # saved with the model
         self.named_tensors = NamedTensors(self.module)
         self.adapters = adapter_parameters(self.module)
         if like and like.exact_workers:
@@ -247,13 +250,15 @@ class Model:
         return module
 
     def _prepare(self, module, learns: bool, seed: int) -> None:
-        """Freeze the model or give it adapters; compile its blocks, and checkpoint them."""
+        """Freeze what does not learn, or give the model adapters; compile its blocks, and checkpoint them."""
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if not learns:
             freeze(module, dtype)
         elif self.config.lora_rank:
             torch.manual_seed(seed)  # the same adapters on all ranks
             add_adapters(module, self.config, dtype, self.new_head)
+        else:
+            freeze(module, dtype, *learning_modules(module, self.new_head))
         if self.config.compile:
             compile_blocks(module)
         if learns and self.config.gradient_checkpointing != "false":
@@ -262,9 +267,10 @@ class Model:
                 self.checkpointing.measure()
 
     def _from_pretrained(self, path: str, **loading: bool):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        module, _ = self._load_as(AutoModelForCausalLM, path, AutoConfig.from_pretrained(path), **loading)
+        config = AutoConfig.from_pretrained(path)
+        module, _ = self._load_as(auto_class(config), path, config, **loading)
         _make_savable(module.generation_config)
         return module
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 @contextmanager
@@ -32,10 +33,11 @@ def bf16_weights(model) -> Iterator[None]:
             parameters[name] = weight
 
 
-def freeze(model, dtype: torch.dtype, except_for: str | None = None) -> None:
-    """Stop all weights from learning, and cast them to `dtype`, except those of the submodule `except_for`."""
-    for name, parameter in model.named_parameters():  # not buffers: rotary frequencies stay fp32
-        if name.rpartition(".")[0] != except_for:
+def freeze(model, dtype: torch.dtype, *learning: torch.nn.Module) -> None:
+    """Stop all weights from learning, and cast them to `dtype`, except those of the modules `learning`."""
+    kept = {parameter for module in learning for parameter in module.parameters()}
+    for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
+        if parameter not in kept:
             parameter.requires_grad_(False)
-            if parameter.dtype != dtype:  # a sharded model was loaded in this dtype already
+            if not isinstance(parameter, DTensor):  # a sharded model stays in the dtype that it was loaded in
                 parameter.data = parameter.data.to(dtype)

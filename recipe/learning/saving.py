@@ -19,8 +19,8 @@ from .sharding import sharded_like, whole
 WEIGHTS_FILE, STATE_FILE = "model.safetensors", "trainer_state.pt"
 
 
-def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], tokenizer, folder: Path) -> None:
-    """Write a model with these weights, and its tokenizer, in Hugging Face format. Adapters are merged.
+def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], processor, folder: Path) -> None:
+    """Write a model with these weights, and its tokenizer or processor, in Hugging Face format. Adapters are merged.
 
     Weights are gathered one at a time. All ranks call this.
     """
@@ -48,7 +48,7 @@ def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], tokenizer,
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def write_state(folder: Path, optimizer: torch.optim.Optimizer, **others) -> None:

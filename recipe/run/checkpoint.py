@@ -265,7 +265,7 @@ def check_model(model: str, head: str | None = "CausalLM") -> dict:
     try:
         problem = _problem(model, head) if head else ""
         # Otherwise, this and the tokenizer could ask on the screen whether to run code that comes with the model.
-        config = {} if problem else AutoConfig.from_pretrained(model, trust_remote_code=False).to_dict()
+        config = None if problem else AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers and its hub client raise different errors by version
         folder = "no such folder, and the hub has none" if not Path(model).exists() else "not a model's folder"
         raise RunError(f"cannot load the model {model}: {folder} ({first_line(error)})") from error
@@ -276,13 +276,14 @@ def check_model(model: str, head: str | None = "CausalLM") -> dict:
     except Exception as error:
         raise RunError(f"cannot load the tokenizer of {model} ({first_line(error)})") from error
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    return {name: config.get(name) for name in names}
+    sizes = config.get_text_config().to_dict()
+    return {name: sizes.get(name) for name in names}
 
 
 def _problem(model: str, head: str) -> str:
     """Why a model cannot be trained with this head, as its configuration says; "" if it can."""
     from transformers import PreTrainedConfig
-    from transformers.models.auto import modeling_auto
+    from transformers.models.auto import modeling_auto as auto
     from transformers.utils import find_adapter_config_file
 
     if adapters := find_adapter_config_file(model):
@@ -292,8 +293,8 @@ def _problem(model: str, head: str) -> str:
     if quantized := config.get("quantization_config"):
         return f"is quantized ({quantized.get('quant_method')}): give the unquantized model"
     classes = {
-        "CausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "SequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "CausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        "SequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     }
     if (kind := config.get("model_type")) and kind not in classes[head]:
         return (
