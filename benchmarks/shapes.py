@@ -30,6 +30,20 @@ SHAPES = {
     | {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
     | {"vocab_size": 151936, "tie_word_embeddings": False, "norm_topk_prob": True},
 }
+# Whole, with towers, although the benchmark has text alone.
+MULTIMODAL = {
+    "qwen2.5-vl-3b": {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "text_config": {
+            **{"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+            **{"num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 128000},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048},
+    }
+}
 
 
 @dataclass

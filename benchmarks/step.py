@@ -8,6 +8,7 @@
         --mean-tokens 256 --steps 10                 # 2 GPUs
     python benchmarks/step.py --topology nccl --trainers 2 --engines 2    # 4 GPUs
     python benchmarks/step.py --topology nccl --tensor-parallel-size 2 --ways rlhf.py exact    # 3 GPUs
+    python benchmarks/step.py --shape qwen2.5-vl-3b --prompt-tokens 128 --tokens 512 --ways ours exact
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
 Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours"). On
@@ -60,10 +61,11 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402 - the project's modules are found by the line above
 from annotated_types import Ge, Gt, Le  # noqa: E402
-from shapes import SHAPES, device_kind  # noqa: E402
+from shapes import MULTIMODAL, SHAPES, device_kind  # noqa: E402
 from transformers.hf_argparser import HfArg  # noqa: E402
 
 from recipe.errors import RunError  # noqa: E402
+from recipe.learning.multimodal import auto_class, learning_modules  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
 from recipe.run.session import run_main  # noqa: E402
 
@@ -71,6 +73,7 @@ PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense b
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors
 COMPILED = ["--compile", "--engine-args", '{"compilation_config": {}}']
 TOPOLOGIES = ("ipc", "nccl")
+SHAPES = SHAPES | MULTIMODAL
 
 
 @dataclass
@@ -109,23 +112,32 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
     """Write a model with random weights, its tokenizer, and prompts.jsonl."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     config = AutoConfig.for_model(**SHAPES[args.shape])
-    config.bos_token_id, config.pad_token_id, config.eos_token_id = 0, 1, None
+    text = config.get_text_config()
+    text.bos_token_id, text.pad_token_id, text.eos_token_id = 0, 1, None
     words = ["<s>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"w{i}" for i in range(len(words), config.vocab_size)]
+    words += [f"w{i}" for i in range(len(words), text.vocab_size)]
+    if config is not text:
+        words[config.image_token_id], words[config.video_token_id] = "<|image_pad|>", "<|video_pad|>"
     words += ["</s>"]  # the head has no row for it
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    tokenizer.save_pretrained(folder)
+    if config is not text:
+        from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<|image_pad|>", "<|video_pad|>"]})
+        Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor()).save_pretrained(folder)
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
     if args.mean_tokens:  # vLLM and TRL stop at the EOS tokens in generation_config.json
-        count = config.vocab_size // args.mean_tokens
-        model.generation_config.eos_token_id = list(range(config.vocab_size - count, config.vocab_size))
+        count = text.vocab_size // args.mean_tokens
+        model.generation_config.eos_token_id = list(range(text.vocab_size - count, text.vocab_size))
     model.save_pretrained(folder)
     letters, generator = "abcdefghijklmnopqrstuvwxyz ", random.Random(0)
     prompts = ["".join(generator.choices(letters, k=args.prompt_tokens)) for _ in range(args.prompts * args.steps)]
@@ -136,18 +148,18 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
 def learning_flops(args: Arguments) -> float:
     """FLOPs of learning from one step's completions, as the module's docstring counts them."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    config = AutoConfig.for_model(**SHAPES[args.shape])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[args.shape]))
-    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    config, outside = model.config, {embeddings, head}
+        language_model, head = learning_modules(auto_class(config).from_config(config))
+    config, outside = language_model.config, {language_model.get_input_embeddings().weight, head.weight}
     share = config.num_experts_per_tok / config.num_experts if hasattr(config, "num_experts") else 1
-    sizes = {name: p.numel() for name, p in model.named_parameters() if p not in outside}
+    sizes = {name: p.numel() for name, p in language_model.named_parameters() if p not in outside}
     blocks = sum(size * (share if ".experts." in name else 1) for name, size in sizes.items())
     length, sequences = args.prompt_tokens + args.tokens, args.prompts * args.completions
     attention = config.num_hidden_layers * config.hidden_size * length
-    weights = blocks * length + head.numel() * args.tokens
+    weights = blocks * length + head.weight.numel() * args.tokens
     return sequences * ((4 if args.lora_rank else 6) * weights + 6 * attention * length)
 
 
