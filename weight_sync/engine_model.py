@@ -323,7 +323,7 @@ def computes_with_copy(module: torch.nn.Module) -> bool:
 
 
 def repack_tied_layers(model: torch.nn.Module) -> None:
-    """On CPU, pack tied layers again: vLLM packs a copy for each, and loads weights only into the first."""
+    """On CPU, pack tied layers again: vLLM 0.32 packs a copy for each, and loads weights only into the first."""
     first_users = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -333,7 +333,7 @@ def repack_tied_layers(model: torch.nn.Module) -> None:
 
 
 def pack_experts_when_loaded(model: torch.nn.Module) -> None:
-    """vLLM's CPU engine packs experts when it starts, but not when it loads them again. Have it pack them then, too."""
+    """vLLM 0.32 packs a CPU engine's experts when it starts, but not when it loads them again. Have it do both."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
