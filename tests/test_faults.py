@@ -126,6 +126,9 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
 
 
 STARTED = """
+import signal
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run by nohup
 import multiprocessing, ray, time
 from multiprocessing import shared_memory
 from recipe.run.arguments import RunArguments
