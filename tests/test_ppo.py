@@ -541,7 +541,7 @@ def session(folder):
 @pytest.mark.slow
 def test_rewards_are_ray_tasks_that_share_the_prompts(session):
     def score(method, prompts, completions):
-        assert method == "rewards"
+        assert method is RewardModel.rewards
         return {"reward_model 0": ray.put([10.0 * (p == "c") for p in prompts]), "reward_model 1": ray.put(None)}
 
     weighted = {"reward_model": "x", "reward_workers": 2, "reward_weights": [1, 2, 3]}
