@@ -250,18 +250,7 @@ def main(args: Arguments) -> None:
         args = settle_exactness(run, args, paths["trainer"], trainer, by_nccl=args.placement == "split")
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
         max_model_len = engine.agreed("starting", Engine.start, paths["trainer"], args, device, each=engine.bundles)
-        for model in models.values():  # before any loads, since nothing keeps an address's port free
-            model.call(
-                "loading",
-                Rank.join,
-                model.call_rank_0("loading", Rank.address),
-                len(model),
-                device,
-                args.exact,
-                AT_ONCE,
-            )
-        loads = [(model, Rank.load, paths[name], states.get(name), args, device) for name, model in models.items()]
-        (steps_done, remarks), *_ = take_turns("loading", shared, loads)
+        steps_done, remarks = load(models, paths, states, args, device, shared)
         task.rewards = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args)
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
@@ -294,7 +283,8 @@ def main(args: Arguments) -> None:
             report = sync(trainer, engine, receive_arguments)
             clock.end("sync")
             metrics = rollout_metrics(batch.rollouts, args.group_size) | estimates | critic_metrics | policy_metrics
-            metrics |= clock.metrics | evaluate(engine, task, args, step)
+            metrics |= clock.metrics
+            metrics |= evaluate(engine, task, args, step)
             if run.saves(step):
                 critic.call("saving", Critic.save, run.path, step)
                 trainer.call("saving", Trainer.save, run.path)
@@ -308,6 +298,15 @@ def main(args: Arguments) -> None:
         batch = task.rewards.score(batch, args.steps)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
+
+
+def load(models: dict[str, ActorGroup], paths: dict, states: dict, args: Arguments, device: str, shared: bool) -> tuple:
+    """Load all models. Returns the number of steps done, and lines to print about the policy."""
+    for model in models.values():  # before any loads, since nothing keeps an address's port free
+        address = model.call_rank_0("loading", Rank.address)
+        model.call("loading", Rank.join, address, len(model), device, args.exact, AT_ONCE)
+    turns = [(model, Rank.load, paths[name], states.get(name), args, device) for name, model in models.items()]
+    return take_turns("loading", shared, turns)[0]
 
 
 def take_turns(phase: str, shared: bool, turns: list[tuple]) -> list:
