@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from .link import CONNECT_SECONDS, WeightSyncError, address_family, host_and_port
 
@@ -17,26 +18,25 @@ class GlooCommunicator:
     """A group for tensors on CPU, with the interface of vLLM's PyNcclCommunicator."""
 
     def __init__(self, group):
-        from torch.distributed import PrefixStore, ProcessGroupGloo
-
-        self.group, self.rank, self.world_size = group, group.rank, group.world_size
-        self.disabled = False
-        self._gloo = ProcessGroupGloo(
-            PrefixStore("gloo", group.store), group.rank, group.world_size, timeout=timedelta(seconds=CONNECT_SECONDS)
-        )
+        self.group, self.rank, self.world_size, self.disabled = group, group.rank, group.world_size, False
+        store, timeout = PrefixStore("gloo", group.store), timedelta(seconds=CONNECT_SECONDS)
+        self._gloo = ProcessGroupGloo(store, group.rank, group.world_size, timeout=timeout)
         # Each thread waits for a transfer: of a send, gloo does not say that it is done.
         self._threads = ThreadPoolExecutor(64)
 
     def start(self, kind: str, tensor: torch.Tensor, peer: int) -> Future:
         """Start to "send" a contiguous tensor to a rank, or to "recv" or "broadcast" it from there."""
-        from torch.distributed import BroadcastOptions
-
         if not tensor.is_contiguous():
             raise ValueError(f"a {kind} needs a contiguous tensor")
         tensors, options = [tensor.detach().view(-1).view(torch.uint8)], BroadcastOptions()
         options.rootRank = peer
         arguments = (options,) if kind == "broadcast" else (peer, 0)
-        return self._threads.submit(getattr(self._gloo, kind)(tensors, *arguments).wait)
+        try:
+            return self._threads.submit(getattr(self._gloo, kind)(tensors, *arguments).wait)
+        except RuntimeError as error:  # the peer has left: told as if it had left a moment later
+            failed = Future()
+            failed.set_exception(error)
+            return failed
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream=None) -> None:
         """Broadcast a contiguous tensor in place and wait for it. `stream` is ignored."""
