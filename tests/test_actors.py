@@ -152,6 +152,11 @@ def group(session: RaySession, name: str, count: int = 1, cls: type = Actor, **o
     return ActorGroup(session, name, cls, [Seat({"num_cpus": 0, **options}, [i]) for i in range(count)])
 
 
+def test_a_worker_of_ray_starts_without_torch(session):
+    """All of them run `start_tracker`, whatever they do: an import of torch would take seconds in each."""
+    assert not ray.get(ray.remote(lambda: "torch" in sys.modules).remote())
+
+
 def test_a_call_goes_to_all_actors_and_its_answers_come_in_their_order(session):
     trainers, engine = group(session, "trainer", 2), group(session, "engine")
     assert (len(trainers), len(engine)) == (2, 1)

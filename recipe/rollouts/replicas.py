@@ -39,7 +39,7 @@ from .exact_engine import exact_options
 EXTENSION = "rlhf_utils.WorkerExtension"
 SERVER = """
 import runpy
-from recipe.run.session import start_tracker
+from recipe.run.resource_tracker import start_tracker
 start_tracker()
 runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 """

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -14,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
@@ -31,7 +29,6 @@ USER_ERRORS = (UserError, WeightSyncError)  # their message is all that a user n
 SHUTDOWN_SECONDS = 10.0  # limit for vLLM to end its processes when it is asked to
 AFTER_ERROR_SECONDS = 5.0  # the same after an error, when an engine may be too busy to be asked
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that end a run
-TRACKER = "import os; os.fork() and os._exit(0); from multiprocessing.resource_tracker import main; main({})"
 ROOT = Path(__file__).parents[2]  # the folder in which vLLM's workers find rlhf_utils
 
 
@@ -50,7 +47,7 @@ class RaySession:
     def __enter__(self) -> "RaySession":
         variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # so stdout has only what somebody prints
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        runtime_env = {"env_vars": variables, "worker_process_setup_hook": "recipe.run.session.start_tracker"}
+        runtime_env = {"env_vars": variables, "worker_process_setup_hook": "recipe.run.resource_tracker.start_tracker"}
         options = {"runtime_env": runtime_env, "logging_level": "error"}
         if self.address is None:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
@@ -232,17 +229,6 @@ def run_main(main: Callable, args) -> None:
     except Exception as error:
         print(f"error: {error if isinstance(error, USER_ERRORS) else one_line(error)}", file=sys.stderr)
         sys.exit(1)
-
-
-def start_tracker() -> None:
-    """Start the tracker of Python's multiprocessing for this worker of Ray and for its children. It removes what they
-    leave in /dev/shm, when the last of them has ended. An orphan in a session of its own: Ray would kill it too early.
-    """
-    reader, writer = os.pipe()
-    command = [sys.executable, "-c", TRACKER.format(reader)]
-    subprocess.run(command, pass_fds=[reader], start_new_session=True, check=True)
-    os.close(reader)
-    resource_tracker._resource_tracker._fd = writer  # as multiprocessing does in the processes that it starts
 
 
 def die_with_children(unless: Callable[[], bool] = lambda: False) -> None:
