@@ -23,13 +23,15 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from test_extending import code_of
+from conftest import code_of
+from fakes import Engines
+from learners import CHAT_TEMPLATE, chat_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, TrainerState
 
 from recipe.errors import TaskError
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, complete, resample
+from recipe.rollouts.engine import complete, resample
 from recipe.run.arguments import parse
 from recipe.tasks.dataset import Row
 from recipe.tasks.gsm8k import final_number
@@ -487,24 +489,6 @@ def test_prompt_without_room_for_a_completion_is_named(load):
         task.check_lengths(7)
 
 
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
-    "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
-    "<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}{% if think is false %}<quick>{% endif %}"
-)
-
-
-def chat_tokenizer(folder="model", tokenizer=None):
-    """Saves a tokenizer that begins each text with its BOS, as a chat template does that it has as well."""
-    tokenizer = tokenizer or byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    bos = tokenizer.bos_token, tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
-
 def test_every_prompt_has_one_bos_and_messages_end_where_the_answer_begins(load):
     tokenizer = chat_tokenizer()
     save_model(tokenizer)
@@ -538,7 +522,7 @@ def test_text_ends_where_its_row_ends_it(load, ends):
 
 def test_answer_that_a_prompt_begins_is_continued(load):
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
     save_model(tokenizer)
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh,"}]})
     task = load("--prompts", "rows.jsonl")
@@ -574,7 +558,7 @@ def test_tools_reach_the_chat_template_as_they_are_in_their_row(load, suffix):
 )
 def test_content_in_parts_is_text_for_template_screen_and_rewards(load, content):
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", content)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", content)
     save_model(tokenizer)
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": parts}]})
@@ -624,7 +608,7 @@ def test_system_prompt_goes_before_messages_that_have_none(load):
     ("template", "message"),
     [
         (None, "rows.jsonl, row 1 of train: the prompt is chat messages, and model has no chat template"),
-        (TEMPLATE, "no such role"),
+        (CHAT_TEMPLATE, "no such role"),
     ],
 )
 def test_messages_that_cannot_become_a_prompt_are_named(load, template, message):
@@ -953,29 +937,6 @@ def test_code_of_the_documentation_runs_as_printed(load):
 
 
 # --- Dynamic sampling -------------------------------------------------------------------------------------------------
-
-
-class Engines:
-    """Stands for a group of engine actors. Each has an answer: answer(text, i) is the i-th completion of a prompt with
-    this text. `calls` are the arguments of each one's calls."""
-
-    def __init__(self, *answers):
-        self.answers, self.calls = answers, [[] for _ in answers]
-
-    def __len__(self):
-        return len(self.answers)
-
-    def call(self, phase, method, each):
-        assert method is EngineActor.sample
-        return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
-
-    def sample(self, answer, calls, prompts, sampling, evaluation):
-        calls.append((prompts, sampling, evaluation))
-        return [
-            Rollout(ids, [1], [0.0], None, answer("".join(map(chr, ids)), i))
-            for ids, options in zip(prompts, sampling, strict=True)
-            for i in range(options["n"])
-        ]
 
 
 def its_number(text, i):

@@ -22,9 +22,8 @@ import numpy as np
 import pytest
 import torch
 import trl
-from conftest import cpu_only
-from test_extending import code_of
-from test_learning import CPU, LOSSES, config, rollouts, use_sgd, vector_of
+from conftest import code_of, cpu_only, metrics_of
+from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
@@ -43,12 +42,6 @@ from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
 from recipe.tasks.task import load_task
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
-
 
 # Which tokens are learned from
 
@@ -926,7 +919,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
 )
 def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
     text = script(name, "--task", "lookup", "--output", "run", "--steps", 10).finish()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     before, *steps = rows
     assert before["eval/reward"] < 0.2
     assert rows[-1]["eval/reward"] > 0.9, text
