@@ -1,6 +1,9 @@
-"""What the tests share: a way to run a script as a user would, and one engine for the tests that need one."""
+"""What the tests share: a way to run a script as a user would, what it leaves, and fixtures."""
 
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +23,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # importing TRL would set i
 # In the background of a shell Ctrl-C is ignored, which the scripts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent
+SYNC = ("rlhf_utils.py", "weight_sync")  # all that the sync needs
 HANGS_SECONDS = 600  # a run that takes longer hangs; slow machines, with two runs on two cores, need a third of it
 sys.path.insert(0, str(ROOT))
 
@@ -141,6 +145,33 @@ def title_of(process: psutil.Process) -> str:
         return ""
 
 
+def code_of(document: str) -> list[str]:
+    """The Python blocks of a document."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S)
+
+
+def copy(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        path = ROOT / name
+        copied = shutil.copytree if path.is_dir() else shutil.copy
+        copied(path, folder / name)
+    return folder
+
+
+def metrics_of(run: Path) -> list[dict]:
+    """The lines of a run folder's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The path of the built-in model."""
+    from recipe.tasks.tiny_model import build_tiny_model
+
+    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
+
+
 @pytest.fixture
 def script(tmp_path):
     """Start a script: script("rlhf.py", "--steps", 3, CUDA_VISIBLE_DEVICES="0") in an empty folder."""
@@ -166,3 +197,65 @@ def shared_memory_file():
         file.write(b"of another program")
         file.flush()
         yield Path(file.name)
+
+
+@pytest.fixture
+def torch_arithmetic(monkeypatch):
+    """Torch's arithmetic in the place of the kernels of vLLM that an exact trainer uses: they want a GPU."""
+    from recipe.learning import exact, exact_mlp
+
+    def rms_norm(x, weight, eps, first):
+        x = x.float()
+        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(weight.dtype)
+
+    def rotate(q, k, positions, table):
+        positions = positions.view(-1, *positions.shape[-2:])[0]  # of M-RoPE's three equal ones, the first
+        cos, sin = (half.repeat(1, 2)[positions][:, None] for half in table.chunk(2, -1))
+        halves = (torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) for x in (q, k))
+        return tuple(x * cos + half * sin for x, half in zip((q, k), halves, strict=True))
+
+    def attend(q, k, v, scale, window):
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def attend_backward(grad, q, k, v, out, lse, scale, window):
+        with torch.enable_grad():
+            own = [x.detach().requires_grad_() for x in (q, k, v)]
+            attend(*own, scale, window)[0].backward(grad)
+        return tuple(x.grad for x in own)
+
+    def table(config, device):
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        config = config.get_text_config()
+        positions = torch.arange(config.max_position_embeddings)[None]
+        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+        half = cos.shape[-1] // 2
+        return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+
+    def route(logits, k, renormalizes):
+        weights, chosen = logits.float().softmax(-1).topk(k)
+        return weights / weights.sum(-1, keepdim=True) if renormalizes else weights, chosen.int()
+
+    def compute_experts(x, gate_up, down, weights, chosen):
+        gate, up = torch.einsum("tn,tkin->tki", x, gate_up[chosen]).chunk(2, -1)
+        outputs = torch.einsum("tki,tkni->tkn", torch.nn.functional.silu(gate) * up, down[chosen])
+        return (outputs * weights[..., None]).sum(1).to(x.dtype)
+
+    monkeypatch.setattr(exact, "rms_norm_kernel", rms_norm)
+    monkeypatch.setattr(exact_mlp, "routing_kernel", route)
+    monkeypatch.setattr(exact_mlp, "experts_kernel", compute_experts)
+    monkeypatch.setattr(exact, "rotary_kernel", rotate)
+    monkeypatch.setattr(exact, "attention_kernel", attend)
+    monkeypatch.setattr(exact, "attention_backward_kernel", attend_backward)
+    monkeypatch.setattr(exact, "rotary_table", table)
+    monkeypatch.setattr(
+        exact,
+        "logprob_kernel",
+        lambda logits, targets, temperature: (
+            (logits.float() / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        ),
+    )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -230,6 +230,32 @@ def assert_adapters_are_exact(pair: Pair, syncs: int) -> None:
     pair.sync()
     pair.sync(merged.named_parameters())
     assert pair.rpc("digest") == right
+
+
+def assert_syncs_are_exact(pair: Pair) -> None:
+    """Other weights arrive, layers that were swapped are seen, and the original ones come back bit for bit."""
+    from_disk = pair.rpc("digest")
+    pair.sync()
+    assert pair.rpc("digest") == from_disk
+    for tensors in (pair.perturbed(1), pair.perturbed(2), swap_layers(pair.perturbed(2))):
+        pair.set(tensors)
+        with pytest.raises(MismatchError):
+            pair.mismatch()
+        pair.sync()
+        pair.mismatch()
+        assert all(pair.rpc("check_weights_changed"))
+        assert not set(pair.rpc("digest")) & set(from_disk)
+    pair.set(pair.original)
+    pair.sync()
+    assert pair.rpc("digest") == from_disk
+
+
+def compare(pair: Pair, weights=None) -> tuple[int, int]:
+    comparing = pair.start("compare_weights")
+    try:
+        return astuple(pair.sender.compare_weights(weights or pair.learner.model.module.named_parameters()))
+    finally:
+        comparing.result()
 
 
 def swap_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

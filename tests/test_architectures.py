@@ -7,58 +7,19 @@ pytest tests/test_architectures.py -m slow     into engines; -m long: more famil
 import pytest
 import torch
 import transformers
+from learners import ARCHITECTURES, MORE_ARCHITECTURES, build
 from pair import CORE_IN_PROCESS, DEVICE, Pair, swap_layers
 from safetensors.torch import load_file
 
 from recipe.errors import MismatchError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.tasks.tiny_model import byte_tokenizer
 from rlhf_utils import WeightSyncError
 
-SMALL = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}  # shorter than the prompts
-LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": 64}
-ARCHITECTURES = {
-    "OPT": {**SMALL, "num_attention_heads": 4, "word_embed_proj_dim": 128, "ffn_dim": 256},
-    "GPT2": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128},  # transposed linear weights
-    "Llama": SMALL | HEADS,  # grouped queries
-    "Qwen2": {**SMALL, **HEADS, "tie_word_embeddings": True},  # biases
-    "Qwen3": SMALL | HEADS,  # normalized queries and keys
-    "Gemma2": {**SMALL, **HEADS, **WINDOW, "query_pre_attn_scalar": 32},  # soft-capped attention
-    "Gemma3Text": SMALL | HEADS | WINDOW,  # tied, scaled embeddings
-    "Phi3": SMALL | HEADS,  # fused projections, in the checkpoint too
-    "Mixtral": {**SMALL, **HEADS, "num_local_experts": 4},  # experts, which transformers fuses
-}
-# What comes before a dash is transformers' name.
-MORE_ARCHITECTURES = {
-    "Llama-linear": {**SMALL, **HEADS, "rope_parameters": LINEAR},
-    "Llama-odd": {**SMALL, **HEADS, "vocab_size": 261, "tie_word_embeddings": True},  # vLLM pads the vocabulary
-    "Mistral": {**SMALL, **HEADS, "sliding_window": 16},
-    "Qwen3Moe": {**SMALL, **HEADS, "num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2},
-    "Qwen2-window": {**SMALL, **HEADS, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
-    "Gemma": SMALL | HEADS,
-    "Granite": {**SMALL, "num_attention_heads": 4, "attention_multiplier": 0.05, "logits_scaling": 4.0},
-    "Cohere": {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2},  # one norm beside both blocks
-    "Olmo3": {**SMALL, "num_attention_heads": 4, **WINDOW},  # norms after the blocks
-    "Falcon": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4},  # one key for all heads
-    "GPTJ": {"n_layer": 2, "n_embd": 128, "n_head": 4, "n_positions": 128, "rotary_dim": 16},
-    "GPTNeoX": {**SMALL, "num_attention_heads": 4},
-    "Nemotron": SMALL | HEADS,
-    "Bloom": {"n_layer": 2, "hidden_size": 128, "n_head": 4},
-    "Apertus": SMALL | HEADS,
-    "Cohere2": SMALL | HEADS | WINDOW,
-    # Experts of a size that vLLM pads on CPU.
-    "Olmoe": {**SMALL, **HEADS, "intermediate_size": 240, "num_experts": 4, "num_experts_per_tok": 2},
-    "DeepseekV3": {**SMALL, **MLA, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2},
-}
 PACKED = ("Mixtral", "Qwen3Moe")  # whose experts vLLM packs on a CPU
 ENGINE_OPTIONS = {}
 if DEVICE.type == "cpu":  # vLLM's kernel for RoPE goes wrong on the parts that MLA rotates, and AMX_MLA takes no fp32
     mla = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}, "attention_backend": "CPU_MLA"}
     ENGINE_OPTIONS["DeepseekV3"] = mla
-LOUDNESS = 3 if DEVICE.type == "cpu" else 1  # of the weights: quiet ones hide what differs, loud ones what bf16 rounds
 
 
 def differs_on_cpu(reason: str):
@@ -70,21 +31,6 @@ DIFFERENCES = {  # docs/guarantees.md has more on them
     "Apertus": differs_on_cpu("vLLM computes xIELU's two coefficients in bf16"),
     "Cohere2": differs_on_cpu("vLLM's window is longer by one token"),
 }
-
-
-def build(architecture: str, folder, **changes) -> None:
-    """Write a model of two small layers with random weights, and a byte tokenizer."""
-    tokenizer = byte_tokenizer()
-    special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id}
-    config = getattr(transformers, architecture.split("-", maxsplit=1)[0] + "Config")(
-        **{"vocab_size": len(tokenizer)} | special | (ARCHITECTURES | MORE_ARCHITECTURES)[architecture] | changes
-    )
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(LOUDNESS if parameter.dim() > 1 else 1)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -21,9 +21,9 @@ import psutil
 import pytest
 import ray
 import torch
-from conftest import cpu_only
+from conftest import cpu_only, metrics_of
+from learners import CPU, config, rollouts
 from pair import PLAIN_WORKER
-from test_learning import CPU, config, rollouts
 
 import rlhf_async
 from recipe.errors import MismatchError, RunError, TaskError
@@ -36,15 +36,10 @@ from recipe.run.checkpoint import Models
 from recipe.run.session import RaySession
 from recipe.tasks.dataset import Row
 from recipe.tasks.rewards import Batch, Group, Rewards
-from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
+from recipe.tasks.tiny_model import byte_tokenizer
 
 MAX_MISMATCH = rlhf_async.MAX_MISMATCH["cpu"]
 MAX_GROWTH = 48 << 20  # bytes, in 60 syncs: of the weights alone that is 120 MiB
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 # What a step learns from: without an engine
@@ -663,16 +658,12 @@ def test_keys_and_values_from_before_a_sync_are_not_used_after_it(pair, monkeypa
 # Runs
 
 
-def rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @cpu_only
 @pytest.mark.long
 def test_run_learns_and_no_token_is_too_old_in_a_hundred_updates(script, tmp_path):
     text = script("rlhf_async.py", "--steps", 100, "--save-every", 0, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    metrics = rows(tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
     assert metrics[35]["reward/mean"] > 0.95  # rlhf.py has as much after 30 steps
     assert [row["async/staleness_max"] for row in metrics[:3]] == [0, 1, 2]
     assert all(0 <= row["async/staleness_mean"] <= row["async/staleness_max"] <= 2 for row in metrics)
@@ -687,10 +678,10 @@ def test_without_staleness_it_goes_on_as_rlhf_does(script, tmp_path, task):
     """Also in conversations with tools."""
     options = ["--tensor-parallel-size", 1, "--steps", 4, "--save-every", 2, "--output", "run"]
     script("rlhf.py", "--task", task, "--eval-every", 0, *options).finish()
-    expected = rows(tmp_path / "run")
+    expected = metrics_of(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-000004")
     script("rlhf_async.py", "--max-staleness", 0, "--resume", "run").finish()
-    resumed = rows(tmp_path / "run")
+    resumed = metrics_of(tmp_path / "run")
     same = [name for name in expected[0] if not name.startswith(("time/", "sync/", "tokens/"))]
     assert [[row[name] for name in same] for row in resumed] == [[row[name] for name in same] for row in expected]
     assert [row["async/staleness_max"] for row in resumed[2:]] == [0, 0]

@@ -1,6 +1,7 @@
 """Each script with a chat model, rows of GSM8K's form and several rewards, one of them TRL's.
 
-pytest tests/test_chat.py -m slow    two scripts, and one resumed
+pytest tests/test_chat.py -m long    rlhf.py
+pytest tests/test_chat.py -m gpu     rlhf_colocate.py with a model of 0.5B
 """
 
 import json
@@ -8,13 +9,12 @@ import re
 
 import pandas
 import pytest
-from conftest import cpu_only
-from pair import CORE_IN_PROCESS
-from test_task import chat_tokenizer
+from conftest import ROOT, cpu_only, metrics_of
+from learners import chat_tokenizer
+from pair import CORE_IN_PROCESS, gpus
+from transformers import AutoTokenizer
 
 from recipe.tasks.tiny_model import build_tiny_model
-
-pytestmark = cpu_only
 
 REWARDS = """
 async def rare(completions, **_):
@@ -46,7 +46,7 @@ def folder(tmp_path):
 
 
 def metrics(folder):
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(folder / "run")
     return [
         {name: row[name] for name in row if not name.startswith(("time/", "tokens/", "sync/", "memory/"))}
         for row in rows
@@ -77,6 +77,24 @@ def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
     return [before, *rows]
 
 
+@cpu_only
 @pytest.mark.long
 def test_script_learns_from_chats_with_trls_reward(script, folder):
     run_two_steps(script, folder, "rlhf.py", 1e-5)
+
+
+@pytest.mark.gpu(1)
+def test_model_of_half_a_billion_parameters_learns_from_chats(script, tmp_path, monkeypatch):
+    """Its weights are random, and half of its rewards are as well. Both sides must see the same tokens."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import step
+
+    model = tmp_path / "model"
+    step.build_model(model, step.Arguments(shape="qwen2.5-0.5b"), "cuda")
+    chat_tokenizer(model, AutoTokenizer.from_pretrained(model))
+    write_task(tmp_path, "def rare(completions, **_): return [len(c[0]['content']) % 2 for c in completions]")
+    flags = "--learning-rate 1e-6 --max-tokens 256 --save-every 0"
+    environment = {"CUDA_VISIBLE_DEVICES": gpus(slice(1))}
+    rows = run_two_steps(script, tmp_path, "rlhf_colocate.py", 0.02, *flags.split(), **environment)
+    print(*rows, sep="\n")
+    assert all(row["grad_norm"] > 0 for row in rows[1:])

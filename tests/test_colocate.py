@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from conftest import cpu_only
+from conftest import cpu_only, metrics_of
 from pair import CORE_IN_PROCESS
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from test_rlhf import rows
 
 import rlhf_colocate
 from recipe.errors import RunError
@@ -30,7 +29,7 @@ def test_two_ranks_and_two_engines_learn(script, tmp_path):
     assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engines had loaded", text, re.M)
     table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
     assert [line.split() for line in table] == [["cpu:0", "0", "0", "0"], ["cpu:0", "1", "1", "0"]]
-    metrics = rows(run)
+    metrics = metrics_of(run)
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
@@ -54,7 +53,7 @@ def test_two_engines_that_share_a_device_serve_what_its_trainer_has(script, tmp_
     table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
     assert [line.split() for line in table] == [["cpu:0", "0", "0", "0"], ["cpu:0", "0", "1", "0"]]
     assert re.search(r"^first sync: .* bit for bit what the engines had loaded", text, re.M)
-    metrics = rows(tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
     assert len(metrics) == 3
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
 

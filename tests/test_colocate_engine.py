@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import cpu_only
+from fakes import PlainSender
 from pair import engine_environment, stop
-from test_shared_memory import PlainSender
 from transformers import AutoModelForCausalLM
 
 from recipe.tasks.tiny_model import build_tiny_model

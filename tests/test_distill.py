@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import cpu_only
+from conftest import cpu_only, metrics_of
 from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file
 
@@ -22,7 +22,7 @@ from recipe.learning.objectives import reverse_kl, token_losses
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.teacher import TeacherActor, check_lengths
 from recipe.run.checkpoint import choose_teacher
-from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
+from recipe.tasks.tiny_model import byte_tokenizer
 
 TEACHER = "recipe.tasks.tiny_model:build_tiny_base"
 
@@ -41,11 +41,6 @@ def test_expected_gradient_is_that_of_the_kl_over_the_whole_vocabulary(loss):
     losses, _ = token_losses(student, old, old, -reverse_kl(old, teacher, mask), mask, DistillConfig(loss=loss))
     (gradient,) = torch.autograd.grad((old.exp() * losses).sum(), logits)
     torch.testing.assert_close(gradient, expected)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 def test_step_learns_from_each_sampled_token_and_by_a_weight_from_rewards(model):
@@ -168,10 +163,6 @@ def test_teacher_has_gpus_of_its_own_or_half_of_the_engines(placed):
 # --- Runs -------------------------------------------------------------------------------------------------------------
 
 
-def rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def run_four_steps(script, tmp_path):
     flags = "--teacher", TEACHER, "--dataset", "recipe.tasks.uppercase:prompts", "--eval-share", 0.25
     text = script("rlhf_distill.py", *flags, "--steps", 4, "--save-every", 2, "--output", "run", **CORE_IN_PROCESS)
@@ -184,7 +175,7 @@ def test_student_comes_closer_to_its_teacher_without_any_reward(script, tmp_path
     assert text.splitlines()[-1].startswith("OK: reverse KL "), text
     assert "reward: none\n" in text
     assert "nothing is learned" not in text
-    metrics = rows(run)
+    metrics = metrics_of(run)
     assert metrics[0]["distill/reverse_kl"] > metrics[-1]["distill/reverse_kl"] + 0.1
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
     assert all(row["time/score"] > 0 for row in metrics)
@@ -203,7 +194,7 @@ def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
     assert text.splitlines()[-1].startswith("OK: reverse KL "), text
     machine = ("time/", "tokens/", "sync/")
     timeless = [
-        [{name: row[name] for name in row if not name.startswith(machine)} for row in rows(folder)]
+        [{name: row[name] for name in row if not name.startswith(machine)} for row in metrics_of(folder)]
         for folder in (whole, run)
     ]
     assert timeless[0] == timeless[1]

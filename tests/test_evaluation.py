@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from test_task import Engines
+from fakes import Engines
 
 import rlhf
 from recipe.errors import TaskError

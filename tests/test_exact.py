@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_learning import CPU, MODELS, config, rollouts, write_model
+from learners import CPU, MODELS, config, rollouts, write_model
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
@@ -26,71 +26,11 @@ from recipe.learning.model import Model
 from recipe.rollouts.exact_engine import settle_exactness
 from weight_sync.lora import LoRAWeight
 
+pytestmark = pytest.mark.usefixtures("torch_arithmetic")
 EXACT = {"Llama": MODELS["Llama"], "Qwen2": MODELS["Llama"], "Mistral": MODELS["Llama"]}
 EXACT |= {"Qwen3": {**MODELS["Llama"], "head_dim": 32}, "OPT": MODELS["OPT"]}
 MOE = {"num_experts": 6, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
 EXACT |= {"Mixtral": {**MODELS["Llama"], "num_local_experts": 6}, "Qwen3Moe": {**EXACT["Qwen3"], **MOE}}
-
-
-@pytest.fixture(autouse=True)
-def torch_arithmetic(monkeypatch):
-    """vLLM's kernels want a GPU."""
-
-    def rms_norm(x, weight, eps, first):
-        x = x.float()
-        return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).to(weight.dtype)
-
-    def rotate(q, k, positions, table):
-        positions = positions.view(-1, *positions.shape[-2:])[0]  # of M-RoPE's three equal ones, the first
-        cos, sin = (half.repeat(1, 2)[positions][:, None] for half in table.chunk(2, -1))
-        halves = (torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) for x in (q, k))
-        return tuple(x * cos + half * sin for x, half in zip((q, k), halves, strict=True))
-
-    def attend(q, k, v, scale, window):
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=seen, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-    def attend_backward(grad, q, k, v, out, lse, scale, window):
-        with torch.enable_grad():
-            own = [x.detach().requires_grad_() for x in (q, k, v)]
-            attend(*own, scale, window)[0].backward(grad)
-        return tuple(x.grad for x in own)
-
-    def table(config, device):
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        config = config.get_text_config()
-        positions = torch.arange(config.max_position_embeddings)[None]
-        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-        half = cos.shape[-1] // 2
-        return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
-
-    def route(logits, k, renormalizes):
-        weights, chosen = logits.float().softmax(-1).topk(k)
-        return weights / weights.sum(-1, keepdim=True) if renormalizes else weights, chosen.int()
-
-    def compute_experts(x, gate_up, down, weights, chosen):
-        gate, up = torch.einsum("tn,tkin->tki", x, gate_up[chosen]).chunk(2, -1)
-        outputs = torch.einsum("tki,tkni->tkn", torch.nn.functional.silu(gate) * up, down[chosen])
-        return (outputs * weights[..., None]).sum(1).to(x.dtype)
-
-    monkeypatch.setattr(exact, "rms_norm_kernel", rms_norm)
-    monkeypatch.setattr(exact_mlp, "routing_kernel", route)
-    monkeypatch.setattr(exact_mlp, "experts_kernel", compute_experts)
-    monkeypatch.setattr(exact, "rotary_kernel", rotate)
-    monkeypatch.setattr(exact, "attention_kernel", attend)
-    monkeypatch.setattr(exact, "attention_backward_kernel", attend_backward)
-    monkeypatch.setattr(exact, "rotary_table", table)
-    monkeypatch.setattr(
-        exact,
-        "logprob_kernel",
-        lambda logits, targets, temperature: (
-            (logits.float() / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        ),
-    )
 
 
 @pytest.mark.parametrize(("adapters", "workers"), [({}, 1), ({}, 2), ({"lora_rank": 4}, 4)])

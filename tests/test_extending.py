@@ -5,19 +5,15 @@ pytest tests/test_extending.py
 """
 
 import ast
-import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from textwrap import indent
 
 import pytest
-from conftest import ROOT, Script, cpu_only
+from conftest import ROOT, SYNC, Script, code_of, copy, cpu_only
 
 from recipe.tasks.tiny_model import build_tiny_model
 
-SYNC = ("rlhf_utils.py", "weight_sync")  # all that the sync needs
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
 
 PRELUDE = """
@@ -90,20 +86,6 @@ print("OK", flush=True)
 dist.barrier()
 os._exit(0)  # not through Python's own way out: gloo's threads may still want the GIL
 """
-
-
-def code_of(document: str) -> list[str]:
-    """The Python blocks of a document."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S)
-
-
-def copy(folder: Path, *names: str) -> Path:
-    folder.mkdir(exist_ok=True)
-    for name in names:
-        path = ROOT / name
-        copied = shutil.copytree if path.is_dir() else shutil.copy
-        copied(path, folder / name)
-    return folder
 
 
 @cpu_only

@@ -11,14 +11,10 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import ROOT
-from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, gpus
-from test_architectures import build
-from test_chat import run_two_steps, write_task
-from test_compiled import assert_syncs_are_exact
-from test_quantized import compare
-from test_task import chat_tokenizer
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from conftest import ROOT, metrics_of
+from learners import build
+from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, assert_syncs_are_exact, compare, gpus
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from recipe.learning import layout
 from recipe.learning.exact import match_engine
@@ -68,7 +64,7 @@ def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, rewa
     assert text.splitlines()[-1].startswith("OK: reward "), text
     for pattern in says:
         assert re.search(pattern, text, re.MULTILINE), text
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     assert len(rows) == 30
     assert rows[0]["reward/mean"] < 0.25
     assert rows[-1]["reward/mean"] > reward  # a step of which the engine had other weights would have ended the run
@@ -106,7 +102,7 @@ def test_ppo_learns_with_all_five_actors(script, tmp_path, options, count, share
     # Which worker of the engine is on which GPU, Ray decides.
     numbers = [{actor.replace("engine 1", "engine 0") for actor in group} for group in (*on.values(), *shared)]
     assert sorted(map(sorted, numbers[: len(on)])) == sorted(map(sorted, numbers[len(on) :])), text
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 1
     assert rows[-1]["ppo/explained_variance"] > 0.3
 
@@ -131,23 +127,6 @@ def test_student_learns_from_a_teacher_beside_its_engine_or_apart(script, tmp_pa
     assert abs(reverse_kls("model")[0]) < 0.01
     before, *_, after = reverse_kls("recipe.tasks.tiny_model:build_tiny_base")
     assert after < before / 2
-
-
-@pytest.mark.gpu(1)
-def test_model_of_half_a_billion_parameters_learns_from_chats(script, tmp_path, monkeypatch):
-    """Its weights are random, and half of its rewards are as well. Both sides must see the same tokens."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import step
-
-    model = tmp_path / "model"
-    step.build_model(model, step.Arguments(shape="qwen2.5-0.5b"), "cuda")
-    chat_tokenizer(model, AutoTokenizer.from_pretrained(model))
-    write_task(tmp_path, "def rare(completions, **_): return [len(c[0]['content']) % 2 for c in completions]")
-    flags = "--learning-rate 1e-6 --max-tokens 256 --save-every 0"
-    environment = {"CUDA_VISIBLE_DEVICES": gpus(slice(1))}
-    rows = run_two_steps(script, tmp_path, "rlhf_colocate.py", 0.02, *flags.split(), **environment)
-    print(*rows, sep="\n")
-    assert all(row["grad_norm"] > 0 for row in rows[1:])
 
 
 @pytest.mark.gpu(1)

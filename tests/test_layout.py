@@ -7,17 +7,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from test_exact import torch_arithmetic  # noqa: F401 - a fixture
-from test_learning import CPU, LLAMA, MODELS, config, rollouts, use_sgd, write_model
-from test_sharded import on_ranks, weights_of
+from learners import (
+    APART,
+    CPU,
+    LLAMA,
+    MODELS,
+    assert_same,
+    config,
+    groups_of_three,
+    learn_in_both_layouts,
+    on_ranks,
+    scores_and_gradients,
+    write_model,
+)
 
 from recipe.learning import layout
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.layout import SHARED, lay_out
 from recipe.learning.model import Model
 
-APART = 10**9  # tokens: no prompt is so long
 SHARING = {
     "Llama": LLAMA,
     "Qwen2": LLAMA,
@@ -33,30 +41,6 @@ WITHOUT = {
     "states of Mamba layers": ("Jamba", LLAMA | JAMBA | {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "positions of its own": ("Bloom", {"n_head": 2}),
 }
-
-
-def groups_of_three(learner, count=9, seed=0):
-    """Rollouts in groups behind prompts of 8 to 12 tokens. The last group's is shorter, so that it passes in rows."""
-    drafts = rollouts(learner, seed, count)
-    lengths = [2 if row + 3 >= count else 8 + 2 * (row // 3) for row in range(count)]
-    batch = [
-        replace(d, prompt_ids=[row // 3 + 5] * length)
-        for row, (d, length) in enumerate(zip(drafts, lengths, strict=True))
-    ]
-    batch = [replace(rollout, truncated=row == 0) for row, rollout in enumerate(batch)]
-    logprobs = learner.model.score_all(batch)[0]
-    return [replace(r, logprobs=row[: len(r.completion_ids)].tolist()) for r, row in zip(batch, logprobs, strict=True)]
-
-
-def scores_and_gradients(model, group, entropy=True):
-    model.module.zero_grad()
-    logprobs, entropies = model.score(group, 8, entropy)
-    logprobs.square().sum().backward()
-    return (
-        logprobs.detach(),
-        entropies,
-        {name: p.grad.clone() for name, p in model.module.named_parameters() if p.requires_grad},
-    )
 
 
 @pytest.mark.parametrize("exactly", [False, True])
@@ -92,26 +76,6 @@ def test_models_with_more_than_attention_to_all_pass_in_rows(tmp_path, kind):
     assert not model.shares_prompts
 
 
-def learn(folder, model, batches, **changes):
-    """Two steps, with shared prompts and without. The first rank saves weights and metrics."""
-    results = []
-    for layout.SHARED_TOKENS in (8, APART):
-        learner = GRPOLearner(model, config(group_size=3, max_grad_norm=0.01, **changes), CPU)
-        use_sgd(learner)
-        results.append(([learner.learn(batch) for batch in batches], weights_of(learner)))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(results, folder / f"results-{learner.model.ranks}.pt")
-
-
-def assert_same(results, atol=1e-6):
-    (expected_metrics, expected), *others = results
-    for metrics, weights in others:
-        for row, expected_row in zip(metrics, expected_metrics, strict=True):
-            assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-6)
-        for name, tensor in expected.items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=atol)
-
-
 @pytest.fixture
 def llama(tmp_path):
     return write_model("Llama", tmp_path / "model", **LLAMA)
@@ -119,7 +83,7 @@ def llama(tmp_path):
 
 @pytest.fixture
 def batches(llama, monkeypatch):
-    monkeypatch.setattr(layout, "SHARED_TOKENS", 8)  # restored after `learn`
+    monkeypatch.setattr(layout, "SHARED_TOKENS", 8)  # restored after `learn_in_both_layouts`
     learner = GRPOLearner(llama, config(), CPU)
     return [groups_of_three(learner, seed=seed) for seed in range(2)]
 
@@ -137,7 +101,7 @@ def batches(llama, monkeypatch):
     ids=" ".join,
 )
 def test_steps_with_shared_prompts_are_those_without(tmp_path, llama, batches, changes):
-    learn(tmp_path, llama, batches, **changes)
+    learn_in_both_layouts(tmp_path, llama, batches, **changes)
     assert_same(torch.load(tmp_path / "results-1.pt"))
 
 
@@ -148,13 +112,13 @@ def test_long_and_short_prompts_together_get_rows_of_their_own(batches):
 
 def test_two_ranks_with_shared_prompts_learn_what_one_learns(tmp_path, llama, batches):
     settings = {"mask_truncated_completions": True, "micro_batch_tokens": 30}
-    learn(tmp_path, llama, batches, **settings)
+    learn_in_both_layouts(tmp_path, llama, batches, **settings)
     on_ranks(2, learn_masked, tmp_path, llama, batches, settings)
     assert_same([result for ranks in (1, 2) for result in torch.load(tmp_path / f"results-{ranks}.pt")])
 
 
 def learn_masked(folder, model, batches, settings):
-    learn(folder, model, batches, **settings)
+    learn_in_both_layouts(folder, model, batches, **settings)
 
 
 def test_micro_batches_count_a_shared_prompt_once(llama, batches):

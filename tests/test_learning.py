@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 import transformers
+from learners import CPU, LOSSES, MODELS, config, gemma2, rollouts, rounding_learner, use_sgd, vector_of, write_model
 
 import rlhf
 import rlhf_colocate
@@ -22,8 +23,8 @@ import rlhf_nccl
 import rlhf_ppo
 from recipe.errors import DivergenceError, MismatchError, RunError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import PolicyLearner, Proof, learning_rate, rate_schedule
-from recipe.learning.model import Model, micro_batch_slices
+from recipe.learning.learner import Proof, learning_rate, rate_schedule
+from recipe.learning.model import micro_batch_slices
 from recipe.learning.objectives import advantages, kl_estimate
 from recipe.learning.precision import bf16_weights
 from recipe.learning.rollout import Rollout
@@ -36,46 +37,6 @@ from recipe.run.folder import RunFolder
 from recipe.tasks.dataset import Row
 from recipe.tasks.rewards import Batch, Group
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
-
-CPU = torch.device("cpu")
-LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
-
-
-def config(**changes):
-    return GRPOConfig(**{"group_size": 2, "max_tokens": 8, "learning_rate": 1e-3, **changes})
-
-
-def rollouts(learner, seed=0, count=4):
-    """Rollouts of random lengths, with the learner's own log-probabilities for the engine's."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = learner.model.module.config.get_text_config().vocab_size
-
-    def draw(least):
-        length = int(torch.randint(least, 8, (1,), generator=generator))
-        return (torch.randint(2, 250, (length,), generator=generator) % vocabulary).tolist()
-
-    drafts = [Rollout(draw(2), draw(1), [], float(torch.rand(1, generator=generator))) for _ in range(count)]
-    width = max(len(draft.completion_ids) for draft in drafts)
-    with torch.no_grad():
-        logprobs, _ = learner.model.score(drafts, width)
-    rows = (row[: len(draft.completion_ids)].tolist() for draft, row in zip(drafts, logprobs, strict=True))
-    return [replace(draft, logprobs=row) for draft, row in zip(drafts, rows, strict=True)]
-
-
-def vector_of(learner):
-    """All of its weights, as they are now."""
-    return torch.nn.utils.parameters_to_vector(learner.model.module.parameters()).detach().clone()
-
-
-def use_sgd(learner, rate=1.0):
-    """Adam would blow differences in the last bit of a gradient near zero up to the size of the learning rate."""
-    learner.optimizer = torch.optim.SGD(learner.parameters, lr=rate)
-    learner.rate = lambda step: rate
 
 
 def test_log_probabilities_are_the_models_at_the_temperature(model):
@@ -126,19 +87,6 @@ def test_micro_batches_hold_so_many_tokens_with_their_padding():
     assert micro_batch_slices(mixed, 100) == [slice(0, 1), slice(1, 2), slice(2, 4)]
 
 
-def write_model(architecture, folder, **options):
-    """A small model with random weights, three times as large as new ones are, so that its logits are well apart."""
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 258, "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{architecture}Config")(**small | options)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(3)
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 def plain_gradient(learner, batch):
     """Of the loss of a first update, whose terms are worked out one completion at a time from all of its logits."""
     config, loss, entropy = learner.config, 0, 0
@@ -173,16 +121,6 @@ def assert_gradient_is_the_plain_one(path, **changes):
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)  # what is left of fp32 terms of about 1
     assert metrics["entropy"] == pytest.approx(entropy, rel=1e-5)
     return learner
-
-
-LLAMA = {"num_key_value_heads": 1, "intermediate_size": 64}
-MODELS = {  # with what they make of their heads' scores
-    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "Llama": LLAMA,
-    "Gemma2": {**LLAMA, "head_dim": 32, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
-    "Cohere": {**LLAMA, "logit_scale": 0.3},
-    "Granite": {**LLAMA, "logits_scaling": 3.0},
-}
 
 
 @pytest.mark.parametrize("gradient_checkpointing", ["false", "true"])
@@ -517,19 +455,6 @@ def test_learning_rate_is_the_optimizers(model):
     assert moved == [False, True, True]
 
 
-class RoundingModel(Model):
-    """Computes in bf16, as on a GPU."""
-
-    def autocast(self):
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def rounding_learner(path, bound, **changes):
-    """A learner in bf16, of a script with this bound of the mismatch."""
-    settings = config(**changes)
-    return PolicyLearner(RoundingModel(path, settings, CPU, learns=True), settings, proof=Proof(bound))
-
-
 def test_bound_of_the_mismatch_is_twice_what_rounding_explains_if_that_is_more(model):
     learner = rounding_learner(model, 1e-5, temperature=0.5)
     module = learner.model.module
@@ -568,21 +493,6 @@ def test_mismatch_over_the_bound_updates_nothing(model, updates):
     learner.learn(rollouts(learner))
     with pytest.raises(MismatchError, match=r"are not numbers: .* lower --learning-rate"):
         learner.mismatch(batch)
-
-
-def gemma2(folder, scale: float, **options) -> str:
-    """A model that soft-caps its attention, with a window shorter than its prompts, and this much larger weights."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 258}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "query_pre_attn_scalar": 32}
-    torch.manual_seed(0)
-    gemma = Gemma2ForCausalLM(Gemma2Config(**small | heads | options))
-    for parameter in gemma.parameters():
-        parameter.data.mul_(scale)
-    gemma.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("scale", [3.5, 8.0])  # whose log-probabilities are 7e-6 and 2e-3 off

@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import cpu_only
+from conftest import cpu_only, metrics_of
+from learners import CPU, build, config, on_ranks, rollouts, save, weights_of
 from pair import CORE_IN_PROCESS, Pair
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from test_architectures import build
-from test_learning import CPU, config, rollouts
-from test_rlhf import rows
-from test_sharded import on_ranks, save, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf
@@ -30,15 +27,9 @@ from recipe.learning.lora import add_adapters, load_adapters
 from recipe.learning.named_tensors import NamedTensors
 from recipe.run.arguments import parse
 from recipe.run.checkpoint import Models, choose_models, write_checkpoint
-from recipe.tasks.tiny_model import build_tiny_model
 from weight_sync.lora import LoRAWeight, materialized
 
 LORA = {"lora_rank": 4, "learning_rate": 1e-2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +188,10 @@ def learn_lora(folder, model, batches):
 def test_two_ranks_learn_and_save_what_one_does(model, tmp_path, batches):
     learn_lora(tmp_path, model, batches)
     on_ranks(2, learn_lora, tmp_path, model, batches)
-    (metrics, adapters), (metrics_of_two, adapters_of_two) = (
+    (metrics, adapters), (metrics_two, adapters_of_two) = (
         torch.load(tmp_path / f"learned-{ranks}.pt") for ranks in (1, 2)
     )
-    for one, two in zip(metrics, metrics_of_two, strict=True):
+    for one, two in zip(metrics, metrics_two, strict=True):
         assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
     for one, two in zip(adapters, adapters_of_two, strict=True):
         assert (one - two).norm() <= 1e-5 * one.norm()
@@ -338,14 +329,14 @@ def test_script_with_adapters_learns_and_goes_on(script, tmp_path):
     flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")
     text = script("rlhf_colocate.py", *flags, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    metrics = rows(tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert (tmp_path / "run" / "checkpoint-000014" / "adapter_model.safetensors").exists()
     text = script("rlhf_colocate.py", "--resume", "run", "--steps", 16, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, 17))
-    assert rows(tmp_path / "run")[-2]["reward/mean"] > 0.7
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 17))
+    assert metrics_of(tmp_path / "run")[-2]["reward/mean"] > 0.7
 
 
 @cpu_only

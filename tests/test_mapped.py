@@ -21,10 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
-from test_replay import Engine, Model, tensors
-from test_routed_sync import Base
-from test_shared_memory import CPU, Worker
-from test_transport import Receiving
+from fakes import ColocatedWorker, FakeDTensor, Model, ModelEngine, Receiving, model_tensors
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, rebuild_ipc, share_tensor
 from weight_sync import buckets, copies, rotation, sender, staging
@@ -32,6 +29,7 @@ from weight_sync import ranks as ranks_module
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 
+CPU = torch.device("cpu")
 DIFFERS = "what the engine now serves is not what the trainer has: digests of a part differ"
 copies._has_kernel, copies.SHORTEST_RUN = lambda device: True, 32
 rotation.SYNCS = 3
@@ -60,11 +58,11 @@ class Casting(Model):
 
 
 def values(seed, model=Casting):
-    made = tensors(seed) | ({"last": torch.full((1,), float(seed))} if model is Casting else {})
+    made = model_tensors(seed) | ({"last": torch.full((1,), float(seed))} if model is Casting else {})
     return made | {"embed": made["embed"].bfloat16().float()}  # the interpreter truncates where a GPU rounds
 
 
-class Shard(Base):
+class Shard(FakeDTensor):
     # What a rank holds of a tensor, in memory that other processes can map.
     def __init__(self, whole, rank, ranks):
         super().__init__(whole, rank, ranks)
@@ -132,7 +130,7 @@ class Sync:
         for rank, trainer in enumerate(self.trainers):
             trainer.channel.workers = workers
             for _ in range(workers):
-                self.workers.append(Worker(Engine(model(rank=rank % 2)), trainer.channel.handles))
+                self.workers.append(ColocatedWorker(ModelEngine(model(rank=rank % 2)), trainer.channel.handles))
                 self.workers[-1].rank = rank
         stale_handles = [share_tensor(tensor) for tensor in self.memory(stale)] if stale else []
 

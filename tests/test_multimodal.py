@@ -11,14 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import cpu_only
+from conftest import cpu_only, metrics_of
+from learners import (
+    APART,
+    CPU,
+    HEADS,
+    LOUDNESS,
+    SMALL,
+    WINDOW,
+    assert_same,
+    config,
+    groups_of_three,
+    learn_in_both_layouts,
+    on_ranks,
+    rollouts,
+    scores_and_gradients,
+)
 from safetensors.torch import load_file, save_file
-from test_architectures import HEADS, LOUDNESS, SMALL, WINDOW
-from test_exact import torch_arithmetic  # noqa: F401 - a fixture
-from test_layout import APART, assert_same, groups_of_three, learn, scores_and_gradients
-from test_learning import CPU, config, rollouts
-from test_rlhf import rows
-from test_sharded import on_ranks
 
 from recipe.learning import layout
 from recipe.learning.exact import missing_operation
@@ -176,7 +185,7 @@ def test_text_has_the_same_scores_in_rows_behind_one_prompt_and_exactly(model, m
 
 def learn_all(folder, batches_by_model):
     for model, batches in batches_by_model.items():
-        learn(Path(model), model, batches)
+        learn_in_both_layouts(Path(model), model, batches)
 
 
 def test_two_ranks_learn_what_one_learns(tmp_path):
@@ -211,4 +220,4 @@ def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family,
     text = script("rlhf.py", "--model", saved, "--task", "uppercase", "--output", "run", *size, *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert f"first sync: {len(learner.model.named_tensors())} tensors" in text
-    assert max(row["logprobs/mismatch"] for row in rows(tmp_path / "run")) < 1e-5
+    assert max(row["logprobs/mismatch"] for row in metrics_of(tmp_path / "run")) < 1e-5

@@ -6,7 +6,6 @@ pytest tests/test_native.py -m slow    runs of the script
 
 import functools
 import inspect
-import json
 import os
 import random
 import re
@@ -17,10 +16,10 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from conftest import cpu_only
+from conftest import cpu_only, metrics_of
+from learners import build
 from pair import engine_environment, stop
 from safetensors.torch import load_file
-from test_architectures import build
 
 import rlhf_nccl
 from recipe.errors import MismatchError
@@ -57,7 +56,7 @@ def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
     assert (tmp_path / "calls").read_text() == "." * 8 * 31  # of 30 steps and the last proof, no nonsense before them
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert re.search(r"^(\d+) of \1 greedy tokens are the trainer's own", text, re.MULTILINE)
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(tmp_path / "run")
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75

@@ -78,7 +78,7 @@ import sys, torch, rlhf_utils
 from datetime import timedelta
 from torch.distributed import TCPStore
 from weight_sync import buckets
-from test_transport import Engine, Worker, communicator
+from fakes import Engine, Worker, communicator
 
 buckets.STAGING_BYTES = 64 << 20
 address, rank = sys.argv[1], int(sys.argv[2])

@@ -20,12 +20,10 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from conftest import ROOT, Script, cpu_only
+from conftest import ROOT, Script, cpu_only, metrics_of
+from learners import CPU, chat_tokenizer, on_ranks, rollouts, use_sgd, vector_of, weights_of
 from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file, save_file
-from test_learning import CPU, rollouts, use_sgd, vector_of
-from test_sharded import on_ranks, weights_of
-from test_task import chat_tokenizer
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf_ppo
@@ -46,18 +44,12 @@ from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession
 from recipe.tasks.rewards import Batch, Group
 from recipe.tasks.task import load_task
-from recipe.tasks.tiny_model import build_tiny_model
 from recipe.tasks.tiny_reward_model import build_tiny_reward_model, examples, points
 from rlhf_utils import WeightSyncError
 
 
 def config(**changes):
     return PPOConfig(**{"group_size": 2, "max_tokens": 8, "learning_rate": 1e-3, "num_mini_batches": 2, **changes})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -689,14 +681,10 @@ def test_models_that_share_devices_are_called_in_turn_and_others_at_once(shared,
 # --- Whole runs -------------------------------------------------------------------------------------------------------
 
 
-def rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def timeless(run):
     """The metrics of a run, but for what depends on the machine."""
     machine = ("time/", "tokens/", "sync/", "memory/")
-    return [{name: row[name] for name in row if not name.startswith(machine)} for row in rows(run)]
+    return [{name: row[name] for name in row if not name.startswith(machine)} for row in metrics_of(run)]
 
 
 @pytest.fixture(scope="module")
@@ -715,7 +703,7 @@ def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
     assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engine had loaded", text, re.M)
     table = re.findall(r"^cpu:0 +(\w+) 0$", text, re.M)
     assert table == ["trainer", "critic", "reference", "reward_model", "engine"]
-    metrics = rows(run)
+    metrics = metrics_of(run)
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert metrics[0]["reward/mean"] < 0.6
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1
@@ -756,7 +744,7 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
     assert re.findall(r"^cpu:\d +(\w+) (\d)$", text, re.M) == [
         ("trainer", "0"), ("critic", "0"), ("reference", "0"), ("reward_model", "0"), ("engine", "0"), ("engine", "1"),
     ]  # fmt: skip
-    before, *metrics = rows(tmp_path / "run")
+    before, *metrics = metrics_of(tmp_path / "run")
     assert metrics[-1]["eval/reward"] > before["eval/reward"]
     for row in metrics:
         parts = row["rewards/uppercase/mean"], row["rewards/reward_model/mean"]
@@ -772,5 +760,5 @@ def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_p
 def test_two_ranks_beside_two_workers_learn(script, tmp_path):
     text = script("rlhf_ppo.py", "--tensor-parallel-size", 2, "--steps", 12, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    metrics = rows(tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.3

@@ -5,7 +5,6 @@ pytest tests/test_quantized.py            syncs without the script
 pytest tests/test_quantized.py -m slow    a run of the script
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -13,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import cpu_only
-from pair import CORE_IN_PROCESS, Pair
-from test_rlhf import rows
+from conftest import cpu_only, metrics_of
+from pair import CORE_IN_PROCESS, Pair, compare
 
 import rlhf_online_quant
 from recipe.errors import MismatchError
@@ -74,14 +72,6 @@ def pair(tmp_path_factory):
         hf_overrides={"quantization_config_dict_json": json.dumps(config_to_dict(config))},
     ) as pair:
         yield pair
-
-
-def compare(pair, weights=None) -> tuple[int, int]:
-    comparing = pair.start("compare_weights")
-    try:
-        return dataclasses.astuple(pair.sender.compare_weights(weights or pair.learner.model.module.named_parameters()))
-    finally:
-        comparing.result()
 
 
 def test_weights_are_quantized_again_at_every_sync(pair):
@@ -175,7 +165,7 @@ def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, 
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
     pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
     assert re.findall(pattern, text) == ["0", "16", "16", "16", "16"]
-    metrics = rows(tmp_path / "run")
+    metrics = metrics_of(tmp_path / "run")
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     mismatch = [row["logprobs/mismatch"] for row in metrics]

@@ -5,13 +5,30 @@ pytest tests/test_replay.py
 
 import gc
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import cpu_only
-from test_transport import Receiving, Worker, groups, same_bits
+from fakes import (
+    HIDDEN,
+    MODEL_SHAPES,
+    PADDING,
+    QUANTIZED,
+    RANKS,
+    VOCABULARY,
+    Model,
+    ModelEngine,
+    PerRow,
+    Quantized,
+    QuantizedEngine,
+    Receiving,
+    Worker,
+    groups,
+    model_tensors,
+    quantizable,
+    same_bits,
+)
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -22,101 +39,7 @@ from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel, computes_with_copy, expected_writes, pack_experts_when_loaded
 from weight_sync.staging import Staging
 
-HIDDEN, VOCABULARY, RANKS = 16, 40, 2
-SHAPES = {
-    "embed": (VOCABULARY, HIDDEN),
-    "q": (HIDDEN, HIDDEN),
-    "k": (HIDDEN // 2, HIDDEN),
-    "o": (HIDDEN, HIDDEN),
-    "fc": (HIDDEN, 4 * HIDDEN),
-    "bias": (4 * HIDDEN,),
-    "norm": (HIDDEN,),
-}
-PADDING = 4  # rows behind each rank's share of the vocabulary
 PADDED = VOCABULARY // RANKS + PADDING
-
-
-class Model(torch.nn.Module):
-    """One rank's shards: rows, fused rows, columns, a transposed weight, and a padded vocabulary."""
-
-    size = RANKS
-
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-        shapes = {
-            "embed": (VOCABULARY // self.size + PADDING, HIDDEN),
-            "qk": (HIDDEN // self.size + HIDDEN // 2 // self.size, HIDDEN),
-            "o": (HIDDEN, HIDDEN // self.size),
-            "fc": (4 * HIDDEN // self.size, HIDDEN),
-            "bias": (4 * HIDDEN // self.size,),
-            "norm": (HIDDEN,),
-        }
-        for name, shape in shapes.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape), requires_grad=False))
-
-    def share(self, weight, dim):
-        size = weight.size(dim) // self.size
-        return weight.narrow(dim, self.rank * size, size)
-
-    def load_weights(self, weights):
-        for name, weight in weights:
-            getattr(self, f"load_{name}")(weight)
-
-    def load_embed(self, weight):
-        share = self.share(weight, 0)
-        self.embed[: len(share)].data.copy_(share)
-        self.embed[len(share) :].data.fill_(0)
-
-    def load_q(self, weight):
-        self.qk.data.narrow(0, 0, HIDDEN // self.size).copy_(self.share(weight, 0))
-
-    def load_k(self, weight):
-        self.qk.data.narrow(0, HIDDEN // self.size, HIDDEN // 2 // self.size).copy_(self.share(weight, 0))
-
-    def load_o(self, weight):
-        self.o.data.copy_(self.share(weight, 1))
-
-    def load_fc(self, weight):
-        self.fc.data.copy_(self.share(weight.t(), 0))
-
-    def load_bias(self, weight):
-        self.bias.data.copy_(self.share(weight, 0))
-
-    def load_norm(self, weight):
-        self.norm.data.copy_(weight)
-
-    def process_weights(self):
-        pass
-
-
-class Engine(EngineModel):
-    """The real preflight, record, replay and digest, over such a model instead of vLLM's."""
-
-    def __init__(self, model):
-        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
-        worker.model_config = SimpleNamespace(dtype=torch.float32)
-        worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
-        worker.parallel_config = SimpleNamespace(tensor_parallel_size=getattr(model, "size", RANKS))
-        super().__init__(worker)
-        self.loads = 0
-        self.required_elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-
-    def reload(self, batches, expected):
-        self.digest = None
-        self.loaded_buffers |= {name for name, *_ in expected} & dict(self.model.named_buffers()).keys()
-        for weights in batches:
-            self.loads += 1
-            self.model.load_weights(weights)
-        self.model.process_weights()
-
-    def _loadable_parameters(self):
-        return nullcontext(dict(self.model.named_parameters()) | dict(self.model.named_buffers()))
-
-
-def tensors(seed):
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def expected(rank, weights):
@@ -130,7 +53,7 @@ class Sync:
 
     def __init__(self, model=Model, syncs=1):
         trainer, *others = groups(1 + RANKS)
-        self.engines = [Engine(model(rank)) for rank in range(RANKS)]
+        self.engines = [ModelEngine(model(rank)) for rank in range(RANKS)]
         self.workers = [Worker(engine, other) for engine, other in zip(self.engines, others, strict=True)]
         self.receiving = [Receiving(worker, syncs) for worker in self.workers]
         self.sender = WeightSender(trainer)
@@ -153,11 +76,11 @@ class Sync:
 def test_copies_are_replayed_bit_for_bit(monkeypatch, bucket_bytes):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes)
     sync = Sync(syncs=4)
-    assert sync(tensors(1)) == "replay"
+    assert sync(model_tensors(1)) == "replay"
     loads = [engine.loads for engine in sync.engines]
     for seed in (2, 3, 4):
-        source = tensors(1)
-        for name, tensor in tensors(seed).items():
+        source = model_tensors(1)
+        for name, tensor in model_tensors(seed).items():
             source[name].copy_(tensor)
         # Other tensors of the same names, dtypes and shapes: what was agreed on still holds.
         assert sync(source) == "replay"
@@ -167,11 +90,11 @@ def test_copies_are_replayed_bit_for_bit(monkeypatch, bucket_bytes):
 
 def test_same_tensors_with_other_values_load_nothing():
     sync = Sync(syncs=3)
-    weights = tensors(1)
+    weights = model_tensors(1)
     assert sync(weights) == "replay"
     loads = [engine.loads for engine in sync.engines]
     for seed in (2, 3):
-        for name, tensor in tensors(seed).items():
+        for name, tensor in model_tensors(seed).items():
             weights[name].copy_(tensor)
         assert sync(weights) == "replay"
     assert [engine.loads for engine in sync.engines] == loads
@@ -179,7 +102,7 @@ def test_same_tensors_with_other_values_load_nothing():
 
 def test_tensors_cut_into_rows_are_replayed(monkeypatch):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)  # the embedding has 2,560 bytes
-    assert Sync()(tensors(1)) == "replay"
+    assert Sync()(model_tensors(1)) == "replay"
 
 
 class ClearsFirst(Model):
@@ -190,7 +113,7 @@ class ClearsFirst(Model):
 
 def test_tensor_that_is_cleared_before_its_rows_come_is_not_cleared_again_between_them(monkeypatch):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)
-    assert Sync(ClearsFirst)(tensors(1)) == "replay"
+    assert Sync(ClearsFirst)(model_tensors(1)) == "replay"
 
 
 class Scales(Model):
@@ -225,7 +148,7 @@ class ScalesInPlace(Model):
 )
 def test_loader_that_does_more_than_copy_is_refused(model, reason):
     sync = Sync(model, syncs=2)
-    weights = tensors(1)
+    weights = model_tensors(1)
     assert sync(weights).startswith(reason)
     assert sync(weights).startswith(reason)
 
@@ -233,20 +156,20 @@ def test_loader_that_does_more_than_copy_is_refused(model, reason):
 @pytest.fixture
 def forgetful(monkeypatch):
     """Replays leave out a copy."""
-    record = Engine.record
+    record = ModelEngine.record
 
     def record_less(self, buckets, staging):
         refused = record(self, buckets, staging)
         self.replay_steps[-1][-1].torch_copies.pop()
         return refused
 
-    monkeypatch.setattr(Engine, "record", record_less)
+    monkeypatch.setattr(ModelEngine, "record", record_less)
 
 
 @pytest.mark.usefixtures("forgetful")
 def test_replay_that_leaves_out_an_element_is_found_and_repaired():
     sync = Sync(syncs=2)
-    weights = tensors(1)
+    weights = model_tensors(1)
     assert sync(weights) == "reload (replay did not reproduce it bit for bit)"
     assert sync(weights) == "reload (replay did not reproduce it bit for bit)"
 
@@ -262,7 +185,7 @@ def test_worker_whose_replay_was_wrong_vouches_for_nothing_until_the_reload(monk
     transmit = sync.sender._transmit
     monkeypatch.setattr(sync.sender, "_transmit", dies_before_the_reload)
     with pytest.raises(MemoryError):
-        sync.sender.send_weights(tensors(1).items())
+        sync.sender.send_weights(model_tensors(1).items())
     for receiving in sync.receiving:
         receiving.join(5)
     assert [engine.unchanged() for engine in sync.engines] == [False, False]
@@ -284,7 +207,7 @@ class AbsorbsIntoBuffer(Model):
 def test_replay_that_leaves_computed_tensors_stale_is_refused(model):
     sync = Sync(model, syncs=2)
     for seed in (1, 2):
-        assert sync(tensors(seed)) == "reload (replay did not reproduce it bit for bit)"
+        assert sync(model_tensors(seed)) == "reload (replay did not reproduce it bit for bit)"
         assert all(engine.model.squared.equal(engine.model.norm.data**2) for engine in sync.engines)
 
 
@@ -296,7 +219,7 @@ class KeepsCache(Model):
 
 
 def test_cache_is_no_difference_between_replay_and_reload():
-    assert Sync(KeepsCache)(tensors(1)) == "replay"
+    assert Sync(KeepsCache)(model_tensors(1)) == "replay"
 
 
 class CutsOff(Model):
@@ -308,8 +231,8 @@ def test_tensor_that_the_engine_would_load_only_in_part_is_refused():
     wrong, half = torch.ones(3 * HIDDEN), torch.ones(2 * HIDDEN)  # half of a tensor may be this worker's share
     sync = Sync(CutsOff)
     with pytest.raises(WeightSyncError, match=r"norm \[48\]: the engine would load only a part of it"):
-        sync(tensors(1) | {"norm": wrong})
-    assert not Engine(CutsOff(0)).trace([("norm", "float32", tuple(half.shape))])[1]
+        sync(model_tensors(1) | {"norm": wrong})
+    assert not ModelEngine(CutsOff(0)).trace([("norm", "float32", tuple(half.shape))])[1]
 
 
 class ForTheOtherRank(Model):
@@ -319,7 +242,7 @@ class ForTheOtherRank(Model):
 
 
 def test_tensor_that_is_not_for_a_worker_is_no_problem_there():
-    assert Engine(ForTheOtherRank(0)).trace([("norm", "float32", (HIDDEN,))]) == ({"norm": []}, [])
+    assert ModelEngine(ForTheOtherRank(0)).trace([("norm", "float32", (HIDDEN,))]) == ({"norm": []}, [])
 
 
 def test_a_loaders_reason_is_cut_short_between_words():
@@ -327,7 +250,7 @@ def test_a_loaders_reason_is_cut_short_between_words():
         def load_weights(self, weights):
             raise ValueError("word " * 50)
 
-    (problem,) = Engine(Refuses(0)).trace([("norm", "float32", (HIDDEN,))])[1]
+    (problem,) = ModelEngine(Refuses(0)).trace([("norm", "float32", (HIDDEN,))])[1]
     assert problem.endswith("word word ...)")
 
 
@@ -341,7 +264,7 @@ class WithBuffer(Model):
 def test_tensor_that_is_loaded_into_a_buffer_is_replayed():
     sync = Sync(WithBuffer, syncs=2)
     for seed in (1, 2):
-        weights = tensors(seed)
+        weights = model_tensors(seed)
         assert sync(weights) == "replay"
         assert all(engine.model.norm.equal(weights["norm"]) for engine in sync.engines)
         assert all(engine.unchanged() for engine in sync.engines)
@@ -351,7 +274,7 @@ def test_tensor_that_is_loaded_into_a_buffer_is_replayed():
 
 
 def test_buffer_that_a_sync_brings_first_is_no_difference_to_what_was_loaded_from_disk():
-    weights, sync = tensors(1), Sync(WithBuffer)
+    weights, sync = model_tensors(1), Sync(WithBuffer)
     for engine in sync.engines:
         engine.model.load_weights(weights.items())
     actor = EngineActor(0)
@@ -553,16 +476,7 @@ def test_recording_that_fails_leaves_the_sync_with_reload(monkeypatch):
         raise MemoryError("no room for scratch")
 
     monkeypatch.setattr(replay, "BatchedCopy", fails)
-    assert Sync()(tensors(1)) == "reload (MemoryError: no room for scratch)"
-
-
-class PerRow:
-    """Quantizes as vLLM's methods do: the weight that was loaded gives way to its int8 form and its rows' scales."""
-
-    def process_weights_after_loading(self, layer):
-        scale = layer.weight.abs().amax(1, keepdim=True) / 127
-        layer.weight = torch.nn.Parameter((layer.weight / scale).round().to(torch.int8), requires_grad=False)
-        layer.scale = torch.nn.Parameter(scale, requires_grad=False)
+    assert Sync()(model_tensors(1)) == "reload (MemoryError: no room for scratch)"
 
 
 class Notes(PerRow):
@@ -635,66 +549,8 @@ class Reshapes(PerRow):
             layer.scale = torch.nn.Parameter(layer.scale[:, 0], requires_grad=False)
 
 
-QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}
-
-
-class Quantized(torch.nn.Module):
-    """One rank's rows of `q` and `k`, fused, of `o` and of `fc`; all quantized, `o` with a bias that is not."""
-
-    size = RANKS
-
-    def __init__(self, rank, method=PerRow):
-        super().__init__()
-        self.rank = rank
-        self.loadable = {f"{name}.weight": torch.zeros(shape) for name, shape in QUANTIZED.items()}
-        for name, shape in QUANTIZED.items():
-            layer = torch.nn.Module()
-            layer.quant_method = method()
-            layer.weight = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-            self.add_module(name, layer)
-        self.o.bias = torch.nn.Parameter(torch.zeros(8), requires_grad=False)
-        self.process_weights()
-
-    def load_weights(self, weights):
-        targets = self.loadable
-        places = {"q": targets["qk.weight"][:8], "k": targets["qk.weight"][8:], "bias": self.o.bias.data}
-        places |= {"o": targets["o.weight"], "fc": targets["fc.weight"]}
-        for name, weight in weights:
-            share = len(weight) // RANKS
-            places[name].copy_(weight[self.rank * share : (self.rank + 1) * share])
-
-    def process_weights(self):
-        for name in QUANTIZED:
-            layer, loaded = getattr(self, name), torch.nn.Module()
-            loaded.weight = torch.nn.Parameter(self.loadable[f"{name}.weight"], requires_grad=False)
-            layer.quant_method.process_weights_after_loading(loaded)
-            for kind in ("weight", "scale"):
-                if hasattr(layer, kind) and getattr(layer, kind).dtype == getattr(loaded, kind).dtype:
-                    getattr(layer, kind).data.copy_(getattr(loaded, kind))
-                else:
-                    setattr(layer, kind, getattr(loaded, kind))
-
-
-class QuantizedEngine(Engine):
-    def __init__(self, model):
-        super().__init__(model)
-        self.required_elements = {"o.bias": 8} | {name: tensor.numel() for name, tensor in model.loadable.items()}
-
-    def _context(self):
-        return nullcontext()
-
-    def _loadable_parameters(self):
-        return nullcontext({"o.bias": self.model.o.bias.data} | self.model.loadable)
-
-
-def quantizable(seed):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"q": (16, HIDDEN), "k": (8, HIDDEN), "o": (16, HIDDEN), "bias": (16,), "fc": (16, HIDDEN)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
 def quantized_sync(monkeypatch, method=PerRow):
-    monkeypatch.setattr(sys.modules[__name__], "Engine", QuantizedEngine)
+    monkeypatch.setattr(sys.modules[__name__], "ModelEngine", QuantizedEngine)
     return Sync(lambda rank: Quantized(rank, method), syncs=3)
 
 
@@ -771,19 +627,19 @@ def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch,
 def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
     """Also of one bucket that holds everything, as where the worker reads the trainer's own memory."""
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
-    metadata = [(n, "float32", shape, [0, torch.Size(shape).numel()]) for n, shape in SHAPES.items()]
+    metadata = [(n, "float32", shape, [0, torch.Size(shape).numel()]) for n, shape in MODEL_SHAPES.items()]
     planned = plan_buckets(metadata, 1 << 20)
     assert len(planned) == 1
     batches = receiver._batches(Staging(planned, [[torch.zeros(1 << 20, dtype=torch.uint8)]]), range(1))
     loaded = [sum(weight.nbytes for _, weight in batch) for batch in batches]
-    largest = max(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
-    assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in SHAPES.values())
+    largest = max(torch.Size(shape).numel() * 4 for shape in MODEL_SHAPES.values())
+    assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in MODEL_SHAPES.values())
     assert max(loaded) <= 1024 + largest
 
 
 def test_changed_set_of_parameters_is_recorded_anew():
     sync = Sync(syncs=2)
-    weights = tensors(1)
+    weights = model_tensors(1)
     assert sync(weights) == "replay"
     weights["norm"] = torch.ones(HIDDEN)
     assert sync(weights) == "replay"
@@ -791,7 +647,7 @@ def test_changed_set_of_parameters_is_recorded_anew():
 
 def test_plan_is_dropped_after_a_failure(monkeypatch):
     sync = Sync(syncs=2)
-    weights = tensors(1)
+    weights = model_tensors(1)
     assert sync(weights) == "replay"
 
     def fails(total):

@@ -12,10 +12,9 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, Script, assert_removed, cpu_only, shared_memory_of
+from conftest import ROOT, SYNC, Script, assert_removed, copy, cpu_only, metrics_of, shared_memory_of
+from learners import build
 from pair import CORE_IN_PROCESS
-from test_architectures import build
-from test_extending import SYNC, copy
 
 from recipe.errors import RunError
 from recipe.run.checkpoint import last_checkpoint, write_checkpoint
@@ -24,14 +23,10 @@ from recipe.tasks.tiny_model import build_tiny_model
 pytestmark = cpu_only
 
 
-def rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def timeless(run):
     """The run's metrics, but for those that depend on time."""
     times = ("time/", "tokens/", "sync/", "memory/")
-    return [{name: row[name] for name in row if not name.startswith(times)} for row in rows(run)]
+    return [{name: row[name] for name in row if not name.startswith(times)} for row in metrics_of(run)]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def default_run(tmp_path_factory):
 
 
 def test_default_run_learns_and_proves_every_sync(default_run):
-    metrics = rows(default_run)
+    metrics = metrics_of(default_run)
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
@@ -154,7 +149,7 @@ def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path):
     flags = "--model", tmp_path / "model", "--trainers", 2, "--steps", 2, "--learning-rate", 1e-3, "--output", "run"
     text = script("rlhf.py", *flags, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    assert max(row["logprobs/mismatch"] for row in rows(tmp_path / "run")) < 1e-5
+    assert max(row["logprobs/mismatch"] for row in metrics_of(tmp_path / "run")) < 1e-5
 
 
 @pytest.mark.long
@@ -162,7 +157,7 @@ def test_addition_rises_on_sums_that_no_step_learned_from(script, tmp_path):
     """The beginning of the run: from half of the sums to nine tenths it takes 500 steps."""
     text = script("rlhf.py", "--task", "addition", "--steps", 40, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
-    evaluated = [row["eval/reward"] for row in rows(tmp_path / "run") if "eval/reward" in row]
+    evaluated = [row["eval/reward"] for row in metrics_of(tmp_path / "run") if "eval/reward" in row]
     assert len(evaluated) == 3
     assert 0.3 < evaluated[0] < 0.65
     assert evaluated[-1] > evaluated[0] + 0.1

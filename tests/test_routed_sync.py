@@ -8,8 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_replay import HIDDEN, PADDING, Engine, Model, Quantized, QuantizedEngine, quantizable, tensors
-from test_transport import Receiving, Worker, groups, same_bits
+from fakes import (
+    HIDDEN,
+    PADDING,
+    FakeDTensor,
+    Model,
+    ModelEngine,
+    Quantized,
+    QuantizedEngine,
+    Receiving,
+    Worker,
+    groups,
+    model_tensors,
+    quantizable,
+    same_bits,
+)
 
 from rlhf_utils import LoRAWeight, WeightSender
 from weight_sync import buckets
@@ -24,21 +37,11 @@ class Whole(Model):
     size = 1
 
 
-class Base:
-    """A tensor of which a rank holds some rows, as FSDP2 divides them; without a torch.distributed group."""
-
-    def __init__(self, whole, rank, ranks):
-        rows = -(-len(whole) // ranks)
-        self.rank, self.ranks = rank, ranks
-        self._local_tensor = whole[rank * rows : (rank + 1) * rows].clone()
-        self.shape, self.dtype, self.device = whole.shape, whole.dtype, whole.device
-
-
 def sharded(weights, rank, ranks):
     """What a rank holds of these weights: rows, of a LoRAWeight rows of its base. Of "plain" ones all."""
 
     def part(tensor):
-        return ShardedPart(Base(tensor, rank, ranks), 0, tensor.shape)
+        return ShardedPart(FakeDTensor(tensor, rank, ranks), 0, tensor.shape)
 
     return {
         name: LoRAWeight(part(weight.base), weight.lora_A, weight.lora_B, weight.scaling, weight.transposed)
@@ -60,7 +63,7 @@ def ranks_without_a_group(monkeypatch):
 class Sync:
     """So many trainer ranks and engines, whose workers have models of this class."""
 
-    def __init__(self, ranks, engines, model=Model, engine=Engine, syncs=1):
+    def __init__(self, ranks, engines, model=Model, engine=ModelEngine, syncs=1):
         self.ranks, self.model = ranks, model
         members = groups(ranks + engines * model.size)
         models = [model(rank) for _ in range(engines) for rank in range(model.size)]
@@ -114,7 +117,7 @@ def test_each_worker_gets_what_it_needs_from_each_rank(monkeypatch, ranks, engin
     monkeypatch.setattr(buckets, "PIECE_BYTES", 256)
     sync = Sync(ranks, engines, model, syncs=3)
     for seed in (1, 2, 3):
-        assert sync(tensors(seed)) == "replay"
+        assert sync(model_tensors(seed)) == "replay"
     needed = sum(parameter.numel() for parameter in model(0).parameters()) - PADDING * HIDDEN
     by_rank = sync.sent()
     assert [sum(elements) for elements in zip(*by_rank, strict=True)] == [needed] * engines * model.size
@@ -124,20 +127,20 @@ def test_each_worker_gets_what_it_needs_from_each_rank(monkeypatch, ranks, engin
 
 def test_what_several_workers_need_is_packed_once():
     sync = Sync(ranks=2, engines=2, model=Model)
-    sync(tensors(1))
+    sync(model_tensors(1))
     assert all(sender.routing.part_of == [0, 1, 0, 1] for sender in sync.senders)
 
 
 def test_more_engines_than_ranks_get_whole_buckets():
     sync = Sync(ranks=1, engines=2, model=Model, syncs=2)
     for seed in (1, 2):
-        assert sync(tensors(seed)) == "replay"
+        assert sync(model_tensors(seed)) == "replay"
     assert all(sender.routing is None for sender in sync.senders)
 
 
 def test_staging_memory_is_that_of_one_way_at_a_time():
     sync = Sync(ranks=2, engines=1)
-    sync(tensors(1))
+    sync(model_tensors(1))
     for end in (*sync.senders, *(SimpleNamespace(whole=worker.weight_staging) for worker in sync.workers)):
         assert end.whole is None
 
@@ -147,7 +150,7 @@ def test_adapters_are_merged_where_they_are_packed(monkeypatch, model):
     monkeypatch.setattr(buckets, "PIECE_BYTES", 256)
     sync = Sync(ranks=2, engines=1, model=model, syncs=2)
     for seed in (1, 2):
-        weights = tensors(seed)
+        weights = model_tensors(seed)
         for name in ("q", "o", "fc"):  # copied by rows, by columns, and transposed
             rows, columns = weights[name].shape
             weights[name] = LoRAWeight(weights[name], torch.randn(3, columns), torch.randn(rows, 3), 0.7)
@@ -157,7 +160,7 @@ def test_adapters_are_merged_where_they_are_packed(monkeypatch, model):
 @pytest.mark.parametrize("side", ["rank", "worker"])
 def test_bit_that_flips_on_the_way_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
     sync = Sync(ranks=2, engines=2, syncs=2)
-    assert sync(tensors(1)) == "replay"
+    assert sync(model_tensors(1)) == "replay"
     staging = sync.senders[1].routing if side == "rank" else sync.workers[3].weight_routing
     start = staging.start
 
@@ -173,7 +176,7 @@ def test_bit_that_flips_on_the_way_to_one_worker_ends_the_sync_everywhere(monkey
         return lambda: arrived() and flip(i)
 
     staging.start = starts
-    assert all("what arrived is not what the trainer sent" in answer for answer in sync.send(tensors(2)))
+    assert all("what arrived is not what the trainer sent" in answer for answer in sync.send(model_tensors(2)))
     sync.receiving[3].join(10)
     assert "what arrived is not what the trainer sent" in sync.receiving[3].error
     assert not sync.workers[3].check_weights_changed()
@@ -181,11 +184,11 @@ def test_bit_that_flips_on_the_way_to_one_worker_ends_the_sync_everywhere(monkey
 
 def test_rank_that_fails_ends_the_sync_everywhere(monkeypatch):
     sync = Sync(ranks=2, engines=2, syncs=2)
-    assert sync(tensors(1)) == "replay"
+    assert sync(model_tensors(1)) == "replay"
     packing = sync.senders[1].packings[sync.senders[1].routing]
     monkeypatch.setattr(packing, "pack", lambda *_: torch.empty(1 << 60))
     monkeypatch.setattr(sync.senders[1], "_agree", lambda *_: None)
-    answers = sync.send(tensors(2))
+    answers = sync.send(model_tensors(2))
     assert all("can't allocate memory" in answer for answer in answers)
     assert "trainer rank 1" in answers[0]
     for receiving in sync.receiving:

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, Script, cpu_only
+from conftest import ROOT, Script, cpu_only, metrics_of
 from torch.distributed import HashStore
 
 import rlhf_serve
@@ -543,7 +543,7 @@ def test_a_run_outlives_servers_that_are_killed_or_stopped_and_takes_them_in_aga
     (tmp_path / "marking.py").write_text(MARKING)
     (tmp_path / "slow.py").write_text(SLOW_REWARD)  # so that steps are left when a server is back
     servers, chance = [server_of(tmp_path, model, i, port) for i, port in enumerate(ports)], random.Random(faults)
-    rows = lambda: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]  # noqa: E731
+    rows = lambda: metrics_of(run)  # noqa: E731
     for server in servers:
         server.wait_for("Application startup complete")
     urls = [word for port in ports for word in ("--engine-url", f"http://127.0.0.1:{port}")]

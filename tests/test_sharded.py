@@ -4,7 +4,6 @@ pytest tests/test_sharded.py
 """
 
 import json
-import os
 import re
 import threading
 import weakref
@@ -18,15 +17,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from learners import CPU, config, gemma2, on_ranks, rollouts, rounding_learner, save, use_sgd, weights_of, whole
+from learners import write_model as write_random_model
 from safetensors.torch import load_file
-from test_learning import CPU, config, gemma2, rollouts, rounding_learner, use_sgd
-from test_learning import write_model as write_random_model
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.utils import _to_kwargs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, modeling_utils
 
@@ -47,42 +43,6 @@ def model(tmp_path_factory):
     module.resize_token_embeddings(259)
     module.save_pretrained(folder)
     return str(folder)
-
-
-def on_ranks(count, function, folder, *args):
-    """Run function(folder, *args) on so many ranks, in processes of their own."""
-    mp.spawn(_run_rank, (count, function, folder, *args), nprocs=count)
-
-
-def _run_rank(rank, count, function, folder, *args):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store-{getattr(function, '__name__', 'compiled')}-{count}"), count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
-    _move_arguments()
-    function(folder, *args)
-    # Past Python's own way out: FSDP's caches keep the group, and with it gloo's threads, after destroy_process_group.
-    # One that has yet to let go of the last collective's tensor needs the GIL for that. Python ends a thread that asks
-    # for the GIL on the way out, and C++ answers that with abort().
-    os._exit(0)
-
-
-def _move_arguments():
-    """Have FSDP move a forward pass's arguments to the device, as torch 2.11 does on a GPU."""
-    pre_forward = FSDPState._root_pre_forward
-
-    def moving_pre_forward(self, module, args, kwargs):
-        all_args, all_kwargs = _to_kwargs(args, kwargs, torch.device("cpu"), False)
-        return pre_forward(self, module, all_args[0], all_kwargs[0])
-
-    FSDPState._root_pre_forward = moving_pre_forward
-
-
-def weights_of(learner):
-    return {name: whole(tensor) for name, tensor in learner.model.module.named_parameters()}
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 KINDS = {
@@ -332,11 +292,6 @@ def resume_and_go_on(folder, batches):
         # Between ranks, sums in another order; Adam makes a bit of a small gradient a part of the learning rate.
         torch.testing.assert_close(tensor, end[name], rtol=0, atol=2e-4)
         assert (tensor - end[name]).abs().mean() < 1e-6
-
-
-def save(learner, folder):
-    folder.mkdir(exist_ok=True)
-    learner.save(folder)
 
 
 def learn_with_a_token_that_differs(folder, model, batch):

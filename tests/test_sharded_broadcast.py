@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from test_transport import Engine, Receiving, Worker, communicator, same_bits
+from fakes import Engine, Receiving, Worker, communicator, same_bits
 from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -15,11 +15,9 @@ import psutil
 import pytest
 import torch
 import torch.multiprocessing as mp
-import zmq
-from test_transport import Engine, Receiving, random_tensors, same_bits
+from fakes import ColocatedWorker, Engine, PlainSender, Receiving, random_tensors, same_bits
 
 from rlhf_utils import (
-    ColocateWorkerExtension,
     SharedMemoryChannel,
     WeightSender,
     WeightSyncError,
@@ -33,16 +31,6 @@ from weight_sync.lora import LoRAWeight, materialized
 from weight_sync.ranks import Ranks
 
 CPU = torch.device("cpu")
-
-
-class Worker(ColocateWorkerExtension):
-    device, rank = CPU, 0
-
-    def __init__(self, engine, handles=None):
-        self.weight_model, self.handles = engine, handles
-
-    def receive_weights(self, timeout):
-        return super().receive_weights(self.handles, timeout)
 
 
 class LoadingEngine(Engine, EngineModel):
@@ -64,7 +52,7 @@ class LoadingEngine(Engine, EngineModel):
 
 
 def test_worker_without_a_trainer_beside_it_says_so():
-    answer = Worker(Engine(), {"GPU-1": "somewhere"}).receive_weights(timeout=5)
+    answer = ColocatedWorker(Engine(), {"GPU-1": "somewhere"}).receive_weights(timeout=5)
     assert answer == {"error": "no trainer rank is on cpu:0: they are on ['GPU-1']"}
 
 
@@ -81,7 +69,7 @@ def test_memory_that_is_no_longer_a_shared_buffer_cannot_be_mapped():
 @pytest.mark.parametrize("workers", [1, 2])
 def test_sync_delivers_every_bit(workers):
     channel = SharedMemoryChannel(CPU, workers)
-    receivings = [Receiving(Worker(Engine(), channel.handles), syncs=3) for _ in range(workers)]
+    receivings = [Receiving(ColocatedWorker(Engine(), channel.handles), syncs=3) for _ in range(workers)]
     sender = WeightSender(channel)
     for sync in range(1, 4):
         tensors = random_tensors(seed=sync)
@@ -98,7 +86,7 @@ def test_sync_delivers_every_bit(workers):
 
 def test_worker_that_fails_beside_another_ends_the_sync_of_both():
     channel = SharedMemoryChannel(CPU, workers=2)
-    workers = [Worker(Engine(), channel.handles), Worker(Engine(fail_at="b"), channel.handles)]
+    workers = [ColocatedWorker(Engine(), channel.handles), ColocatedWorker(Engine(fail_at="b"), channel.handles)]
     receivings = [Receiving(worker) for worker in workers]
     with pytest.raises(WeightSyncError, match="ValueError: cannot load b"):
         WeightSender(channel).send_weights([(name, torch.ones(4)) for name in "abc"])
@@ -111,7 +99,7 @@ def test_worker_that_fails_beside_another_ends_the_sync_of_both():
 def test_fifty_syncs_leave_memory_and_files_as_they_were():
     channel = SharedMemoryChannel(CPU)
     assert not os.stat(channel.folder).st_mode & 0o077  # nobody else reaches the socket, nor the pickles on it
-    receiving = Receiving(Worker(Engine(), channel.handles), syncs=60)
+    receiving = Receiving(ColocatedWorker(Engine(), channel.handles), syncs=60)
     sender, tensors = WeightSender(channel), {"w": torch.randn(1 << 20), "b": torch.randn(7)}
     process, shared = psutil.Process(), set(os.listdir("/dev/shm"))
     for _ in range(10):
@@ -144,7 +132,7 @@ def test_file_of_a_shared_buffer_closes_with_its_tensor():
 
 def test_worker_that_raises_ends_the_sync_with_its_traceback():
     channel = SharedMemoryChannel(CPU)
-    worker = Worker(Engine(fail_at="b"), channel.handles)
+    worker = ColocatedWorker(Engine(fail_at="b"), channel.handles)
     receiving = Receiving(worker)
     sender = WeightSender(channel)
     with pytest.raises(WeightSyncError, match=r"engine worker 0 (.|\n)*ValueError: cannot load b"):
@@ -164,7 +152,7 @@ def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
 
 def test_worker_that_has_connected_to_a_trainer_that_leaves_is_told():
     channel = SharedMemoryChannel(CPU)
-    receiving = Receiving(Worker(Engine(), channel.handles))
+    receiving = Receiving(ColocatedWorker(Engine(), channel.handles))
     time.sleep(0.2)  # it connects meanwhile
     WeightSender(channel).close()
     receiving.join(10)
@@ -193,7 +181,7 @@ def test_strangers_do_not_prolong_the_wait_for_the_worker(monkeypatch):
 
 def test_calls_of_a_worker_that_ran_into_their_timeout_do_not_disturb_the_next():
     channel, tensors = SharedMemoryChannel(CPU), {"w": torch.ones(4)}
-    worker = Worker(Engine(), channel.handles)
+    worker = ColocatedWorker(Engine(), channel.handles)
     for _ in range(3):  # more than the channel's queue holds
         answer = worker.receive_weights(timeout=0.2)
         assert answer["error"].endswith(("did not answer within 0.2 s", "no trainer called send_weights within 0.2 s"))
@@ -217,7 +205,7 @@ def test_trainer_that_dies_ends_the_workers_wait():
     handles = context.Queue()
     process = context.Process(target=_trainer_that_dies, args=(handles,))
     process.start()
-    worker = Worker(Engine(), handles.get(timeout=60))
+    worker = ColocatedWorker(Engine(), handles.get(timeout=60))
     receiving = Receiving(worker, syncs=2)
     receiving.join(30)
     assert "the trainer (pid" in receiving.error
@@ -255,7 +243,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
     buckets.STAGING_BYTES = 1024  # `w` has 8,400 bytes: it is cut
     socket.gethostname = lambda: f"node {rank % nodes}"
     channel = SharedMemoryChannel(CPU)
-    receiving = Receiving(Worker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
+    receiving = Receiving(ColocatedWorker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
     # Uneven shards, two without rows on rank 1, tensors that are cut, one that is not sharded, two with adapters.
     whole = {"a": torch.randn(1), "w": torch.randn(101, 20), "b": torch.randn(7), "u": torch.randn(2, 3, 100)}
     whole |= {"e": torch.randn(1), "h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
@@ -283,7 +271,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
         ([ReplayingEngine(), ReplayingEngine(replayed=1)], "reload (replay did not reproduce it bit for bit)"),
     ):
         channel = SharedMemoryChannel(CPU)
-        receiving = Receiving(Worker(engines[rank], channel.handles), syncs=2)
+        receiving = Receiving(ColocatedWorker(engines[rank], channel.handles), syncs=2)
         sender = WeightSender(channel)
         for _ in range(2):
             report = sender.send_weights(shards.items())
@@ -292,7 +280,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
         receiving.join(10)
     if rank == 0:  # the other rank never comes: it has failed, say
         ranks.CONNECT_SECONDS, channel = 0.5, SharedMemoryChannel(CPU)
-        receiving = Receiving(Worker(ReplayingEngine(), channel.handles))
+        receiving = Receiving(ColocatedWorker(ReplayingEngine(), channel.handles))
         with pytest.raises(WeightSyncError, match="and send_weights on every rank that has shards"):
             WeightSender(channel).send_weights(shards.items())
         receiving.join(10)
@@ -318,43 +306,9 @@ def test_workers_beside_two_ranks_get_both_ranks_shards_and_load_in_the_same_way
     assert failures.empty(), failures.get()
 
 
-class PlainSender(threading.Thread):
-    """A trainer that knows vLLM's example protocol and nothing else."""
-
-    def __init__(self, address, tensors, buffer_bytes, heeds_answers=False):
-        super().__init__(daemon=True)
-        self.heeds_answers = heeds_answers
-        self.address, self.tensors, self.buffer_bytes, self.answers = address, tensors, buffer_bytes, []
-        self.start()
-
-    def run(self):
-        buffer = shared_buffer(self.buffer_bytes, CPU)
-        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-            socket.setsockopt(zmq.RCVTIMEO, 20_000)
-            socket.bind(self.address)
-
-            def ask(message):
-                if not (self.heeds_answers and any(self.answers)):
-                    socket.send_pyobj(message)
-                    self.answers.append(socket.recv())
-
-            ask(share_tensor(buffer))
-            items, offset = [], 0
-            for name, tensor in self.tensors.items():
-                nbytes = -(-tensor.nbytes // 256) * 256
-                if offset + nbytes > self.buffer_bytes:
-                    ask(items)
-                    items, offset = [], 0
-                buffer[offset : offset + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
-                items.append({"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": offset})
-                offset += nbytes
-            ask(items)
-            ask(None)
-
-
 def test_buckets_over_zmq(tmp_path):
     tensors = random_tensors()
-    worker = Worker(LoadingEngine(tensors))
+    worker = ColocatedWorker(LoadingEngine(tensors))
     sender = PlainSender(f"ipc://{tmp_path}/s", tensors, 64 << 10)
     worker.update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s", "cpu:1": "ipc://elsewhere"})
     sender.join(10)
@@ -365,7 +319,7 @@ def test_buckets_over_zmq(tmp_path):
 
 @pytest.mark.parametrize(("fault", "good"), [({"refused": "b"}, 2), ({"fail_at": "b"}, 4)])
 def test_failure_over_zmq_is_answered_with_the_traceback(tmp_path, fault, good):
-    worker = Worker(LoadingEngine("abc", **fault))
+    worker = ColocatedWorker(LoadingEngine("abc", **fault))
     sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, buffer_bytes=256)
     with pytest.raises(ValueError, match="cannot load b"):
         worker.update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
@@ -380,20 +334,20 @@ def test_trainer_over_zmq_that_leaves_at_a_failure_does_not_hide_it(tmp_path, mo
     monkeypatch.setattr(example_protocols, "CONNECT_SECONDS", 0.2)
     sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, 256, heeds_answers=True)
     with pytest.raises(ValueError, match="cannot load b"):
-        Worker(LoadingEngine("abc", refused="b")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
+        ColocatedWorker(LoadingEngine("abc", refused="b")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"})
     sender.join(10)
     assert len(sender.answers) == 3
 
 
 def test_silent_trainer_over_zmq_is_an_error(tmp_path):
     with pytest.raises(WeightSyncError, match=r"the trainer sent nothing for 0\.1 s"):
-        Worker(LoadingEngine("a")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"}, timeout=0.1)
+        ColocatedWorker(LoadingEngine("a")).update_weights_from_ipc({"cpu:0": f"ipc://{tmp_path}/s"}, timeout=0.1)
 
 
 def test_handles_by_name():
     buffer = shared_buffer(64, CPU)
     buffer.copy_(torch.arange(64, dtype=torch.uint8))
-    worker = Worker(LoadingEngine("w"))
+    worker = ColocatedWorker(LoadingEngine("w"))
     worker.update_weights_from_ipc_handles({"cpu:0": {"w": share_tensor(buffer)}})
     assert same_bits(worker.weight_model.weights["w"], buffer)
     rebuild_ipc(share_tensor(buffer), device_id=0)[3] = 77  # the same memory
@@ -402,7 +356,7 @@ def test_handles_by_name():
 
 
 def test_parts_are_loaded_once_all_have_come_and_vouched_for_no_sooner():
-    worker, parts = Worker(LoadingEngine("abc")), {name: torch.full((4,), i) for i, name in enumerate("abcd")}
+    worker, parts = ColocatedWorker(LoadingEngine("abc")), {name: torch.full((4,), i) for i, name in enumerate("abcd")}
     for version in (1, 2):
         for name in "dab":  # `d` is not for this worker
             worker.load_parameter(name, parts[name])
@@ -416,7 +370,7 @@ def test_parts_are_loaded_once_all_have_come_and_vouched_for_no_sooner():
 
 def test_sync_of_a_sender_drops_parts_that_came_before_it():
     channel = SharedMemoryChannel(CPU)
-    worker, sender = Worker(LoadingEngine("ab"), channel.handles), WeightSender(channel)
+    worker, sender = ColocatedWorker(LoadingEngine("ab"), channel.handles), WeightSender(channel)
     for version in (1, 2):  # of a new session, and of the same one
         worker.load_parameter("a", torch.zeros(4))
         receiving = Receiving(worker)

@@ -3,13 +3,12 @@
 SOAK_SECONDS=1800 pytest tests/test_soak.py -m slow -s
 """
 
-import json
 import os
 import time
 
 import psutil
 import pytest
-from conftest import Script, cpu_only, shared_memory_of, title_of
+from conftest import Script, cpu_only, metrics_of, shared_memory_of, title_of
 
 pytestmark = cpu_only
 SECONDS = float(os.environ.get("SOAK_SECONDS", "0"))
@@ -46,7 +45,7 @@ def test_memory_of_the_whole_loop_is_flat(script, tmp_path):
     assert after["descriptors"] <= before["descriptors"], samples
     assert after["shared files"] <= before["shared files"], samples
     assert sum(after["private MB"].values()) - sum(before["private MB"].values()) < MAX_GROWTH, samples
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(run)
     assert max(row["logprobs/mismatch"] for row in rows) < 1e-5
     assert rows[-1]["reward/mean"] > 0.9
 

@@ -23,13 +23,16 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from test_extending import code_of
+from conftest import code_of
+from fakes import Engines
+from learners import CHAT_TEMPLATE, chat_tokenizer
+from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, TrainerState
 
 from recipe.errors import TaskError
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, complete, resample
+from recipe.rollouts.engine import complete, resample
 from recipe.run.arguments import parse
 from recipe.tasks.dataset import Row
 from recipe.tasks.gsm8k import final_number
@@ -144,17 +147,10 @@ def test_broken_row_is_named(load, text, message):
 
 def test_rows_of_a_function_may_hold_anything(load):
     Path("rows.py").write_text(
-        "import datetime, numpy\n"
-        "def times(split):\n    return [{'prompt': [{'role': 'user', 'content': 'a', 'at': datetime.date.max}]}]\n"
-        "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
         "def nones(split):\n    return [{'prompt': 'a', 'case': {'input': None}, 'tools': None}]\n"
         "def texts(split):\n    return ['', '1']\ndef to_row(text):\n    return {'prompt': 'a', 'text': text}\n"
         "def calls(split):\n    return [{'prompt': [{'role': 'assistant', 'content': None, 'tool_calls': [1]}]}]\n"
     )
-    with pytest.raises(TaskError, match=r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"):
-        load("--dataset", "rows:times")
-    with pytest.raises(TaskError, match="row 0 of train: no usable"):
-        load("--dataset", "rows:arrays")
     assert load("--dataset", "rows:nones").rows[0].columns == {"case": {"input": None}, "tools": None}
     assert load("--dataset", "rows:calls").rows[0].text == ""
     assert [row.columns["text"] for row in load("--dataset", "rows:texts", "--map", "rows:to_row").rows] == ["", "1"]
@@ -254,6 +250,8 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         (["--dataset", "rows.json", "--map", "maps:drops"], r"rows.json has no prompts"),
         (["--dataset", "rows.json", "--map", "maps:nothing"], r"--map maps:nothing: maps has no function nothing"),
         (["--dataset", "maps:fails"], r"--dataset maps:fails raised TypeError: string indices"),
+        (["--dataset", "maps:times"], r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"),
+        (["--dataset", "maps:arrays"], "row 0 of train: no usable"),
         (["--dataset", "rows.json", "--eval-split", "train"], "no prompt is left to learn from"),
         (["--dataset", "rows.json", "--eval-split", "train", "--eval-share", "0.5"], "--eval-share holds out a part"),
         (["--dataset", "rows.json", "--system-prompt", "Be brief."], "row 0 of train: --system-prompt is for chat"),
@@ -275,7 +273,10 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
     Path("twice.csv").write_text("prompt,x,x\nc,1,2\n")
     Path("open.csv").write_text('prompt,x\n"c,1\nd,2\n')
     Path("maps.py").write_text(
+        "import datetime, numpy\n"
         "def fails(row):\n    return row['q']\n\ndef drops(row):\n    return None\n\n"
+        "def times(split):\n    return [{'prompt': [{'role': 'user', 'content': 'a', 'at': datetime.date.max}]}]\n"
+        "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
         "def none(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n    return []\n"
     )
     Path("incomplete.py").write_text("DEFAULTS = {}")
@@ -439,31 +440,6 @@ def save_model(tokenizer, embeddings=None):
     OPTConfig(vocab_size=embeddings or len(tokenizer)).save_pretrained("model")
 
 
-def test_prompt_without_a_token_is_named(load):
-    from tokenizers.normalizers import Strip
-
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = Strip()
-    save_model(tokenizer)
-    write_lines("rows.jsonl", {"prompt": "some"}, {"prompt": " \n"})
-    with pytest.raises(
-        TaskError, match=r"rows.jsonl, row 1 of train: the model's tokenizer makes no token of .* ' \\n'"
-    ):
-        load("--prompts", "rows.jsonl").tokenize("model")
-
-
-def test_prompt_with_a_token_that_the_model_does_not_know_is_named(load):
-    save_model(byte_tokenizer(), embeddings=100)
-    write_lines("rows.jsonl", {"prompt": "A"}, {"prompt": "Ā"})
-    task = load("--prompts", "rows.jsonl")
-    largest = max(byte_tokenizer().encode("Ā"))
-    with pytest.raises(
-        TaskError,
-        match=rf"rows.jsonl, row 1 of train: the tokenizer of model makes token {largest} .* has embeddings for 100:",
-    ):
-        task.tokenize("model")
-
-
 def test_completions_that_the_context_ends_before_their_time_are_announced(load):
     save_model(byte_tokenizer())
     write_lines("rows.jsonl", {"prompt": "4444"}, {"prompt": "7 bytes"})
@@ -474,35 +450,6 @@ def test_completions_that_the_context_ends_before_their_time_are_announced(load)
         "\nthe engine takes 22 tokens: after the longest prompt, of 7, a completion ends at 15, and not at"
         " --max-tokens 16"
     )
-
-
-def test_prompt_without_room_for_a_completion_is_named(load):
-    save_model(byte_tokenizer())
-    write_lines("rows.jsonl", {"prompt": "short"}, {"prompt": "7 bytes"})
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model", 8)
-    with pytest.raises(
-        TaskError, match=r"rows.jsonl, row 1 of train: .* '7 bytes'\.\.\. has 7 tokens, and the engine takes 7 "
-    ):
-        task.check_lengths(7)
-
-
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
-    "{% if message.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
-    "<{{ message.role }}>{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}{% if think is false %}<quick>{% endif %}"
-)
-
-
-def chat_tokenizer(folder="model", tokenizer=None):
-    """Saves a tokenizer that begins each text with its BOS, as a chat template does that it has as well."""
-    tokenizer = tokenizer or byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    bos = tokenizer.bos_token, tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
-    tokenizer.save_pretrained(folder)
-    return tokenizer
 
 
 def test_every_prompt_has_one_bos_and_messages_end_where_the_answer_begins(load):
@@ -538,7 +485,7 @@ def test_text_ends_where_its_row_ends_it(load, ends):
 
 def test_answer_that_a_prompt_begins_is_continued(load):
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
     save_model(tokenizer)
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh,"}]})
     task = load("--prompts", "rows.jsonl")
@@ -574,7 +521,7 @@ def test_tools_reach_the_chat_template_as_they_are_in_their_row(load, suffix):
 )
 def test_content_in_parts_is_text_for_template_screen_and_rewards(load, content):
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("{{ message.content }}", content)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", content)
     save_model(tokenizer)
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": parts}]})
@@ -620,20 +567,34 @@ def test_system_prompt_goes_before_messages_that_have_none(load):
     assert [row.prompt for row in rows] == [[{"role": "system", "content": "Be brief."}, asked], [system, asked]]
 
 
+TOOL_MESSAGE = [{"role": "tool", "content": "b"}]
+
+
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("prompt", "changes", "message"),
     [
-        (None, "rows.jsonl, row 1 of train: the prompt is chat messages, and model has no chat template"),
-        (TEMPLATE, "no such role"),
+        (" \n", {"normalizer": Strip()}, r"the model's tokenizer makes no token of .* ' \\n'"),
+        (
+            "Ā",
+            {"embeddings": 100},
+            rf"the tokenizer of model makes token {max(byte_tokenizer().encode('Ā'))} .* has embeddings for 100:",
+        ),
+        ("7 bytes", {}, r".* '7 bytes'\.\.\. has 7 tokens, and the engine takes 7 "),
+        (TOOL_MESSAGE, {}, "the prompt is chat messages, and model has no chat template"),
+        (TOOL_MESSAGE, {"chat_template": CHAT_TEMPLATE}, ".*no such role"),
     ],
 )
-def test_messages_that_cannot_become_a_prompt_are_named(load, template, message):
+def test_prompt_that_the_model_cannot_take_is_named(load, prompt, changes, message):
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    save_model(tokenizer)
-    write_lines("rows.jsonl", {"prompt": "a"}, {"prompt": [{"role": "tool", "content": "b"}]})
-    with pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: .*{message}" if template else message):
-        load("--prompts", "rows.jsonl").tokenize("model")
+    tokenizer.chat_template = changes.get("chat_template")
+    if "normalizer" in changes:
+        tokenizer.backend_tokenizer.normalizer = changes["normalizer"]
+    save_model(tokenizer, changes.get("embeddings"))
+    write_lines("rows.jsonl", {"prompt": "A"}, {"prompt": prompt})
+    task = load("--prompts", "rows.jsonl")
+    with pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: {message}"):
+        task.tokenize("model", 8)  # which leaves room for a token
+        task.check_lengths(7)
 
 
 # --- Rewards ----------------------------------------------------------------------------------------------------------
@@ -689,6 +650,10 @@ def test_reward_that_does_not_fit_the_columns_is_refused_without_a_call(rewards,
         (lambda **_: [1.0, -math.inf], r"returned -inf for 'y' \(row 7\)"),
         (lambda **_: [1.0, "a"], r"returned 'a', which is not a number, for 'y' \(row 7\)"),
         (lambda **_: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_task.py, line"),
+        (
+            lambda log_extra, **_: log_extra("step", [1, 1]),
+            "raised ValueError: log_extra: completions have a column 'step'",
+        ),
     ],
 )
 def test_reward_that_returns_nonsense(rewards, returned, message):
@@ -853,16 +818,6 @@ def test_messages_give_conversational_completions_and_what_trl_passes(rewards):
         assert scored.metrics == {"longest": 1.5, "rewards/mine/mean": 1.0}
 
 
-def test_column_that_completions_have_already_is_an_error(rewards):
-    def mine(prompts, log_extra, **_):
-        log_extra("step", [1] * len(prompts))
-
-    with pytest.raises(
-        TaskError, match="the reward mine raised ValueError: log_extra: completions have a column 'step'"
-    ):
-        score(rewards(mine=mine), group("a"))
-
-
 def test_trls_own_rewards_run_unchanged(load):
     Path("shaped.py").write_text(
         "from trl import rewards\n"
@@ -953,29 +908,6 @@ def test_code_of_the_documentation_runs_as_printed(load):
 
 
 # --- Dynamic sampling -------------------------------------------------------------------------------------------------
-
-
-class Engines:
-    """Stands for a group of engine actors. Each has an answer: answer(text, i) is the i-th completion of a prompt with
-    this text. `calls` are the arguments of each one's calls."""
-
-    def __init__(self, *answers):
-        self.answers, self.calls = answers, [[] for _ in answers]
-
-    def __len__(self):
-        return len(self.answers)
-
-    def call(self, phase, method, each):
-        assert method is EngineActor.sample
-        return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
-
-    def sample(self, answer, calls, prompts, sampling, evaluation):
-        calls.append((prompts, sampling, evaluation))
-        return [
-            Rollout(ids, [1], [0.0], None, answer("".join(map(chr, ids)), i))
-            for ids, options in zip(prompts, sampling, strict=True)
-            for i in range(options["n"])
-        ]
 
 
 def its_number(text, i):

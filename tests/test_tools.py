@@ -22,9 +22,8 @@ import numpy as np
 import pytest
 import torch
 import trl
-from conftest import cpu_only
-from test_extending import code_of
-from test_learning import CPU, LOSSES, config, rollouts, use_sgd, vector_of
+from conftest import code_of, cpu_only, metrics_of
+from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
@@ -43,12 +42,6 @@ from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
 from recipe.tasks.task import load_task
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(build_tiny_model(tmp_path_factory.mktemp("model")))
-
 
 # Which tokens are learned from
 
@@ -429,18 +422,6 @@ def test_tool_that_fails_answers_its_error_and_the_conversation_goes_on(converse
     assert converse.made.batch.metrics["tools/failure_frequency"] == 1
 
 
-@pytest.mark.parametrize(
-    ("parser", "text"),
-    [
-        *(("pythonic", text) for text in ("[shout(text=]", "shout", "[1]", "[shout(text=open)]")),
-        ("internlm", "<|action_start|><|plugin|>[shout]"),  # vLLM's parser raises
-    ],
-)
-def test_what_is_no_call_is_text_and_ends_the_conversation(converse, parser, text):
-    first, *_ = converse(lambda *_: text, tools=["test_tools:shout"], tool_parser=parser)
-    assert first.messages == [{"role": "assistant", "content": text}]
-
-
 class Malformed(ToolParser):
     """Says that tools are called and finds no call, as vLLM's ernie45 and deepseek_v3 do when they cannot read it."""
 
@@ -448,10 +429,18 @@ class Malformed(ToolParser):
         return SimpleNamespace(tools_called=True, tool_calls=[], content=None)
 
 
-def test_call_that_a_parser_cannot_read_is_text(converse, monkeypatch):
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        *(("pythonic", text) for text in ("[shout(text=]", "shout", "[1]", "[shout(text=open)]")),
+        ("internlm", "<|action_start|><|plugin|>[shout]"),  # vLLM's parser raises
+        ("malformed", "go"),
+    ],
+)
+def test_what_is_no_call_is_text_and_ends_the_conversation(converse, monkeypatch, parser, text):
     monkeypatch.setitem(ToolParserManager.tool_parsers, "malformed", Malformed)
-    first, *_ = converse(lambda *_: "go", tools=["test_tools:shout"], tool_parser="malformed")
-    assert first.messages == [{"role": "assistant", "content": "go"}]
+    first, *_ = converse(lambda *_: text, tools=["test_tools:shout"], tool_parser=parser)
+    assert first.messages == [{"role": "assistant", "content": text}]
 
 
 class Deep(ToolParser):
@@ -718,6 +707,7 @@ def test_what_cannot_be_used_is_said_before_the_engine_starts(converse, monkeypa
     monkeypatch.setitem(ToolParserManager.tool_parsers, "abstract", ToolParser)  # as gpt-oss's and Cohere's are
     with pytest.raises(TaskError, match=error):
         converse(lambda *_: "end", **flags)
+    assert not hasattr(converse.made, "engines")
 
 
 def test_no_turn_reads_the_vocabulary_anew(converse, monkeypatch):
@@ -926,7 +916,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
 )
 def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
     text = script(name, "--task", "lookup", "--output", "run", "--steps", 10).finish()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     before, *steps = rows
     assert before["eval/reward"] < 0.2
     assert rows[-1]["eval/reward"] > 0.9, text

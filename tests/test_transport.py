@@ -23,112 +23,20 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from conftest import ROOT
+from fakes import Engine, Receiving, Worker, communicator, groups, random_tensors, same_bits
 from torch.distributed import TCPStore, rendezvous
 
 from recipe.learning.sharding import join_ranks
-from rlhf_utils import WeightSender, WeightSyncError, WorkerExtension, stateless_init_process_group
+from rlhf_utils import WeightSender, WeightSyncError, stateless_init_process_group
 from weight_sync import buckets, channels, link, receiver
 from weight_sync import groups as groups_module
 from weight_sync.buckets import ALIGN_BYTES, dtype_name, plan_buckets
 from weight_sync.channels import LINK_KEY, GroupChannel
-from weight_sync.groups import GlooCommunicator, Wire
+from weight_sync.groups import Wire
 from weight_sync.link import BUSY_POLL_SECONDS
 from weight_sync.lora import LoRAWeight, materialized
 from weight_sync.ranks import Ranks, ranks_of
 from weight_sync.staging import Staging
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8]
-SHAPES = [(), (1,), (7,), (3, 5), (64, 64), (1, 4097), (129, 33), (2, 3, 5)]
-
-
-class Engine:
-    """What the sync asks of a vLLM model, over a dictionary of tensors."""
-
-    def __init__(self, dtypes=None, fail_at=None):
-        self.dtypes, self.fail_at = dtypes or {}, fail_at
-        self.weights, self.version, self.digest, self.expected = {}, 0, None, None
-
-    def preflight(self, metadata):
-        problems = [f"{name}: unknown" for name, _, _ in metadata if name.startswith("unknown")]
-        return [self.dtypes.get(name, dtype) for name, dtype, _ in metadata], problems
-
-    def reload(self, batches, expected):
-        for weights in batches:
-            for name, weight in weights:
-                if name == self.fail_at:
-                    raise ValueError(f"cannot load {name}")
-                self.weights[name] = weight
-
-    def record(self, steps, open_staging):
-        return "a dictionary has no loader to record"
-
-    def weights_digest(self):
-        return 0
-
-    def unchanged(self):
-        return self.digest is not None
-
-
-class Worker(WorkerExtension):
-    device = torch.device("cpu")
-
-    def __init__(self, engine, communicator, engine_size=None):
-        self.weight_model, self.model_update_group = engine, communicator
-        self.weight_place = {"size": engine_size or communicator.world_size - 1, "rank": communicator.rank}
-
-
-def communicator(store, rank, world_size):
-    return GlooCommunicator(SimpleNamespace(store=store, rank=rank, world_size=world_size))
-
-
-def groups(world_size):
-    """One communicator a rank, made together."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    made = [None] * world_size
-
-    def join(rank):
-        store = server
-        if rank:
-            store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
-        made[rank] = communicator(store, rank, world_size)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made
-
-
-class Receiving(threading.Thread):
-    """A worker that takes part in some syncs, in a thread."""
-
-    def __init__(self, worker, syncs=1):
-        super().__init__(daemon=True)
-        self.worker, self.syncs, self.error = worker, syncs, None
-        self.start()
-
-    def run(self):
-        for _ in range(self.syncs):
-            self.error = self.error or self.worker.receive_weights(timeout=20).get("error")
-
-
-def random_tensors(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for dtype in DTYPES:
-        for shape in SHAPES:
-            bits = torch.randint(0, 200, shape, generator=generator)
-            tensors[f"{dtype}{list(shape)}"] = (bits.float() / 16 if dtype.is_floating_point else bits).to(dtype)
-    return tensors
-
-
-def same_bits(a, b):
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
-    )
 
 
 @pytest.mark.parametrize("bucket_bytes", [ALIGN_BYTES, 1024, 4096, 1 << 20])
@@ -378,7 +286,7 @@ def test_a_second_sync_without_a_receiver_asks_for_one(monkeypatch):
 
 LEAVES_DURING_A_BROADCAST = """
 import torch
-from test_transport import groups
+from fakes import groups
 
 trainer, other = groups(2)
 trainer.start("broadcast", torch.zeros(1 << 26), 0)
