@@ -1,6 +1,7 @@
 """What the tests share: a way to run a script as a user would, what it leaves, and fixtures."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -26,6 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SYNC = ("rlhf_utils.py", "weight_sync")  # all that the sync needs
 HANGS_SECONDS = 600  # a run that takes longer hangs; slow machines, with two runs on two cores, need a third of it
 sys.path.insert(0, str(ROOT))
+# Ranks and workers of tests are forked from a process that has imported, once, what takes seconds in each.
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "transformers.modeling_utils", "peft", "vllm.distributed.utils"]
+)
 
 
 def pytest_runtest_setup(item):

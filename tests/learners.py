@@ -250,9 +250,9 @@ def assert_same(results, atol=1e-6):
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 
-def on_ranks(count, function, folder, *args):
+def on_ranks(count, function, folder, *args, start_method="forkserver"):
     """Run function(folder, *args) on so many ranks, in processes of their own."""
-    mp.spawn(_run_rank, (count, function, folder, *args), nprocs=count)
+    mp.start_processes(_run_rank, (count, function, folder, *args), nprocs=count, start_method=start_method)
 
 
 def _run_rank(rank, count, function, folder, *args):

@@ -445,7 +445,7 @@ def test_rank_never_holds_more_than_its_share_and_a_tensor(model, tmp_path, monk
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
     tensors = [4e-6 * tensor.numel() for tensor in whole_model.parameters()]  # in fp32
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # or glibc keeps what is freed
-    on_ranks(2, load_and_write, tmp_path)
+    on_ranks(2, load_and_write, tmp_path, start_method="spawn")  # whose environment has that
     for rank in range(2):
         for peak in torch.load(tmp_path / f"peaks-{rank}"):
             # Three tensors more, since gloo copies what it gathers.

@@ -131,7 +131,7 @@ def _worker(port, index, fault, said):
 def test_shards_reach_every_worker_or_everyone_says_why_not(monkeypatch, fault, reason):
     monkeypatch.setattr(receiver, "compare_quantized", compare_quantized)
     group, trainer = (TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
-    context, apart = mp.get_context("spawn"), WORKERS  # engine 1's worker 0 is a process
+    context, apart = mp.get_context("forkserver"), WORKERS  # engine 1's worker 0 is a process
     said = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, group.port, trainer.port, fault, said)) for rank in range(RANKS)
@@ -184,7 +184,7 @@ def _replicated_rank(rank, port, trainer_port):
 
 def test_ranks_of_one_replica_send_for_all():
     group, trainer = (TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     ranks = [context.Process(target=_replicated_rank, args=(i, group.port, trainer.port)) for i in range(2 * RANKS)]
     for process in ranks:
         process.start()

@@ -201,7 +201,7 @@ def _trainer_that_dies(handles):
 
 
 def test_trainer_that_dies_ends_the_workers_wait():
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     handles = context.Queue()
     process = context.Process(target=_trainer_that_dies, args=(handles,))
     process.start()
@@ -295,7 +295,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
 def test_workers_beside_two_ranks_get_both_ranks_shards_and_load_in_the_same_way(nodes):
     from vllm.utils.network_utils import get_open_port
 
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     port, failures, done = get_open_port(), context.Queue(), context.Event()
     ranks = [context.Process(target=_sharded_rank, args=(rank, port, nodes, failures, done)) for rank in range(2)]
     for process in ranks:

@@ -371,7 +371,7 @@ def _worker_process(port, rank, world_size, ready):
 )
 def test_lost_worker_ends_the_trainers_wait(number, timeout, said):
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     ready = context.Event()
     process = context.Process(target=_worker_process, args=(server.port, 1, 2, ready))
     process.start()
