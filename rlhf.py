@@ -53,7 +53,7 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         options = exact_options(args, model, "WorkerExtension")
-        return self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        return self.load(model, *llm_options(args, device, bundles, args.engines * len(bundles), **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))

@@ -64,7 +64,7 @@ class Engine(AsyncEngineActor):
 
     async def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         options = exact_options(args, model, "WorkerExtension")
-        return await self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        return await self.load(model, *llm_options(args, device, bundles, args.engines * len(bundles), **options))
 
     async def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         await self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))

@@ -90,7 +90,7 @@ class Engine(EngineActor):
         options |= exact_options(args, model, "ColocateWorkerExtension")
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE / args.engines_per_gpu)
         args = replace_flags(args, gpu_memory_utilization=args.gpu_memory_utilization / args.engines_per_gpu)
-        max_model_len = self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        max_model_len = self.load(model, *llm_options(args, device, bundles, args.engines * len(bundles), **options))
         self.remember_weights()
         self.sleep(args.sleep)  # the trainers load next
         return max_model_len

@@ -76,7 +76,7 @@ class Engine(EngineActor):
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
         options = exact_options(args, model, "WorkerExtension")
-        return self.load(model, llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        return self.load(model, *llm_options(args, device, bundles, args.engines * len(bundles), **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
@@ -94,7 +94,7 @@ class Teacher(TeacherActor):
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
         args = replace_flags(args, tensor_parallel_size=len(bundles))
         options = {"enforce_eager": True}  # for graphs, it would have to decode
-        return self.load(model, llm_options(args, device, bundles, args.teacher_engines * len(bundles), **options))
+        return self.load(model, *llm_options(args, device, bundles, args.teacher_engines * len(bundles), **options))
 
 
 class Trainer(LearnerActor):

@@ -95,7 +95,7 @@ class Engine(EngineActor):
         if args.backend == "ipc":
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(IPC_SHARE)
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are pickled
-        return self.load(model, llm_options(args, device, bundles, **options))
+        return self.load(model, *llm_options(args, device, bundles, **options))
 
     def pause(self) -> None:
         self.llm.sleep(level=0)  # level 0 pauses the scheduler; weights and KV cache stay

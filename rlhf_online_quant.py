@@ -30,7 +30,7 @@ from recipe.errors import RunError
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
+from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample, set_environment
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
 from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
@@ -59,10 +59,10 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         options = {"worker_extension_cls": "recipe.rollouts.quantization.QuantizedWorkerExtension", "dtype": "bfloat16"}
-        options = llm_options(args, device, bundles, args.engines * len(bundles), **options)
-        # Only now, since it imports vLLM: llm_options has set the environment variables.
+        options, environment = llm_options(args, device, bundles, args.engines * len(bundles), **options)
+        set_environment(environment)  # the next line imports vLLM
         torchao_options, self.quantization = quantize_by_torchao(args.quantization_config)
-        return self.load(model, torchao_options | options)
+        return self.load(model, torchao_options | options, environment)
 
     def quantized_by(self) -> str:
         return self.quantization

@@ -97,7 +97,7 @@ class Engine(EngineActor):
         options |= exact_options(args, model, "ColocateWorkerExtension" if colocated else "WorkerExtension")
         if colocated:
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        max_model_len = self.load(model, llm_options(args, device, bundles, **options))
+        max_model_len = self.load(model, *llm_options(args, device, bundles, **options))
         self.remember_weights()
         self.sleep(args.sleep)  # the models load next
         return max_model_len

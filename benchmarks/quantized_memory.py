@@ -19,7 +19,7 @@ import ray
 from shapes import BenchmarkArguments
 
 from recipe.errors import RunError
-from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options
+from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment
 from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
 from recipe.run.actors import ActorGroup, Seat, reserve, seat
 from recipe.run.arguments import parse
@@ -44,10 +44,10 @@ class Engine(EngineActor):
         """Start the engine. Returns whether it is compiled and has CUDA graphs, and the name of the quantization."""
         extension = "QuantizedPeerExtension" if quantized else "PeerExtension"
         options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
-        options = llm_options(args, device, bundles, **options)
-        # Only now, since it imports vLLM: llm_options has set the environment variables.
+        options, environment = llm_options(args, device, bundles, **options)
+        set_environment(environment)  # the next line imports vLLM
         torchao_options, quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
-        self.load(model, torchao_options | options)
+        self.load(model, torchao_options | options, environment)
         compilation = self.llm.llm_engine.vllm_config.compilation_config
         compiled = "compiled, " if compilation.mode else ""
         return f"{compiled}CUDA graphs {compilation.cudagraph_mode.name}", quantization

@@ -58,7 +58,7 @@ from recipe.errors import RunError  # noqa: E402
 from recipe.learning.lora import LoRAArguments, adapter_parameters, add_adapters  # noqa: E402
 from recipe.learning.named_tensors import NamedTensors  # noqa: E402
 from recipe.learning.sharding import join_ranks  # noqa: E402
-from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options  # noqa: E402
+from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment  # noqa: E402
 from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
 from recipe.run.actors import ActorGroup, LayoutArguments, Seat, by_node, reserve, seat  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
@@ -125,14 +125,14 @@ class BenchEngine(EngineActor):
         options |= {"dtype": "bfloat16"} if args.quantized else {}
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        options = llm_options(args, device, bundles, args.engines * len(bundles), **options)
-        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE if ipc else 1)
+        options, environment = llm_options(args, device, bundles, args.engines * len(bundles), **options)
+        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE if ipc else 1)
         if ipc and device == "cuda" and len(bundles) == 1:  # this actor has a share of the GPU, and runs the worker
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
             options["distributed_executor_backend"] = "uni"
+        set_environment(environment)  # the next line imports vLLM
         torchao_options = quantize_by_torchao(None)[0] if args.quantized else {}
-        self.load(model, torchao_options | options)
+        self.load(model, torchao_options | options, environment)
         return self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:

@@ -26,10 +26,7 @@ from rlhf_utils import WeightSyncError
 
 
 @pytest.fixture
-def args(monkeypatch):
-    for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE", "VLLM_RAY_BUNDLE_INDICES"):
-        monkeypatch.setenv(name, "")  # so that what is set below goes again
-        monkeypatch.delenv(name)
+def args():
     args = EngineArguments(tensor_parallel_size=1)
     args.seed = 0
     return args
@@ -91,15 +88,27 @@ def test_run_whose_engine_cannot_start_says_why_in_its_last_line(script, tmp_pat
 def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
     from vllm.config import CompilationConfig, CUDAGraphMode
 
-    options = llm_options(args, "cuda", [1])
+    options, _ = llm_options(args, "cuda", [1])
     compilation = CompilationConfig(**options["compilation_config"])
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     assert compilation.mode == 0
     assert not options["enforce_eager"]
     args.engine_args = '{"compilation_config": {"mode": 3}}'
-    assert llm_options(args, "cuda", [1])["compilation_config"] == {"mode": 3}
+    assert llm_options(args, "cuda", [1])[0]["compilation_config"] == {"mode": 3}
     args.enforce_eager = True
-    assert llm_options(args, "cuda", [1])["enforce_eager"]
+    assert llm_options(args, "cuda", [1])[0]["enforce_eager"]
+
+
+def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
+    gpu, cpu = llm_options(args, "cuda", [1, 2])[1], llm_options(args, "cpu", [0])[1]
+    assert gpu == {"VLLM_RAY_BUNDLE_INDICES": "1,2"}
+    assert cpu.keys() == {"VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE"}
+    assert os.environ == {"CUDA_VISIBLE_DEVICES": ""}
+    engine.set_environment(gpu)
+    assert os.environ == gpu  # an actor without GPUs of its own sees those of vLLM's workers
+    engine.set_environment(gpu | {"CUDA_VISIBLE_DEVICES": "3"})
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def spaced_tokenizer():
@@ -209,9 +218,9 @@ def test_weights_are_served_if_every_worker_says_so():
 @pytest.fixture
 def llm(tmp_path, monkeypatch, args):
     """A real engine of the built-in model, with the options that all scripts give it on a CPU."""
-    for name, value in CORE_IN_PROCESS.items():
+    options, environment = llm_options(args, "cpu", [0], distributed_executor_backend="uni")
+    for name, value in (CORE_IN_PROCESS | environment).items():
         monkeypatch.setenv(name, value)
-    options = llm_options(args, "cpu", [0], distributed_executor_backend="uni")
     from vllm import LLM
 
     llm = LLM(str(build_tiny_model(tmp_path)), **options)
@@ -265,7 +274,6 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch
     for rollout, of_teacher in zip(rollouts, scores, strict=True):
         assert of_teacher.dtype == np.float32
         assert of_teacher == pytest.approx(rollout.logprobs, abs=1e-5)
-    assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
 
     # More tokens than vLLM takes in one batch. A prompt in two parts ended every engine on a CPU.
     monkeypatch.setattr(llm, "generate", generate)

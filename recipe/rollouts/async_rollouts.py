@@ -46,6 +46,7 @@ from .engine import (
     replace_equal_groups,
     sampling_options,
     sampling_params,
+    set_environment,
     turn_options,
 )
 from .evaluation import evaluate
@@ -80,9 +81,10 @@ class AsyncEngineActor:
         self.idle = 0.0  # seconds since the last sync in which nothing was generated
         self.last_idle_share = 0.0
 
-    async def load(self, model: str, options: dict) -> int:
-        """Start the engine. Returns the tokens that a prompt and its completion may have."""
-        from vllm import AsyncEngineArgs  # only now: `llm_options` has set its environment variables
+    async def load(self, model: str, options: dict, environment: dict[str, str]) -> int:
+        """As `EngineActor.load`."""
+        set_environment(environment)
+        from vllm import AsyncEngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -104,9 +104,11 @@ class EngineActor:
     def __init__(self, number: int):
         self.asleep, self.leaving = "none", False
 
-    def load(self, model: str, options: dict) -> int:
-        """Start the engine. Returns the tokens that a prompt and its completion may have."""
-        from vllm import LLM  # only now: `llm_options` has set its environment variables
+    def load(self, model: str, options: dict, environment: dict[str, str]) -> int:
+        """Start the engine, with what `llm_options` returns. Returns the tokens that a prompt and its completion may
+        have."""
+        set_environment(environment)
+        from vllm import LLM
 
         with engine_start():
             self.llm = LLM(model, **options)
@@ -199,10 +201,16 @@ class EngineActor:
         return {"actor": sum(process.memory_info().rss for process in processes) / 1e9}
 
 
+def set_environment(environment: dict[str, str]) -> None:
+    """Set these variables of an engine's actor, before it imports vLLM. The engine's processes inherit them."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+    os.environ.update(environment)
+
+
 def llm_options(
     args: EngineArguments, device: str, bundles: Sequence[int], workers: int | None = None, **options
-) -> dict:
-    """Returns the options of a vllm.LLM, and sets the environment variables that its workers inherit.
+) -> tuple[dict, dict[str, str]]:
+    """The options of a vllm.LLM, and the environment variables that it and its workers want.
 
     The engine's workers use these `bundles` of its placement group. On CPU, `workers` of all engines share the cores
     (default: those of this engine). `options` are the script's own.
@@ -215,8 +223,7 @@ def llm_options(
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     } | options
     if device == "cuda":
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
-        os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
+        environment = {"VLLM_RAY_BUNDLE_INDICES": ",".join(map(str, bundles))}
         hardware = {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
         hardware |= {"gpu_memory_utilization": args.gpu_memory_utilization}
         hardware |= {"enforce_eager": args.enforce_eager, "compilation_config": DECODE_GRAPHS}
@@ -224,12 +231,12 @@ def llm_options(
         # vLLM has no Ray executor on CPU. Its workers are child processes of this actor, each bound to its cores.
         cores = sorted(os.sched_getaffinity(0))
         cores_of_workers = [cores[bundle % workers :: workers] or cores for bundle in bundles]
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores_of_workers)
-        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
+        environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, ids)) for ids in cores_of_workers)}
+        environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
         hardware = {"dtype": "float32", "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 256 << 20}
         # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         hardware |= {"enforce_eager": True, "enable_chunked_prefill": False}
-    return hardware | options | json.loads(args.engine_args)
+    return hardware | options | json.loads(args.engine_args), environment
 
 
 def sampling_options(args, step: int, number: int, evaluation: bool = False) -> dict:

@@ -373,21 +373,21 @@ class ReplicaPool:
         """Start server `number` on its part of this actor's devices. Returns its URL."""
         from vllm.utils.network_utils import get_open_port
 
-        gpus, tp, port = os.environ.get("CUDA_VISIBLE_DEVICES"), args.tensor_parallel_size, get_open_port()
+        tp, port = args.tensor_parallel_size, get_open_port()
         bundles = list(range(number * tp, (number + 1) * tp))
         options = {"enable_scale_out": True, "distributed_executor_backend": "mp"}
         options |= exact_options(args, model, "WorkerExtension")
-        options = llm_options(args, device, bundles, args.engines * tp, **options)
+        options, environment = llm_options(args, device, bundles, args.engines * tp, **options)
         command = [sys.executable, "-c", SERVER, "--model", model]
         command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_API_KEY": api_key} if api_key else {})
+        environment |= {"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_API_KEY": api_key} if api_key else {})
         if device == "cuda":
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # which `llm_options` drops
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus.split(",")[i] for i in bundles)
+            gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i] for i in bundles)
         libc = ctypes.CDLL(None)
         server = subprocess.Popen(
             command,
-            env=environment,
+            env=os.environ | environment,
             stdout=sys.stderr.fileno(),
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509 - it does nothing else
         )
