@@ -31,7 +31,7 @@ from recipe.learning.grpo import GRPOLearner
 from recipe.learning.rollout import Rollout
 from recipe.rollouts import async_rollouts
 from recipe.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
-from recipe.rollouts.engine import NEXT_ROUND, sampling_options
+from recipe.rollouts.engine import sampling_options
 from recipe.run.checkpoint import Models
 from recipe.run.session import RaySession
 from recipe.tasks.dataset import Row
@@ -150,7 +150,7 @@ def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait(
     resampling = beside(ahead.resample, equal, 1)
     wait_until(lambda: len(ahead.engines.calls) == 5)
     assert [(call.prompts, call.sampling, call.waits) for call in ahead.engines.calls[3:]] == [
-        ([[99]], [sampling_options(ahead.args, 1 + NEXT_ROUND, i)], False) for i in range(2)
+        ([[99]], [sampling_options(ahead.args, 1, i, round_number=1)], False) for i in range(2)
     ]
     ahead.engines.free.set()
     assert len(taking.result(timeout=30).rollouts) == len(resampling.result(timeout=30).rollouts) == 4

@@ -33,9 +33,10 @@ from recipe.errors import MismatchError, TaskError
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
+from recipe.rollouts import engine
 from recipe.rollouts.async_rollouts import RolloutsAhead
 from recipe.rollouts.conversation import Turn
-from recipe.rollouts.engine import NEXT_ROUND, NEXT_TURN, EngineActor, complete, sampling_options, turn_options
+from recipe.rollouts.engine import EngineActor, complete, request_seed, sampling_options
 from recipe.rollouts.evaluation import evaluate
 from recipe.run.arguments import parse
 from recipe.tasks import lookup
@@ -140,6 +141,9 @@ def test_tokens_of_older_weights_and_of_tools_prove_nothing(model):
 # Conversations, with a policy that is a function
 
 
+PLACES = {}  # of requests in a run, by their seeds
+
+
 class Engines:
     """Stands for engines whose policy says `says(text, number)` after a prompt of this text, as tokens of its own."""
 
@@ -155,8 +159,8 @@ class Engines:
         return [list(map(self.sampled, prompts, sampling)) for prompts, sampling, _ in each]
 
     def sampled(self, prompt_ids, sampling) -> Rollout:
-        step, number = divmod(sampling["seed"], 4)  # as `turn_options` makes it, of four completions
-        turn = Turn(prompt_ids, number, step // NEXT_TURN, sampling["max_tokens"])
+        *_, index, number = PLACES[sampling["seed"]]
+        turn = Turn(prompt_ids, number, index, sampling["max_tokens"])
         self.turns.append(turn)
         self.seeds.append(sampling["seed"])
         said = self.says(self.tokenizer.decode(prompt_ids), number)
@@ -318,9 +322,15 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def converse(folder):
+def converse(folder, monkeypatch):
     """Completions, with rewards, of a step's conversations with a policy that is a function. `made` has the rest."""
     made = SimpleNamespace()
+
+    def noted_seed(*place):
+        PLACES[request_seed(*place)] = place
+        return request_seed(*place)
+
+    monkeypatch.setattr(engine, "request_seed", noted_seed)
 
     def run(says, evaluation=False, **flags):
         own = {"dataset": "test_tools:prompts", "reward": ["test_tools:none"], "group_size": 2, "prompts_per_step": 2}
@@ -748,14 +758,23 @@ def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch,
 
 
 def test_each_turn_of_each_completion_has_a_seed_of_its_own():
-    args = rlhf.Arguments(group_size=4, prompts_per_step=8, max_tokens=100)
+    """In 25 rounds of two steps, for two seeds of the run. An evaluation has others."""
     turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
-    steps = [step + number * NEXT_ROUND for number in range(24) for step in (1, 2)]  # with rounds of dynamic sampling
-    options = [turn_options(args, step, turn) for step in steps for turn in turns]
-    assert len({own["seed"] for own in options}) == len(steps) * len(turns)
+    options = [
+        sampling_options(rlhf.Arguments(seed=seed, group_size=4), step, turn.number, evaluation, rounds, turn)
+        for seed in (0, 1)
+        for step in (0, 1)
+        for evaluation in (False, True)
+        for rounds in range(25)
+        for turn in turns
+    ]
+    assert len({own["seed"] for own in options}) == len(options) == 2 * 2 * 2 * 25 * 32 * 4
     assert {(own["n"], own["max_tokens"]) for own in options} == {(1, 50)}
-    alone = [sampling_options(args, 1, i)["seed"] for i in range(8)]
-    assert alone == [own["seed"] for own in options[: len(turns) : 16]]  # of the first turn: those of one without tools
+
+
+def test_seed_of_a_request_is_the_same_in_every_process_and_leaves_room_for_siblings():
+    assert request_seed(0, False, 1, 0, 0, 2) == 281162756510625
+    assert max(request_seed(i) for i in range(1000)) < 2**48
 
 
 @pytest.mark.parametrize("script", ["rlhf_ppo", "rlhf_nccl"])

@@ -47,7 +47,6 @@ from .engine import (
     sampling_options,
     sampling_params,
     set_environment,
-    turn_options,
 )
 from .evaluation import evaluate
 
@@ -202,14 +201,14 @@ class RolloutsAhead:
         while self.last_begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
             self.last_begun += 1
             rows = self.task.draw(self.last_begun)
-            self.batches.append(self._begin(self.last_begun, rows, self.last_begun, low_priority=True))
+            self.batches.append(self._begin(self.last_begun, rows))
         return self._with_staleness(self._wait_for(self.batches.popleft().result), step)
 
     def resample(self, batch: Batch, step: int) -> Batch:
         """As `recipe.rollouts.engine.resample`, by groups that go before all others."""
 
-        def complete_and_score(rows: list[Row], seed_step: int) -> Batch:
-            return self._wait_for(self._begin(step, rows, seed_step, low_priority=False).result)
+        def complete_and_score(rows: list[Row], round_number: int) -> Batch:
+            return self._wait_for(self._begin(step, rows, round_number).result)
 
         return self._with_staleness(replace_equal_groups(self.task, batch, self.args, step, complete_and_score), step)
 
@@ -217,7 +216,7 @@ class RolloutsAhead:
         """As `recipe.rollouts.evaluation.evaluate`, with the rewards in their thread."""
 
         def score(batch: Batch, steps_done: int) -> Batch:
-            pending = _PendingBatch(steps_done + 1, [group.row for group in batch.groups], 0, low_priority=False)
+            pending = _PendingBatch(steps_done + 1, [group.row for group in batch.groups])
             for i, group in enumerate(batch.groups):
                 self._score(pending, i, group, f"the evaluation after step {step}")
             return self._wait_for(pending.result)
@@ -256,11 +255,11 @@ class RolloutsAhead:
         batch.metrics |= {"async/staleness_mean": float(ages.mean()), "async/staleness_max": oldest}
         return batch
 
-    def _begin(self, step: int, rows: list[Row], seed_step: int, low_priority: bool) -> "_PendingBatch":
-        """Begin a batch of these rows: at once or, with `low_priority`, when fewer groups are in flight."""
-        batch = _PendingBatch(step, rows, seed_step, low_priority)
+    def _begin(self, step: int, rows: list[Row], round_number: int = 0) -> "_PendingBatch":
+        """Begin a batch of these rows: when fewer groups are in flight or, if it replaces others, at once."""
+        batch = _PendingBatch(step, rows, round_number)
         groups = [(batch, i) for i in range(len(rows))]
-        if low_priority:
+        if batch.low_priority:
             self.queued.extend(groups)
             groups = []
         self._dispatch(groups)
@@ -292,7 +291,7 @@ class RolloutsAhead:
         """Have this engine's actor sample the completions of row `i`, or their group, if they are conversations."""
         if self.task.tools:
             return asyncio.run_coroutine_threadsafe(self._conversations(batch, i, actor), event_loop("conversations"))
-        sampling = sampling_options(self.args, batch.seed_step, i)
+        sampling = sampling_options(self.args, batch.step, i, round_number=batch.round_number)
         return actor.sample.remote([batch.rows[i].prompt_ids], [sampling], False, batch.low_priority).future()
 
     async def _conversations(self, batch: "_PendingBatch", i: int, actor) -> Group:
@@ -312,7 +311,9 @@ class RolloutsAhead:
                 if self.closed:
                     raise RunError("the run has ended")
                 turn = conversation.turn
-                sampling = turn_options(self.args, batch.seed_step, turn)
+                sampling = sampling_options(
+                    self.args, batch.step, turn.number, round_number=batch.round_number, turn=turn
+                )
                 low_priority = batch.low_priority and not turn.index  # what has begun goes before what has not
                 call = actor.sample.remote([turn.prompt_ids], [sampling], False, low_priority)
             (sampled,) = await asyncio.wrap_future(call.future())
@@ -354,10 +355,13 @@ class _PendingBatch:
 
     step: int
     rows: list[Row]
-    seed_step: int  # the step whose seeds they are sampled with
-    low_priority: bool
+    round_number: int = 0  # of dynamic sampling; 0: the step's own prompts
     result: Future = field(default_factory=Future)
     groups: dict[int, Group] = field(default_factory=dict)  # those that are complete, by row
+
+    @property
+    def low_priority(self) -> bool:
+        return not self.round_number
 
     def settle(self, i: int, group: Group) -> None:
         """The group of row `i` has its rewards."""

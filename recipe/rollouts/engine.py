@@ -1,5 +1,6 @@
 """Engines: what the engine actors of all scripts share, vLLM's options by hardware and flags, and rollouts."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -30,8 +31,7 @@ from ..tasks.task import Task
 from ..tasks.tools import Tools
 from .conversation import Conversation, Turn, group_of, together
 
-# Steps from the seeds of one round, or turn, to those of the next: no run has as many, or 24 rounds of a step.
-NEXT_ROUND, NEXT_TURN = 20_011, 500_009
+SEED_BYTES = 6  # vLLM takes 8, with a sign, and counts on from there
 UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # how vLLM refers to another process
 LOG_PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] ?)?", re.MULTILINE)
 RAISED = re.compile(r"^((?:[\w.]*(?:Error|Exception)|\S+\.py: error): .*(?:\n  (?!File ).*)*)", re.MULTILINE)
@@ -239,29 +239,30 @@ def llm_options(
     return hardware | options | json.loads(args.engine_args), environment
 
 
-def sampling_options(args, step: int, number: int, evaluation: bool = False) -> dict:
-    """vLLM's options for `group_size` completions of the prompt of this number in this step.
+def sampling_options(
+    args, step: int, number: int, evaluation: bool = False, round_number: int = 0, turn: Turn | None = None
+) -> dict:
+    """vLLM's options for `group_size` completions of the prompt of this number, in this round of a step or evaluation.
+    With a `turn`, they are for one turn of the completion of this number.
 
-    Each prompt has a seed of its own, so what is sampled does not depend on the engine that does it. Completions for an
-    `evaluation` have no log-probabilities, which take time.
+    What is sampled depends on the request alone, and not on the engine that does it. Completions for an `evaluation`
+    have no log-probabilities, which take time.
     """
     # No top-p and no top-k: the log-probabilities are over the whole vocabulary, as the trainer's are.
     return {
-        "n": args.group_size,
+        "n": 1 if turn else args.group_size,
         "temperature": args.temperature,
-        "max_tokens": args.max_tokens,
+        "max_tokens": turn.max_tokens if turn else args.max_tokens,
         "ignore_eos": args.ignore_eos,
         "logprobs": None if evaluation else 0,
         "detokenize": False,  # vLLM decodes token by token, and `_texts` once
-        "seed": ((args.seed * 1_000_003 + step) * args.prompts_per_step + number) * args.group_size % 2**31,
+        "seed": request_seed(args.seed, evaluation, step, round_number, turn.index if turn else 0, number),
     }
 
 
-def turn_options(args, step: int, turn: Turn, evaluation: bool = False) -> dict:
-    """vLLM's options for this turn of a conversation: a single completion, whose seed no other turn has."""
-    completions = args.prompts_per_step * args.group_size
-    single = replace(args, group_size=1, prompts_per_step=completions, max_tokens=turn.max_tokens)
-    return sampling_options(single, step + NEXT_TURN * turn.index, turn.number, evaluation)
+def request_seed(*place: int) -> int:
+    """The seed of the request in this place of a run: no other has it. vLLM adds the sibling's number to it."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=SEED_BYTES).digest())
 
 
 def sampling_params(options: dict):
@@ -319,19 +320,28 @@ def in_parts(items: list, count: int) -> list[list]:
 
 
 def complete(
-    engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool = False, tools: Tools | None = None
+    engines: ActorGroup,
+    rows: list[Row],
+    args,
+    step: int,
+    evaluation: bool = False,
+    tools: Tools | None = None,
+    round_number: int = 0,
 ) -> Batch:
     """`group_size` completions of each of these rows, without rewards. The rows are divided among the engines. With
-    `tools`, completions are conversations."""
+    `tools`, completions are conversations. Rounds of a step, or of an evaluation, have other seeds each."""
     if tools:
-        return converse(engines, rows, args, step, evaluation, tools)
+        return converse(engines, rows, args, step, evaluation, tools, round_number)
     size, phase = args.group_size, "evaluating" if evaluation else "generating"
-    requests = [(row.prompt_ids, sampling_options(args, step, i, evaluation)) for i, row in enumerate(rows)]
+    sampling = partial(sampling_options, args, step, evaluation=evaluation, round_number=round_number)
+    requests = [(row.prompt_ids, sampling(i)) for i, row in enumerate(rows)]
     rollouts = _sample(engines, in_parts(requests, len(engines)), evaluation, phase)
     return Batch([Group(row, rollouts[i * size : (i + 1) * size]) for i, row in enumerate(rows)])
 
 
-def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool, tools: Tools) -> Batch:
+def converse(
+    engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool, tools: Tools, round_number: int
+) -> Batch:
     """As `complete`, by conversations that take their turns in lock-step. Each stays with one engine, which has its
     keys and values in its cache."""
     size, phase = args.group_size, "evaluating" if evaluation else "generating"
@@ -340,6 +350,7 @@ def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: 
         for i, row in enumerate(rows)
         for k in range(size)
     ]
+    sampling = partial(sampling_options, args, step, evaluation=evaluation, round_number=round_number)
     parts = in_parts(conversations, len(engines))
     tool_calls = together(conversation.start() for conversation in conversations)
     while True:
@@ -350,7 +361,7 @@ def converse(engines: ActorGroup, rows: list[Row], args, step: int, evaluation: 
             groups = [conversations[i : i + size] for i in range(0, len(conversations), size)]
             return Batch([group_of(group) for group in groups])
         turns = [[conversation.turn for conversation in part] for part in parts]
-        requests = [[(turn.prompt_ids, turn_options(args, step, turn, evaluation)) for turn in part] for part in turns]
+        requests = [[(turn.prompt_ids, sampling(turn.number, turn=turn)) for turn in part] for part in turns]
         rollouts = _sample(engines, requests, evaluation, phase)
         pairs = zip(itertools.chain(*parts), rollouts, strict=True)
         tool_calls = together([conversation.take(rollout) for conversation, rollout in pairs])
@@ -366,8 +377,9 @@ def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> 
     """The batch, in which groups whose rewards are all equal are replaced by groups of other prompts, in at most
     --dynamic-sampling rounds (Yu et al. 2025, arXiv:2503.14476). What is still equal after that stays."""
 
-    def complete_and_score(rows: list[Row], seed_step: int) -> Batch:
-        return task.rewards.score(complete(engines, rows, args, seed_step, tools=task.tools), step - 1)
+    def complete_and_score(rows: list[Row], round_number: int) -> Batch:
+        batch = complete(engines, rows, args, step, tools=task.tools, round_number=round_number)
+        return task.rewards.score(batch, step - 1)
 
     return replace_equal_groups(task, batch, args, step, complete_and_score)
 
@@ -375,16 +387,16 @@ def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> 
 def replace_equal_groups(
     task: Task, batch: Batch, args, step: int, complete_and_score: Callable[[list[Row], int], Batch]
 ) -> Batch:
-    """As `resample`, where `complete_and_score(rows, seed_step)` returns the completions of rows, with their rewards.
-    They are sampled with the seeds of another step, which no step and no other round has."""
+    """As `resample`, where `complete_and_score(rows, round_number)` returns the completions of rows, with rewards. The
+    step's own prompts were round 0."""
     groups, drawn, replaced = list(batch.groups), [group.row for group in batch.groups], 0
-    for number in range(1, args.dynamic_sampling + 1):
+    for round_number in range(1, args.dynamic_sampling + 1):
         equal = [i for i, group in enumerate(groups) if group.is_equal]
         rows = task.draw_others(step, len(equal), drawn)
         if not rows:  # no group is equal, or all prompts have been tried
             break
         drawn = drawn + rows
-        completed = complete_and_score(rows, step + number * NEXT_ROUND)
+        completed = complete_and_score(rows, round_number)
         unequal = [group for group in completed.groups if not group.is_equal]
         for i, group in zip(equal, unequal, strict=False):
             groups[i] = group

@@ -34,8 +34,7 @@ def evaluate(
     # Each conversation has a thread and an environment: no more at a time than in a step of training.
     at_once = max(1, args.prompts_per_step * args.group_size // samples) if task.tools else len(rows)
     for part, first in enumerate(range(0, len(rows), at_once)):
-        seed_step = -part * args.group_size  # so that no two parts have the same seeds
-        batch = complete(engines, rows[first : first + at_once], sampling, seed_step, evaluation=True, tools=task.tools)
+        batch = complete(engines, rows[first : first + at_once], sampling, 0, True, task.tools, round_number=part)
         groups += (score or task.rewards.score)(batch, step).groups
     batch = Batch(groups, reward_metrics(groups))
     return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}
