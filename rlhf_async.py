@@ -32,6 +32,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments, llm_options
+from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
 from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
@@ -150,7 +151,7 @@ def main(args: Arguments) -> None:
         # 3. Take rollouts, learn, sync
         with RolloutsAhead(engines, task, args, steps_done) as ahead:
             if not steps_done and args.eval_every:
-                run.log_metrics(0, ahead.evaluate(0))
+                run.log_metrics(0, evaluate(engines, task, args, 0))
             for step in range(steps_done + 1, args.steps + 1):
                 clock = StepClock()
                 batch = ahead.take(step)
@@ -163,7 +164,7 @@ def main(args: Arguments) -> None:
                 report = sync(trainers, engines.begin(Engine.receive_weights, args.timeout, step))
                 clock.end("sync")
                 metrics |= clock.metrics | ahead.idle_shares(clock.metrics)
-                metrics |= ahead.evaluate(step)
+                metrics |= evaluate(engines, task, args, step)
                 if run.saves(step):
                     trainers.call("saving", Trainer.save, run.path)
                 run.log_step(step, batch, report, metrics)

@@ -162,7 +162,7 @@ def main(args: Arguments) -> None:
         for step in range(steps_done + 1, args.steps + 1):
             clock = StepClock()
             batch = complete(engines, task.draw(step), args, step, tools=task.tools)
-            batch = task.rewards.score(batch, step - 1)
+            batch = task.rewards.score(batch, step - 1, session)
             if args.dynamic_sampling:
                 batch = resample(engines, task, batch, args, step)
             clock.end("rollout")
@@ -183,7 +183,7 @@ def main(args: Arguments) -> None:
 
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
-        batch = task.rewards.score(batch, args.steps)
+        batch = task.rewards.score(batch, args.steps, session)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)

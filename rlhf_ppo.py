@@ -251,7 +251,7 @@ def main(args: Arguments) -> None:
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
         max_model_len = engine.agreed("starting", Engine.start, paths["trainer"], args, device, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
-        task.rewards = RewardWorkers(session, task.rewards, models.get(REWARD_MODEL), args)
+        task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args)
         run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
@@ -266,7 +266,7 @@ def main(args: Arguments) -> None:
             batch = complete(engine, task.draw(step), args, step)
             clock.end("rollout")
             engine.call("sleeping", Engine.sleep, args.sleep)
-            batch = task.rewards.score(batch, step - 1)
+            batch = task.rewards.score(batch, step - 1, session)
             clock.end("reward")
             known = batch.known_rollouts()
             turns = [
@@ -295,7 +295,7 @@ def main(args: Arguments) -> None:
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
         engine.call("sleeping", Engine.sleep, args.sleep)
-        batch = task.rewards.score(batch, args.steps)
+        batch = task.rewards.score(batch, args.steps, session)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
 

@@ -33,6 +33,7 @@ from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 from recipe.rollouts.engine import EngineArguments
+from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.exact_engine import ExactArguments, settle_exactness
 from recipe.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
@@ -202,7 +203,7 @@ def main(args: Arguments) -> None:
         # 3. Take rollouts, learn, sync
         with RolloutsAhead(engines, task, args, steps_done) as ahead:
             if not steps_done and args.eval_every:
-                run.log_metrics(0, ahead.evaluate(0))
+                run.log_metrics(0, evaluate(engines, task, args, 0))
             for step in range(steps_done + 1, args.steps + 1):
                 clock = StepClock()
                 batch = ahead.take(step)
@@ -215,7 +216,7 @@ def main(args: Arguments) -> None:
                 report = engines.agreed("syncing", Engines.take_weights)
                 clock.end("sync")
                 metrics |= clock.metrics | engines.agreed("syncing", Engines.metrics)
-                metrics |= ahead.evaluate(step)
+                metrics |= evaluate(engines, task, args, step)
                 if run.saves(step):
                     trainers.call("saving", Trainer.save, run.path)
                 run.log_step(step, batch, report, metrics)

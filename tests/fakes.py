@@ -331,18 +331,25 @@ def quantizable(seed):
 # --- Engines that complete prompts ------------------------------------------------------------------------------------
 
 
+def session_without_ray():
+    """A session that waits for threads alone."""
+    from recipe.run.session import RaySession  # not above: processes that only sync start sooner
+
+    return RaySession(SimpleNamespace(ray_address=None, timeout=60), lambda *_: None)
+
+
 class Engines:
     """Stands for a group of engine actors. Each has an answer: answer(text, i) is the i-th completion of a prompt with
     this text. `calls` are the arguments of each one's calls."""
 
     def __init__(self, *answers):
-        self.answers, self.calls = answers, [[] for _ in answers]
+        self.answers, self.calls, self.session = answers, [[] for _ in answers], session_without_ray()
 
     def __len__(self):
         return len(self.answers)
 
     def call(self, phase, method, each):
-        from recipe.rollouts.engine import EngineActor  # not above: processes that only sync start sooner
+        from recipe.rollouts.engine import EngineActor
 
         assert method is EngineActor.sample
         return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]

@@ -32,6 +32,7 @@ from recipe.learning.rollout import Rollout
 from recipe.rollouts import async_rollouts
 from recipe.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
 from recipe.rollouts.engine import sampling_options
+from recipe.rollouts.evaluation import evaluate
 from recipe.run.checkpoint import Models
 from recipe.run.session import RaySession
 from recipe.tasks.dataset import Row
@@ -100,7 +101,7 @@ class Ahead(RolloutsAhead):
         task = SimpleNamespace(
             draw=lambda step: [Row(f"{step}", {}, "", [step])] * args.prompts_per_step,
             draw_others=lambda step, count, drawn: [Row("other", {}, "", [99])] * count,
-            rewards=Rewards([f"{__name__}:reward_of_this_test"], None, []),
+            rewards=Rewards([f"{__name__}:reward_of_this_test"], None, [], timeout=args.reward_timeout),
             tools=None,
         )
         super().__init__(Engines(engines), task, args, 0)
@@ -122,6 +123,7 @@ def test_the_engine_begins_with_what_will_not_be_too_old_and_with_nothing_else(m
         oldest = step - 1 - int(batch.rollouts[0].versions[0])
         metrics = {"async/staleness_mean": oldest, "async/staleness_max": oldest}
         assert batch.metrics == metrics | {"rewards/reward_of_this_test/mean": 1.0}
+        wait_until(lambda: not any(ahead.in_flight.values()))
         ahead.engines.version = step  # learned and synced
     assert oldest == 0  # of what proves the last sync
 
@@ -262,33 +264,24 @@ async def never_either(completions, **_):
     await asyncio.Event().wait()
 
 
+LATE = r"^the reward reward_of_this_test took longer than 0.5 s for one prompt's completions: --reward-timeout$"
+
+
 @pytest.mark.parametrize("reward", [never, never_either])
 def test_a_reward_that_does_not_return_stops_neither_the_engine_nor_the_run(reward):
     ahead = Ahead(reward, max_staleness=2, reward_timeout=0.5)
-    with pytest.raises(TaskError, match=r"^the rewards of step 1 took longer than 0.5 s: --reward-timeout"):
+    with pytest.raises(TaskError, match=LATE):
         ahead.take(1)
     assert ahead.steps() == [1, 1, 2, 2, 3, 3]
 
 
-@pytest.mark.parametrize(("busy", "whose"), [(False, "the evaluation after step 1"), (True, "step 1")])
-def test_an_evaluation_waits_no_longer_for_rewards_than_a_step_does(busy, whose):
+def test_an_evaluation_waits_behind_the_rewards_of_steps_and_no_longer_than_they_may_take():
     ahead = Ahead(never, max_staleness=2, reward_timeout=0.5, eval_every=1)
     ahead.task.eval_rows = [Row("held out", {}, "", [5])]
-    if busy:  # with the rewards of step 1, which come first
-        with pytest.raises(TaskError):
-            ahead.take(1)
-    with pytest.raises(TaskError, match=rf"^the rewards of {whose} took longer than 0.5 s: --reward-timeout"):
-        ahead.evaluate(1)
-
-
-def test_an_evaluation_may_take_longer_than_one_prompts_rewards():
-    def reward(completions, **_):
-        time.sleep(0.1)
-        return [1.0] * len(completions)
-
-    ahead = Ahead(reward, max_staleness=0, reward_timeout=0.4, eval_every=1)
-    ahead.task.eval_rows = [Row("held out", {}, "", [5])] * 8
-    assert ahead.evaluate(1)["eval/reward"] == 1.0
+    with pytest.raises(TaskError, match=LATE):
+        ahead.take(1)
+    with pytest.raises(TaskError, match=LATE):
+        evaluate(ahead.engines, ahead.task, ahead.args, 1)
 
 
 def test_an_engine_that_fails_ends_the_step_that_waits_for_it():

@@ -251,7 +251,7 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch
     monkeypatch.setattr(llm, "generate", generate_both)
     prompts = [llm.get_tokenizer().encode(text) for text in ("Read the sign: ", "Grüße, 世界: ")]
     options = lambda run, evaluation=False: [  # noqa: E731
-        engine.sampling_options(run, 1, i, evaluation) for i in range(len(prompts))
+        engine.sampling_options(run, 1, i) | ({"logprobs": None} if evaluation else {}) for i in range(len(prompts))
     ]
     rollouts, evaluated = (actor.sample(prompts, options(run, it), it) for it in (False, True))
     assert [r.completion_ids.tolist() for r in evaluated] == [r.completion_ids.tolist() for r in rollouts]

@@ -460,7 +460,7 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
 # --- Rewards as Ray tasks, and the placement --------------------------------------------------------------------------
 
 REWARDS = """
-import asyncio, os
+import asyncio, os, threading
 
 begun = []
 
@@ -501,6 +501,9 @@ def takes(tests, **_):
 
 def raises(completions, **_):
     raise ValueError("no luck")
+
+def never(completions, **_):
+    threading.Event().wait()
 """
 
 
@@ -520,7 +523,7 @@ def scored(session, *reward, score=None, **changes):
     task = load_task(args)
     pairs = [[Rollout([5], [6], [0.0], None, text) for text in ("", "x")] for _ in task.rows]
     batch = Batch([Group(row, pair) for row, pair in zip(task.rows, pairs, strict=True)])
-    return RewardWorkers(session, task.rewards, score and SimpleNamespace(begin=score), args).score(batch, 0)
+    return RewardWorkers(task.rewards, score and SimpleNamespace(begin=score), args).score(batch, 0, session)
 
 
 @pytest.fixture
@@ -556,15 +559,20 @@ def test_rewards_are_ray_tasks_that_share_the_prompts(session):
 
 def test_calls_of_a_coroutine_in_one_process_share_an_event_loop_and_run_at_once(folder):
     groups = [{"prompts": [text], "completions": [text]} for text in "abc"]
-    first, second = (run_reward("functions:loop", groups) for _ in range(2))
+    first, second = (run_reward("functions:loop", 60, groups) for _ in range(2))
     assert first == second
     assert len({values[0] for _, [(_, _, values)] in first}) == 1
-    assert [values for values, *_ in run_reward("functions:all_at_once", groups)] == [[1.0]] * 3
+    assert [values for values, *_ in run_reward("functions:all_at_once", 60, groups)] == [[1.0]] * 3
 
 
 def test_reward_in_another_process_may_change_a_column_too(folder):
     shared = ["1", "2"]  # which a task's arguments hold once
-    assert run_reward("functions:takes", [{"prompts": ["a", "b"], "tests": [shared, shared]}]) == [([2, 2], [])]
+    assert run_reward("functions:takes", 60, [{"prompts": ["a", "b"], "tests": [shared, shared]}]) == [([2, 2], [])]
+
+
+def test_reward_in_another_process_has_no_more_time_than_it_may_take(folder):
+    with pytest.raises(TaskError, match=r"^the reward never took longer than 0.3 s .*: --reward-timeout$"):
+        run_reward("functions:never", 0.3, [{"prompts": ["a"], "completions": ["b"]}])
 
 
 def test_reward_model_gets_content_in_parts_as_text(folder):
@@ -573,15 +581,15 @@ def test_reward_model_gets_content_in_parts_as_text(folder):
     calls, session = [], SimpleNamespace(wait=lambda phase, *groups: [list(calls.values()) for calls in groups])
     model = SimpleNamespace(begin=lambda *call: calls.append(call) or {"reward_model 0": [1.0]})
     args = rlhf_ppo.Arguments(reward=[], reward_model="x", dataset="data.jsonl")
-    workers = RewardWorkers(session, load_task(args).rewards, model, args)
+    workers = RewardWorkers(load_task(args).rewards, model, args)
     prompts = [[{"role": "user", "content": parts}]]
-    assert workers.call([{"prompts": prompts, "completions": [answer]}]) == [{"reward_model": [1.0]}]
+    assert workers.call([{"prompts": prompts, "completions": [answer]}], session) == [{"reward_model": [1.0]}]
     assert calls == [(RewardModel.rewards, [[{"role": "user", "content": "Hi there"}]], [answer])]
 
 
 def test_what_a_reward_logs_by_name_arrives(folder):
     """TRL's rewards may: log_extra(column=..., values=...)."""
-    answers = run_reward("functions:by_name", [{"prompts": ["a"], "completions": ["b"]}])
+    answers = run_reward("functions:by_name", 60, [{"prompts": ["a"], "completions": ["b"]}])
     assert answers == [([1.0], [("log_extra", "pid", [7]), ("log_metric", "parts", 0.5)])]
 
 

@@ -7,7 +7,9 @@ import asyncio
 import json
 import logging
 import math
+import os
 import re
+import signal
 import socket
 import sys
 import tempfile
@@ -24,7 +26,7 @@ import pandas
 import pytest
 import torch
 from conftest import code_of
-from fakes import Engines
+from fakes import Engines, session_without_ray
 from learners import CHAT_TEMPLATE, chat_tokenizer
 from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
@@ -76,16 +78,16 @@ def group(*texts, prompt="p", **columns):
 def rewards(monkeypatch):
     """Rewards of these functions, by name, for rows with these columns."""
 
-    def make(weights=None, columns=(), steps=1, **functions):
+    def make(weights=None, columns=(), steps=1, timeout=20, **functions):
         monkeypatch.setitem(sys.modules, "graded", SimpleNamespace(**functions))
         rows = [Row("p", dict.fromkeys(columns), "row 7")]
-        return Rewards([f"graded:{name}" for name in functions], weights, rows, steps)
+        return Rewards([f"graded:{name}" for name in functions], weights, rows, steps, timeout=timeout)
 
     return make
 
 
-def score(rewards, *groups, **options):
-    return rewards.score(Batch(list(groups)), **options)
+def score(rewards, *groups, steps_done=0):
+    return rewards.score(Batch(list(groups)), steps_done, session_without_ray())
 
 
 def sums(batch):
@@ -699,7 +701,7 @@ def test_rewards_of_the_same_name_are_told_apart(load):
 
 
 def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
-    """Each waits for all the others; one that runs by signals needs the main thread."""
+    """Each waits for all the others. A function has the same thread every time, as a database's connection wants."""
     everyone, loops, threads = threading.Barrier(4), [], []
 
     def first(completions, **_):
@@ -723,7 +725,7 @@ def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
         assert list(score(functions, group("a")).rollouts[0].rewards) == ["third", "first", "second", "fourth"]
     assert len(loops) == 4
     assert len(set(loops)) == 1
-    assert threads == [threading.main_thread()] * 2
+    assert threads[0] is threads[1] is not threading.main_thread()
 
 
 def test_each_call_has_one_prompts_completions_and_coroutines_of_all_prompts_run_at_once(rewards):
@@ -767,6 +769,35 @@ def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
         score(rewards(quick=quick, slow=slow, waiting=waiting, mine=fails), group("a"))
     assert time.monotonic() - started < 30
     ended.set()
+
+
+def never(**_):
+    threading.Event().wait()
+
+
+async def never_either(**_):
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("hangs", [never, never_either])
+def test_reward_that_never_returns_is_named_with_the_flag_that_ends_its_run(rewards, hangs):
+    late = r"^the reward mine took longer than 0.3 s for one prompt's completions: --reward-timeout$"
+    with pytest.raises(TaskError, match=late):
+        score(rewards(timeout=0.3, quick=lambda **_: [1.0], mine=hangs), group("a"), group("b"))
+
+
+def test_ctrl_c_ends_a_run_whose_reward_never_returns(rewards):
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        score(rewards(mine=never), group("a"))
+
+
+def test_rewards_of_all_prompts_may_take_longer_than_those_of_one(rewards):
+    def mine(**_):
+        time.sleep(0.3)
+        return [1.0]
+
+    assert sums(score(rewards(timeout=0.8, mine=mine), *[group("a")] * 6)) == [1.0] * 6
 
 
 MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
@@ -940,7 +971,7 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     args = Arguments(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        batch = task.rewards.score(complete(engines, task.draw(step), args, step), step - 1)
+        batch = task.rewards.score(complete(engines, task.draw(step), args, step), step - 1, engines.session)
         return resample(engines, task, batch, args, step)
 
     def content(batch):

@@ -344,7 +344,7 @@ def converse(folder, monkeypatch):
         made.engines = Engines(made.tokenizer, says)
         rows = made.task.draw(1)
         made.batch = complete(made.engines, rows, made.args, 1, evaluation, tools=made.task.tools)
-        made.batch = made.task.rewards.score(made.batch)
+        made.batch = made.task.rewards.score(made.batch, 0, made.engines)
         return made.batch.rollouts
 
     run.made = made
@@ -660,8 +660,8 @@ HANGS = """
 import threading
 from concurrent.futures import wait
 from test_tools import MESSAGES, Counter, load_task, rlhf
-from recipe.rollouts.conversation import together
 from recipe.tasks.dataset import Row
+from recipe.tasks.environment import together
 
 tools = load_task(rlhf.Arguments(environment="test_tools:Counter", dataset=None, reward=[])).tools
 Counter.__init__ = lambda self: threading.Event().wait()

@@ -15,7 +15,6 @@ as they are complete.
 import asyncio
 import itertools
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -25,18 +24,18 @@ from functools import partial
 from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from transformers.hf_argparser import HfArg
 
 from rlhf_utils import WeightSyncError
 
-from ..errors import RunError, TaskError
+from ..errors import RunError
 from ..learning.rollout import Rollout
 from ..run.actors import ActorGroup
 from ..run.session import die_with_children, explain
 from ..tasks.dataset import Row
-from ..tasks.environment import event_loop
-from ..tasks.rewards import Batch, Group, Scores, reward_metrics
+from ..tasks.environment import event_loop, together
+from ..tasks.rewards import Batch, Group, reward_metrics
 from ..tasks.task import Task
 from .conversation import Conversation, group_of
 from .engine import (
@@ -48,7 +47,6 @@ from .engine import (
     sampling_params,
     set_environment,
 )
-from .evaluation import evaluate
 
 PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too much to have a bound
 
@@ -63,10 +61,6 @@ class AsyncArguments:
     )
     in_flight: Annotated[int | None, Ge(1)] = HfArg(
         default=None, help="limit of the prompts whose completions are generated at a time (default: two steps')"
-    )
-    reward_timeout: Annotated[float, Gt(0)] = HfArg(
-        default=600.0,
-        help="seconds that the rewards of one prompt's completions may take; then the run ends with an error",
     )
 
 
@@ -170,8 +164,7 @@ class AsyncEngineActor:
 class RolloutsAhead:
     """The rollouts of the steps after `steps_done`, in order. The engines generate for some steps ahead.
 
-    Rewards that are coroutines run for several groups at once. All others run in one thread, group after group: a slow
-    one stops neither the engines nor the trainer, and none is called twice at the same time.
+    A slow reward stops neither the engines nor the trainer.
     """
 
     def __init__(self, engines: ActorGroup, task: Task, args, steps_done: int):
@@ -180,10 +173,7 @@ class RolloutsAhead:
         self.max_in_flight = args.in_flight or 2 * args.prompts_per_step
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
         self.queued: deque[tuple[_PendingBatch, int]] = deque()  # groups that no engine has yet
-        self.scoring: tuple[float, str] | None = None  # since when the reward thread computes rewards, and of what
-        self.jobs: queue.SimpleQueue[tuple[str, Scores, _PendingBatch, int]] = queue.SimpleQueue()  # of its thread
         self.lock, self.closed = threading.RLock(), False
-        threading.Thread(target=self._compute_rewards, daemon=True).start()  # a daemon: rewards may never return
 
     def __enter__(self) -> "RolloutsAhead":
         return self
@@ -211,17 +201,6 @@ class RolloutsAhead:
             return self._wait_for(self._begin(step, rows, round_number).result)
 
         return self._with_staleness(replace_equal_groups(self.task, batch, self.args, step, complete_and_score), step)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """As `recipe.rollouts.evaluation.evaluate`, with the rewards in their thread."""
-
-        def score(batch: Batch, steps_done: int) -> Batch:
-            pending = _PendingBatch(steps_done + 1, [group.row for group in batch.groups])
-            for i, group in enumerate(batch.groups):
-                self._score(pending, i, group, f"the evaluation after step {step}")
-            return self._wait_for(pending.result)
-
-        return evaluate(self.engines, self.task, self.args, step, score)
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
         """Metrics: the shares of a step in which engines generated nothing, as they measure it, and in which the
@@ -271,10 +250,8 @@ class RolloutsAhead:
 
     def _phase(self) -> str:
         """The phase to show. Raises TaskError if rewards have been computed for too long; they may never be done."""
-        since, what = self.scoring or (time.monotonic(), "")
-        if time.monotonic() - since > self.args.reward_timeout:
-            raise TaskError(f"the rewards of {what} took longer than {self.args.reward_timeout:g} s: --reward-timeout")
-        return "rewarding" if what and not any(self.in_flight.values()) else "generating"
+        rewarding = self.task.rewards.phase()
+        return "generating" if any(self.in_flight.values()) else rewarding
 
     def _dispatch(self, groups: list[tuple["_PendingBatch", int]]) -> None:
         """Have engines generate these groups, and as many of those queued as there is room for."""
@@ -327,26 +304,17 @@ class RolloutsAhead:
         try:
             answer = call.result()
             group = answer if isinstance(answer, Group) else Group(batch.rows[i], answer)
-            self._score(batch, i, group, f"step {batch.step}")
         except Exception as error:  # for the main thread
             batch.fail(explain("generating", engine, error))
+            return
+        scoring = together([self.task.rewards.score_group(group, batch.step - 1)])
+        scoring.add_done_callback(partial(self._scored, batch, i))
 
-    def _score(self, batch: "_PendingBatch", i: int, group: Group, what: str) -> None:
-        """Have the rewards of the group of row `i` computed, which `what` names in errors."""
-        scores = Scores(self.task.rewards, group, batch.step - 1)
-        scores.begin()
-        self.jobs.put((what, scores, batch, i))
-
-    def _compute_rewards(self) -> None:
-        """The reward thread."""
-        while True:
-            what, scores, batch, i = self.jobs.get()
-            self.scoring = time.monotonic(), what
-            try:
-                batch.settle(i, scores.scored(scores.finish()))
-            except BaseException as error:  # for the one who waits for the batch
-                batch.fail(error)
-            self.scoring = None
+    def _scored(self, batch: "_PendingBatch", i: int, scoring: Future) -> None:
+        if error := scoring.exception():  # for the one who waits for the batch
+            batch.fail(error)
+        else:
+            batch.settle(i, *scoring.result())
 
 
 @dataclass

@@ -6,7 +6,6 @@ decoded and encoded again: the text may have another tokenization, which is not 
 
 import asyncio
 import json
-from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import numpy as np
 from ..errors import TaskError
 from ..learning.rollout import Rollout
 from ..tasks.dataset import Row, content_text
-from ..tasks.environment import Environment, event_loop
+from ..tasks.environment import Environment
 from ..tasks.rewards import Group
 from ..tasks.tools import Tools
 
@@ -174,15 +173,6 @@ def group_of(conversations: list[Conversation]) -> Group:
         for environment in environments:
             environment.release()
     return group
-
-
-def together(coroutines: Iterable) -> Future:
-    """Run these coroutines side by side, in the event loop of a thread that no user's coroutine can block."""
-
-    async def gather() -> list:
-        return await asyncio.gather(*coroutines)
-
-    return asyncio.run_coroutine_threadsafe(gather(), event_loop("conversations"))
 
 
 def parse(tools: Tools, schemas: list[dict], ids: list[int], truncated: bool) -> dict:

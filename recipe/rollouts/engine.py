@@ -26,10 +26,11 @@ from ..learning.rollout import Rollout
 from ..run.actors import ActorGroup
 from ..run.session import die_with_children
 from ..tasks.dataset import Row
+from ..tasks.environment import together
 from ..tasks.rewards import Batch, Group, reward_metrics
 from ..tasks.task import Task
 from ..tasks.tools import Tools
-from .conversation import Conversation, Turn, group_of, together
+from .conversation import Conversation, Turn, group_of
 
 SEED_BYTES = 6  # vLLM takes 8, with a sign, and counts on from there
 UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # how vLLM refers to another process
@@ -379,7 +380,7 @@ def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> 
 
     def complete_and_score(rows: list[Row], round_number: int) -> Batch:
         batch = complete(engines, rows, args, step, tools=task.tools, round_number=round_number)
-        return task.rewards.score(batch, step - 1)
+        return task.rewards.score(batch, step - 1, engines.session)
 
     return replace_equal_groups(task, batch, args, step, complete_and_score)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 
 from ..run.actors import ActorGroup
 from ..tasks.rewards import Batch, reward_metrics
@@ -11,16 +10,13 @@ from ..tasks.task import Task
 from .engine import complete
 
 
-def evaluate(
-    engines: ActorGroup, task: Task, args, step: int, score: Callable[[Batch, int], Batch] | None = None
-) -> dict[str, float]:
+def evaluate(engines: ActorGroup, task: Task, args, step: int) -> dict[str, float]:
     """Metrics of completions of the held-out prompts; {} if no evaluation is due after this step.
 
     One is due before the first step, after every `eval_every` steps, and after the last one. Each prompt gets one
     greedy completion or, with `eval_samples`, so many at the temperature of training. A completion passes if its reward
     is at least `pass_reward`; one whose reward is not known counts for nothing. Returns `eval/reward`, the mean;
     `eval/pass@k` for k = 1, 2, 4, ... and `eval_samples`; the means of the single rewards; and `time/eval` in seconds.
-    `score(batch, step)` computes the rewards (default: the task's).
 
     An evaluation changes nothing in training: each request has its seed, the same in every evaluation, and the engines
     drop the prompts from their caches.
@@ -35,7 +31,7 @@ def evaluate(
     at_once = max(1, args.prompts_per_step * args.group_size // samples) if task.tools else len(rows)
     for part, first in enumerate(range(0, len(rows), at_once)):
         batch = complete(engines, rows[first : first + at_once], sampling, 0, True, task.tools, round_number=part)
-        groups += (score or task.rewards.score)(batch, step).groups
+        groups += task.rewards.score(batch, step, engines.session).groups
     batch = Batch(groups, reward_metrics(groups))
     return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}
 

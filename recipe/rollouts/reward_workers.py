@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated
 
 import ray
@@ -15,7 +17,8 @@ from ..learning.value_models import RewardModel
 from ..run.actors import ActorGroup
 from ..run.session import RaySession
 from ..tasks.dataset import without_parts
-from ..tasks.rewards import Batch, Rewards, begin, finish
+from ..tasks.environment import together
+from ..tasks.rewards import Batch, Rewards, Scores, reward_metrics
 from .engine import in_parts
 
 REWARD_MODEL = "reward_model"  # the name of its scores among the rewards
@@ -46,24 +49,29 @@ class RewardWorkers:
     that, and if a function raises, the run ends.
     """
 
-    def __init__(self, session: RaySession, rewards: Rewards, reward_model: ActorGroup | None, args):
-        self.session, self.rewards, self.reward_model = session, rewards, reward_model
+    def __init__(self, rewards: Rewards, reward_model: ActorGroup | None, args):
+        self.rewards, self.reward_model = rewards, reward_model
         self.workers = args.reward_workers
         resources = json.loads(args.reward_resources)
         cpus, gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
         options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "scheduling_strategy": "SPREAD"}
         self.task = ray.remote(run_reward).options(**options)
 
-    def score(self, batch: Batch, steps_done: int) -> Batch:
+    def score(self, batch: Batch, steps_done: int, session: RaySession) -> Batch:
         """As `Rewards.score`."""
-        return self.rewards.score(batch, steps_done, self.call)
+        scores = [Scores(self.rewards, group, steps_done) for group in batch.groups]
+        returned = self.call([own.arguments for own in scores], session)
+        groups = [own.scored(values) for own, values in zip(scores, returned, strict=True)]
+        return Batch(groups, batch.metrics | reward_metrics(groups))
 
-    def call(self, groups: list[dict]) -> list[dict[str, list]]:
+    def call(self, groups: list[dict], session: RaySession) -> list[dict[str, list]]:
         """For each group of completions, given as the arguments of its rewards: the values of each reward, by name."""
         plain = [{name: value for name, value in group.items() if not callable(value)} for group in groups]
         parts = in_parts(plain, min(self.workers, len(groups)))
         calls = {
-            f"reward {name}" + f" (part {i} of {len(parts)})" * (len(parts) > 1): self.task.remote(full_name, part)
+            f"reward {name}" + f" (part {i} of {len(parts)})" * (len(parts) > 1): self.task.remote(
+                full_name, self.rewards.timeout, part
+            )
             for name, full_name in self.rewards.names.items()
             for i, part in enumerate(parts, 1)
         }
@@ -73,7 +81,7 @@ class RewardWorkers:
                 [without_parts(text) for own in groups for text in own[name]] for name in ("prompts", "completions")
             ]
             scoring = self.reward_model.begin(RewardModel.rewards, *texts)
-        results, scores_of_ranks = self.session.wait("rewarding", calls, scoring)
+        results, scores_of_ranks = session.wait("rewarding", calls, scoring)
         values_of_groups = [{} for _ in groups]
         parts_of_rewards = [results[i : i + len(parts)] for i in range(0, len(calls), len(parts))]
         for name, results_of_parts in zip(self.rewards.names, parts_of_rewards, strict=True):
@@ -89,18 +97,27 @@ class RewardWorkers:
         return values_of_groups
 
 
-def run_reward(name: str, groups: list[dict]) -> list[tuple[list, list[tuple]]]:
+def run_reward(name: str, timeout: float, groups: list[dict]) -> list[tuple[list, list[tuple]]]:
     """For each group: the values of the reward `name` ("module:function"), and its calls of `log_extra` and
     `log_metric`."""
-    functions, running, answers = Rewards([name], None, []).functions, [], []
-    for group in groups:  # a coroutine runs for all groups at once
-        logged = []
-        arguments = group | {
-            "log_extra": lambda column, values, logged=logged: logged.append(("log_extra", column, values)),
-            "log_metric": lambda name, value, logged=logged: logged.append(("log_metric", name, value)),
-        }
-        running.append((arguments, begin(functions, arguments), logged))
-    for arguments, futures, logged in running:
-        (returned,) = finish(functions, arguments, futures).values()
-        answers.append((returned, logged))
-    return answers
+    rewards, logs = _rewards_of(name, timeout), [[] for _ in groups]
+    calling = together(
+        rewards.call(
+            group
+            | {
+                "log_extra": lambda column, values, log=log: log.append(("log_extra", column, values)),
+                "log_metric": lambda name, value, log=log: log.append(("log_metric", name, value)),
+            }
+        )
+        for group, log in zip(groups, logs, strict=True)
+    )
+    while not calling.done():
+        rewards.phase()
+        wait([calling], timeout=1)
+    return [(*values.values(), log) for values, log in zip(calling.result(), logs, strict=True)]
+
+
+@cache
+def _rewards_of(name: str, timeout: float) -> Rewards:
+    """The reward of this name, whose thread calls it in one task after another."""
+    return Rewards([name], None, [], timeout=timeout)

@@ -1,10 +1,10 @@
-"""A user's environment, in a thread of its own, and the event loops of this process."""
+"""Users' functions and environments in threads of their own, and the event loops of this process."""
 
 import asyncio
 import inspect
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from functools import cache, partial
 
@@ -19,30 +19,29 @@ def event_loop(name: str = "users") -> asyncio.AbstractEventLoop:
     return loop
 
 
+def together(coroutines: Iterable[Coroutine]) -> Future:
+    """Run these coroutines side by side, in the event loop of a thread that no user's coroutine can block."""
+
+    async def gather() -> list:
+        return await asyncio.gather(*coroutines)
+
+    return asyncio.run_coroutine_threadsafe(gather(), event_loop("conversations"))
+
+
 def is_async(function: Callable) -> bool:
     """Whether this is a coroutine function, or an object whose `__call__` is one."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
-class Environment:
-    """The tools of one conversation at a time: functions and, if there is a `factory`, the methods of the instance that
-    it makes. The instance has a thread of its own, since a database's connection belongs to one, and is there when the
-    future `made` is done. The thread is a daemon: a process ends although one of its calls does not."""
+class UserThread:
+    """A thread that calls a user's functions, one by one. A daemon: a process ends although a call does not."""
 
-    def __init__(self, factory: Callable | None, functions: list[Callable], pool: list["Environment"]):
-        self.pool, self.lost, self.instance = pool, False, None  # lost: a call has not returned in time
+    def __init__(self):
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
-        self.made = self.begin(self._make, factory=factory, functions=functions)
-
-    def _make(self, factory: Callable | None, functions: list[Callable]) -> None:
-        self.instance = _result(factory) if factory else None
-        members = inspect.getmembers(type(self.instance), inspect.isfunction)  # of the class: no property is evaluated
-        names = [name for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
-        self.tools = {tool.__name__: tool for tool in [*functions, *(getattr(self.instance, name) for name in names)]}
 
     def begin(self, function: Callable, /, **arguments) -> Future:
-        """Call a function in this environment's thread, or a coroutine function in the users' event loop."""
+        """Call a function in this thread, or a coroutine function in the users' event loop."""
         if is_async(function):
 
             async def call():  # so that wrong arguments are an error of the call
@@ -53,16 +52,33 @@ class Environment:
         self.jobs.put(partial(_run, partial(function, **arguments), future))
         return future
 
+    def _work(self) -> None:
+        while job := self.jobs.get():
+            job()
+
+
+class Environment(UserThread):
+    """The tools of one conversation at a time: functions and, if there is a `factory`, the methods of the instance that
+    it makes. The instance has a thread of its own, since a database's connection belongs to one, and is there when the
+    future `made` is done."""
+
+    def __init__(self, factory: Callable | None, functions: list[Callable], pool: list["Environment"]):
+        super().__init__()
+        self.pool, self.lost, self.instance = pool, False, None  # lost: a call has not returned in time
+        self.made = self.begin(self._make, factory=factory, functions=functions)
+
+    def _make(self, factory: Callable | None, functions: list[Callable]) -> None:
+        self.instance = _result(factory) if factory else None
+        members = inspect.getmembers(type(self.instance), inspect.isfunction)  # of the class: no property is evaluated
+        names = [name for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
+        self.tools = {tool.__name__: tool for tool in [*functions, *(getattr(self.instance, name) for name in names)]}
+
     def release(self) -> None:
         """Let another conversation have this environment. If it is lost, end its thread instead."""
         if self.lost:
             self.jobs.put(None)
         else:
             self.pool.append(self)
-
-    def _work(self) -> None:
-        while job := self.jobs.get():
-            job()
 
 
 def _result(call: Callable):

@@ -13,12 +13,12 @@ import asyncio
 import copy
 import inspect
 import math
-import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..errors import TaskError
 from ..functions import failed, named_function
 from ..learning.rollout import Rollout
 from .dataset import Row, content_text
-from .environment import Environment, event_loop, is_async
+from .environment import Environment, UserThread, is_async, together
 
 OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -78,8 +78,8 @@ class Rewards:
     """The reward functions of these names ("module:function"), and the sum of what they return, by `weights`.
 
     `models` are names of rewards that are not functions; their weights come last. `more_arguments` are names of
-    arguments that functions get besides the usual ones. Raises TaskError if a function cannot be imported, or cannot be
-    called with the columns of one of these rows.
+    arguments that functions get besides the usual ones. `timeout` is --reward-timeout, in seconds. Raises TaskError if
+    a function cannot be imported, or cannot be called with the columns of one of these rows.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Rewards:
         steps: int = 1,
         models: Iterable[str] = (),
         more_arguments: Iterable[str] = (),
+        timeout: float = math.inf,
     ):
         if weights and len(weights) != len(names) + len(models):
             raise TaskError(f"--reward-weights: {len(weights)} weights for {len(names) + len(models)} rewards")
@@ -101,6 +102,9 @@ class Rewards:
         if len(self.functions) < len(names):
             raise TaskError(f"--reward {' '.join(names)}: one of them is there twice")
         self.names, self.steps = dict(zip(self.functions, names, strict=True)), steps
+        self.threads: defaultdict[str, UserThread] = defaultdict(UserThread)  # of each function
+        self.timeout, self.last_done = timeout, 0.0
+        self.running: list[dict[str, Future]] = []  # the calls for each prompt, the oldest first
         weighted = [*self.functions, *models]
         self.weights = dict(zip(weighted, weights or [1.0] * len(weighted), strict=True))
         for row in rows:
@@ -116,23 +120,50 @@ class Rewards:
     def __str__(self) -> str:
         return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items()) or "none"
 
-    def score(self, batch: Batch, steps_done: int = 0, call: Callable | None = None) -> Batch:
-        """This batch, with rewards and their metrics.
+    def score(self, batch: Batch, steps_done: int, session) -> Batch:
+        """This batch, with rewards and their metrics. The `session` waits, which is a RaySession.
 
         If a function returns None for a completion, its sum is that of the others. If all do, its reward is None.
-        `call` takes the arguments of each group and returns, for each group, the values of each reward, by name
-        (default: `begin` and `finish`). Raises TaskError if a function fails, or returns anything but a finite number
-        or None for each completion.
+        Raises TaskError if a function fails, returns anything but a finite number or None for each completion, or takes
+        longer than --reward-timeout.
         """
-        scores = [Scores(self, group, steps_done) for group in batch.groups]
-        if call:
-            returned = call([score.arguments for score in scores])
-        else:
-            for score in scores:
-                score.begin()
-            returned = [score.finish() for score in scores]
-        groups = [score.scored(values) for score, values in zip(scores, returned, strict=True)]
+        scoring = together(self.score_group(group, steps_done) for group in batch.groups)
+        session.wait_for_thread(scoring, self.phase)
+        groups = scoring.result()
         return Batch(groups, batch.metrics | reward_metrics(groups))
+
+    async def score_group(self, group: Group, steps_done: int) -> Group:
+        """This group, with rewards."""
+        scores = Scores(self, group, steps_done)
+        return scores.scored(await self.call(scores.arguments))
+
+    async def call(self, arguments: dict) -> dict[str, list]:
+        """The values that each function returns, by name. Coroutines run in one event loop, each other function in a
+        thread of its own, which calls it for one prompt after another."""
+        calls = {
+            name: self.threads[name].begin(_call_of(name, function), arguments=arguments)
+            for name, function in self.functions.items()
+        }
+        if not self.running:
+            self.last_done = time.monotonic()
+        self.running.append(calls)
+        try:
+            values = await asyncio.gather(*map(asyncio.wrap_future, calls.values()))
+        finally:
+            self.running.remove(calls)
+            self.last_done = time.monotonic()
+        return dict(zip(calls, values, strict=True))
+
+    def phase(self) -> str:
+        """The phase of a run that waits for rewards. Raises TaskError if those of one prompt take too long."""
+        for calls in self.running[:1]:
+            late = [name for name, call in calls.items() if not call.done()]
+            if late and time.monotonic() - self.last_done > self.timeout:
+                raise TaskError(
+                    f"the reward {' and '.join(late)} took longer than {self.timeout:g} s for one prompt's completions:"
+                    " --reward-timeout"
+                )
+        return "rewarding"
 
     def sum(self, rewards: dict[str, float | None]) -> float | None:
         """The weighted sum of the rewards that are known; None if none is."""
@@ -141,7 +172,7 @@ class Rewards:
 
 
 class Scores:
-    """The rewards of one group. They are being computed between `begin` and `finish`."""
+    """The rewards of one group: the `arguments` of the functions, and what these log."""
 
     def __init__(self, rewards: Rewards, group: Group, steps_done: int):
         self.rewards, self.group = rewards, group
@@ -158,14 +189,6 @@ class Scores:
         }
         if group.environments:
             self.arguments["environments"] = [environment.instance for environment in group.environments]
-
-    def begin(self) -> None:
-        """Start the rewards that are coroutines."""
-        self.futures = begin(self.rewards.functions, self.arguments)
-
-    def finish(self) -> dict[str, list]:
-        """The values that each reward returns."""
-        return finish(self.rewards.functions, self.arguments, self.futures)
 
     def scored(self, returned: dict[str, list]) -> Group:
         """The group with these rewards, by name."""
@@ -192,37 +215,6 @@ def _completion(row: Row, rollout: Rollout) -> str | list[dict]:
     return rollout.messages or [{"role": "assistant", "content": rollout.text}]
 
 
-def begin(functions: dict[str, Callable], arguments: dict) -> dict[str, Future]:
-    """Start those functions that are coroutine functions, in one event loop."""
-    return {
-        name: asyncio.run_coroutine_threadsafe(function(**_copied(arguments)), event_loop())
-        for name, function in functions.items()
-        if is_async(function)
-    }
-
-
-def finish(functions: dict[str, Callable], arguments: dict, started: dict[str, Future]) -> dict[str, list]:
-    """The values that each function returns. Some have been `started` by `begin`. The first of the others runs in this
-    thread: if that is the main thread, timeouts by signals work. The rest run at the same time, in threads of their
-    own."""
-    futures, first_job = dict(started), None
-    for name, function in functions.items():
-        if name not in started:
-            futures[name] = Future()
-            job = partial(function, **_copied(arguments)), futures[name]
-            if first_job is None:
-                first_job = job
-            else:
-                threading.Thread(target=_run, args=job, daemon=True).start()
-    if first_job:
-        _run(*first_job)
-    wait(futures.values(), return_when=FIRST_EXCEPTION)
-    for name, future in futures.items():
-        if future.done() and (error := future.exception()):  # the user's code can raise anything
-            raise failed(f"the reward {name}", error) if isinstance(error, Exception | SystemExit) else error
-    return {name: _listed(name, futures[name].result()) for name in functions}
-
-
 def reward_metrics(groups: list[Group]) -> dict[str, float]:
     """The mean of each reward in these groups, without its Nones, and of what went to `log_metric`."""
     values_of = defaultdict(list)
@@ -245,11 +237,29 @@ def _check_signature(name: str, function: Callable, arguments: list[str]) -> Non
         pass  # a builtin without a signature
 
 
-def _run(call: Callable, future: Future) -> None:
+def _call_of(name: str, function: Callable) -> Callable[[dict], list]:
+    """A function that calls this one with copies of its arguments, and returns a list. Its errors have the reward's
+    name."""
+
+    def call(arguments: dict) -> list:
+        with _named_errors(name):
+            return _listed(name, function(**_copied(arguments)))
+
+    async def call_async(arguments: dict) -> list:
+        with _named_errors(name):
+            return _listed(name, await function(**_copied(arguments)))
+
+    return call_async if is_async(function) else call
+
+
+@contextmanager
+def _named_errors(name: str) -> Iterator[None]:
     try:
-        future.set_result(call())
-    except BaseException as error:  # also an exit: otherwise, nobody would hear of it
-        future.set_exception(error)
+        yield
+    except TaskError:
+        raise
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # all that the users' code may raise
+        raise failed(f"the reward {name}", error) from error
 
 
 def _copied(arguments: dict) -> dict:
@@ -270,10 +280,7 @@ def _listed(name: str, returned) -> list:
     if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping, Set)):
         wanted = "a list with a number or None for each completion"
         raise TaskError(f"the reward {name} returned {returned!r}, and not {wanted}")
-    try:
-        return list(returned)
-    except Exception as error:  # of a generator, or of what `map` calls
-        raise failed(f"the reward {name}", error) from error
+    return list(returned)
 
 
 def _checked(name: str, values: list, group: Group) -> list[float | None]:

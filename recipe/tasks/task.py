@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 from pydantic import AfterValidator
 from transformers.hf_argparser import HfArg
 
@@ -64,6 +64,10 @@ class TaskArguments:
     )
     reward_weights: list[float] | None = HfArg(
         default=None, help="weights of the rewards in their sum, in the order of --reward (default: 1 each)"
+    )
+    reward_timeout: Annotated[float, Gt(0)] = HfArg(
+        default=600.0,
+        help="seconds that the rewards of one prompt's completions may take; then the run ends with an error",
     )
     eval_every: Annotated[int, Ge(0)] = HfArg(
         default=0, help="evaluate before the first step, after every so many steps and after the last; 0: never"
@@ -194,7 +198,15 @@ def load_task(args: TaskArguments) -> Task:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
     first_rows = [train_rows[0], *eval_rows[:1]]
     more_arguments = ["environments"] if environment else []
-    rewards = Rewards(args.reward or [], args.reward_weights, first_rows, args.steps, reward_models, more_arguments)
+    rewards = Rewards(
+        args.reward or [],
+        args.reward_weights,
+        first_rows,
+        args.steps,
+        reward_models,
+        more_arguments,
+        args.reward_timeout,
+    )
     for name, function in tools.rewards.items() if tools else ():
         rewards.add(name, function)
     print(f"{len(train_rows)} prompts of {args.dataset or environment}; reward: {rewards}")
