@@ -119,11 +119,11 @@ def test_the_engine_begins_with_what_will_not_be_too_old_and_with_nothing_else(m
     for step, last in enumerate(begun, 1):
         batch = ahead.take(step)
         assert {group.row.prompt_ids[0] for group in batch.groups} == {step}  # in the order of the data
+        wait_until(lambda: not any(ahead.in_flight.values()))
         assert ahead.steps() == [number for number in range(1, last + 1) for _ in range(2)]
         oldest = step - 1 - int(batch.rollouts[0].versions[0])
         metrics = {"async/staleness_mean": oldest, "async/staleness_max": oldest}
         assert batch.metrics == metrics | {"rewards/reward_of_this_test/mean": 1.0}
-        wait_until(lambda: not any(ahead.in_flight.values()))
         ahead.engines.version = step  # learned and synced
     assert oldest == 0  # of what proves the last sync
 
@@ -348,6 +348,7 @@ def test_a_batch_with_few_new_tokens_gets_more_to_prove_the_sync(monkeypatch):
     monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 10)
     ahead = Ahead(max_staleness=1, engines=2)
     new, old = ahead.take(1), ahead.take(2)
+    wait_until(lambda: not any(ahead.in_flight.values()))
     ahead.engines.version, ahead.engines.calls = 1, []
     proof = ahead.proof(2, old)
     assert [rollout.versions.tolist() for rollout in proof] == [[1]] * 8  # of each engine, which has its own workers

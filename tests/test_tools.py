@@ -39,6 +39,7 @@ from recipe.rollouts.conversation import Turn
 from recipe.rollouts.engine import EngineActor, complete, request_seed, sampling_options
 from recipe.rollouts.evaluation import evaluate
 from recipe.run.arguments import parse
+from recipe.run.session import RaySession
 from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
 from recipe.tasks.task import load_task
@@ -144,6 +145,13 @@ def test_tokens_of_older_weights_and_of_tools_prove_nothing(model):
 PLACES = {}  # of requests in a run, by their seeds
 
 
+def answered(value):
+    """A call of a Ray actor that has returned this."""
+    future = Future()
+    future.set_result(value)
+    return SimpleNamespace(future=lambda: future)
+
+
 class Engines:
     """Stands for engines whose policy says `says(text, number)` after a prompt of this text, as tokens of its own."""
 
@@ -154,9 +162,11 @@ class Engines:
     def __len__(self):
         return self.count
 
-    def call(self, phase, method, each):
+    def begin(self, method, each):
         assert method is EngineActor.sample
-        return [list(map(self.sampled, prompts, sampling)) for prompts, sampling, _ in each]
+        return dict(enumerate(answered([*map(self.sampled, prompts, sampling)]) for prompts, sampling, _ in each))
+
+    answers = RaySession.answers
 
     def sampled(self, prompt_ids, sampling) -> Rollout:
         *_, index, number = PLACES[sampling["seed"]]
@@ -870,11 +880,10 @@ class AsyncEngines(Engines):
         self.actors = {"engine": SimpleNamespace(sample=SimpleNamespace(remote=self.remote))}
 
     def remote(self, prompts, sampling, evaluation, waits):
-        sampled, answer = self.sampled(*prompts, *sampling), Future()
+        sampled = self.sampled(*prompts, *sampling)
         arrays = {name: np.array(getattr(sampled, name)) for name in ("completion_ids", "logprobs")}
         arrays["versions"] = np.full(len(sampled.completion_ids), self.version, np.int32)
-        answer.set_result([replace(sampled, **arrays)])
-        return SimpleNamespace(future=lambda: answer)
+        return answered([replace(sampled, **arrays)])
 
 
 NAMELESS = object.__new__(Wrapped)

@@ -6,6 +6,7 @@ decoded and encoded again: the text may have another tokenization, which is not 
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -153,6 +154,16 @@ class Conversation:
             prompt=self.prompt,
             messages=self.messages,
         )
+
+
+async def converse(conversations: list[Conversation], sample: Callable[[list[Turn]], Awaitable[list[Rollout]]]) -> None:
+    """Take these conversations from their beginnings to their ends, in lock-step. `sample` has an engine continue the
+    next turns of those that go on."""
+    await asyncio.gather(*(conversation.start() for conversation in conversations))
+    while going_on := [conversation for conversation in conversations if conversation.goes_on]:
+        rollouts = await sample([conversation.turn for conversation in going_on])
+        taking = zip(going_on, rollouts, strict=True)
+        await asyncio.gather(*(conversation.take(rollout) for conversation, rollout in taking))
 
 
 def group_of(conversations: list[Conversation]) -> Group:

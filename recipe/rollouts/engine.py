@@ -30,7 +30,7 @@ from ..tasks.environment import together
 from ..tasks.rewards import Batch, Group, reward_metrics
 from ..tasks.task import Task
 from ..tasks.tools import Tools
-from .conversation import Conversation, Turn, group_of
+from .conversation import Conversation, Turn, converse, group_of
 
 SEED_BYTES = 6  # vLLM takes 8, with a sign, and counts on from there
 UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # how vLLM refers to another process
@@ -332,46 +332,41 @@ def complete(
     """`group_size` completions of each of these rows, without rewards. The rows are divided among the engines. With
     `tools`, completions are conversations. Rounds of a step, or of an evaluation, have other seeds each."""
     if tools:
-        return converse(engines, rows, args, step, evaluation, tools, round_number)
+        return complete_by_tools(engines, rows, args, step, evaluation, tools, round_number)
     size, phase = args.group_size, "evaluating" if evaluation else "generating"
     sampling = partial(sampling_options, args, step, evaluation=evaluation, round_number=round_number)
-    requests = [(row.prompt_ids, sampling(i)) for i, row in enumerate(rows)]
-    rollouts = _sample(engines, in_parts(requests, len(engines)), evaluation, phase)
+    parts = in_parts([*enumerate(rows)], len(engines))
+    each = [([row.prompt_ids for _, row in part], [sampling(i) for i, _ in part], evaluation) for part in parts]
+    rollouts = [*itertools.chain(*engines.call(phase, EngineActor.sample, each=each))]
     return Batch([Group(row, rollouts[i * size : (i + 1) * size]) for i, row in enumerate(rows)])
 
 
-def converse(
+def complete_by_tools(
     engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool, tools: Tools, round_number: int
 ) -> Batch:
-    """As `complete`, by conversations that take their turns in lock-step. Each stays with one engine, which has its
-    keys and values in its cache."""
+    """As `complete`, by conversations in lock-step. Each stays with one engine, which has its keys and values in its
+    cache."""
     size, phase = args.group_size, "evaluating" if evaluation else "generating"
     conversations = [
         Conversation(tools, row, i * size + k, args.max_tokens, evaluation)
         for i, row in enumerate(rows)
         for k in range(size)
     ]
+    numbers = in_parts([conversation.number for conversation in conversations], len(engines))
     sampling = partial(sampling_options, args, step, evaluation=evaluation, round_number=round_number)
-    parts = in_parts(conversations, len(engines))
-    tool_calls = together(conversation.start() for conversation in conversations)
-    while True:
-        engines.session.wait_for_thread(tool_calls, lambda: f"{phase}, in tools")
-        tool_calls.result()
-        parts = [[conversation for conversation in part if conversation.goes_on] for part in parts]
-        if not any(parts):
-            groups = [conversations[i : i + size] for i in range(0, len(conversations), size)]
-            return Batch([group_of(group) for group in groups])
-        turns = [[conversation.turn for conversation in part] for part in parts]
-        requests = [[(turn.prompt_ids, sampling(turn.number, turn=turn)) for turn in part] for part in turns]
-        rollouts = _sample(engines, requests, evaluation, phase)
-        pairs = zip(itertools.chain(*parts), rollouts, strict=True)
-        tool_calls = together([conversation.take(rollout) for conversation, rollout in pairs])
 
+    async def sample(turns: list[Turn]) -> list[Rollout]:
+        parts = [[turn for turn in turns if turn.number in own] for own in numbers]
+        each = [
+            ([t.prompt_ids for t in part], [sampling(t.number, turn=t) for t in part], evaluation) for part in parts
+        ]
+        calls = engines.begin(EngineActor.sample, each=each)
+        return [*itertools.chain(*await engines.session.answers(phase, calls))]
 
-def _sample(engines: ActorGroup, requests: list[list[tuple]], evaluation: bool, phase: str) -> list[Rollout]:
-    """The rollouts of each engine's requests, (prompt ids, options), in order."""
-    arguments = [([ids for ids, _ in part], [options for _, options in part], evaluation) for part in requests]
-    return list(itertools.chain(*engines.call(phase, EngineActor.sample, each=arguments)))
+    conversing = together([converse(conversations, sample)])
+    engines.session.wait_for_thread(conversing, lambda: phase)
+    conversing.result()
+    return Batch([group_of(conversations[i : i + size]) for i in range(0, len(conversations), size)])
 
 
 def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> Batch:

@@ -1,5 +1,6 @@
 """Ray for one run: start or join it, wait for actors, say which one failed, and leave no process behind."""
 
+import asyncio
 import multiprocessing
 import os
 import re
@@ -115,6 +116,17 @@ class RaySession:
             if not ready:
                 self._check(phase, started, pending)
         return [[results[ref] for ref in calls.values()] for calls in groups]
+
+    async def answers(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list:
+        """As `wait`, in the event loop of a thread for which the main thread waits by `wait_for_thread`."""
+
+        async def answer(actor: str, ref: ray.ObjectRef):
+            try:
+                return await asyncio.wrap_future(ref.future())
+            except Exception as error:  # whatever the actor raised
+                raise explain(phase, actor, error) from error
+
+        return await asyncio.gather(*(answer(*call) for call in calls.items()))
 
     def wait_for_thread(self, future: futures.Future, phase_of: Callable[[], str]) -> None:
         """As `wait`, for a thread of this process, whose error stays in the future. `phase_of` is called every second
