@@ -157,7 +157,7 @@ def test_a_worker_of_ray_starts_without_torch(session):
     assert not ray.get(ray.remote(lambda: "torch" in sys.modules).remote())
 
 
-def test_a_call_goes_to_all_actors_and_its_answers_come_in_their_order(session):
+def test_call_goes_to_all_actors_and_answers_keep_their_order(session):
     trainers, engine = group(session, "trainer", 2), group(session, "engine")
     assert (len(trainers), len(engine)) == (2, 1)
     assert [*session.actors] == ["trainer 0", "trainer 1", "engine"]
@@ -194,7 +194,7 @@ def one(completions, **_):
     return [1.0] * len(completions)
 
 
-def test_rollouts_ahead_are_fetched_once_and_an_engine_that_dies_ends_the_step_that_waits_for_it(session, unpickled):
+def test_rollouts_are_fetched_once_and_a_death_ends_the_step(session, unpickled):
     task = SimpleNamespace(
         draw=lambda step: [Row(f"{step}", {}, "", [step])] * 2,
         rewards=Rewards([f"{__name__}:one"], None, []),
@@ -219,7 +219,7 @@ def test_teachers_share_the_completions_and_one_that_dies_is_named(session):
 
 
 @pytest.mark.parametrize("waiting_for", ["actor", "thread"])
-def test_a_death_of_an_actor_that_nobody_waits_for_ends_the_wait(session, waiting_for):
+def test_death_of_an_idle_actor_ends_the_wait(session, waiting_for):
     trainer, engine = group(session, "trainer"), group(session, "engine")
     pid = engine.agreed("generating", Actor.pid)
     trainer.call("learning", Actor.answer)
@@ -233,7 +233,7 @@ def test_a_death_of_an_actor_that_nobody_waits_for_ends_the_wait(session, waitin
     assert time.monotonic() - started < FAULT_SECONDS
 
 
-def test_a_death_of_an_actor_that_has_answered_already_ends_the_wait(session):
+def test_death_after_an_answer_ends_the_wait(session):
     trainer, engine = group(session, "trainer"), group(session, "engine")
     started = time.monotonic()
     with pytest.raises(RunError, match=r"^the engine died while starting$"):
@@ -249,7 +249,7 @@ def test_a_sync_does_not_wait_behind_a_thousand_requests(session):
         session.wait("sampling", calls)
 
 
-def test_an_engine_that_waits_for_a_trainer_has_time_to_end_by_itself(session, tmp_path):
+def test_engine_that_waits_has_time_to_end_by_itself(session, tmp_path):
     trainer, engine = group(session, "trainer"), group(session, "engine", cls=Receiver)
     engine.begin(Receiver.receive, trainer.agreed("asking", Actor.pid), tmp_path / "ended")
     session.end(dict(session.actors), patience=10)
@@ -257,7 +257,7 @@ def test_an_engine_that_waits_for_a_trainer_has_time_to_end_by_itself(session, t
     assert not session.actors
 
 
-def test_a_death_comes_before_a_failed_sync_and_that_before_all_other_errors(session):
+def test_death_outranks_a_failed_sync_and_that_all_others(session):
     trainer, engine, critic = (group(session, name) for name in ("trainer", "engine", "critic"))
     sync, other = WeightSyncError("the engine's connection closed"), ValueError("of another kind")
     for begin, error, message in (
@@ -285,7 +285,7 @@ def test_a_death_comes_before_a_failed_sync_and_that_before_all_other_errors(ses
         assert ("test_actors.py" in shown and "raise error" in shown) == ("of another kind" in message)
 
 
-def test_an_error_is_told_by_its_type_and_its_message_whatever_is_in_it(session):
+def test_error_is_told_by_its_type_and_its_message(session):
     critic, lines = group(session, "critic"), "no template; see https://hf.co/docs\nfor more"
     text = lines.replace("\n", " ")
     for error, said in (
@@ -309,7 +309,7 @@ def clock(session, monkeypatch):
 
 
 @pytest.mark.parametrize("waiting_for", ["actor", "thread"])
-def test_a_phase_takes_no_longer_than_the_timeout_and_says_what_it_is(session, waiting_for, clock):
+def test_phase_that_takes_longer_than_the_timeout_is_named(session, waiting_for, clock):
     started = time.monotonic()
     with pytest.raises(RunError, match=r"^learning was not done within 2\.5 s \(--timeout\)$"):
         if waiting_for == "thread":
@@ -332,7 +332,7 @@ def test_each_phase_of_a_thread_has_its_own_time(session, clock):
     assert session.said == [("generating", 1), ("generating", 2), ("rewarding", 1), ("rewarding", 2)]
 
 
-def test_what_ray_does_not_have_is_said_and_not_waited_for(session, monkeypatch):
+def test_what_ray_lacks_is_said_and_not_waited_for(session, monkeypatch):
     monkeypatch.setattr(actors, "RESERVE_SECONDS", 1)
     with pytest.raises(
         RunError, match=r"^Ray could not reserve \[\{'GPU': 1\}\] within 1 s: another run may hold them"
@@ -340,7 +340,7 @@ def test_what_ray_does_not_have_is_said_and_not_waited_for(session, monkeypatch)
         reserve([{"GPU": 1}], "PACK")
 
 
-def test_an_actor_and_its_workers_take_the_bundles_of_its_seat(session):
+def test_actor_and_its_workers_take_their_seats_bundles(session):
     bundles = reserve([{"CPU": 0.5}, {"CPU": 0.25}], "PACK")
     try:
         own = seat(bundles, 1, num_cpus=0.25)
@@ -366,7 +366,7 @@ def session_of(memories: dict[str, dict]):
     return SimpleNamespace(actors=actors, wait=lambda phase, calls: [[*calls.values()]])
 
 
-def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
+def test_memory_of_an_engine_is_what_no_rank_has():
     memories = {"trainer 0": on_gpu("a", 30.0, 20.0, 50.0), "critic": on_gpu("a", 9.0, 5.0, 50.0)}
     memories["engine"] = {"actor": 0.0}
     measured = {"memory/train/trainer": 30.0, "memory/train/critic": 9.0, "memory/train/engine": 25.0}
@@ -376,7 +376,7 @@ def test_memory_of_an_engine_is_what_no_rank_on_its_gpu_has():
     assert measure(session_of(memories), "train") == measured | {"memory/gpu": 140.0}
 
 
-def test_memory_is_the_largest_of_a_group_and_the_smallest_gpus():
+def test_memory_is_the_largest_ranks_and_the_smallest_gpus():
     memories = {"trainer 0": on_gpu("a", 30.0, 2.0, 62.0), "trainer 1": on_gpu("b", 9.0, 1.0, 6.0, 150.0)}
     found = measure(session_of(memories | {"engine": {"actor": 0.0}}), "rollout")
     assert found == {"memory/rollout/trainer": 30.0, "memory/rollout/engine": 60.0, "memory/gpu": 140.0}
@@ -385,7 +385,7 @@ def test_memory_is_the_largest_of_a_group_and_the_smallest_gpus():
     assert measure(on_cpu, "load") == {"memory/load/trainer": 2.5, "memory/load/engine": 3.5}
 
 
-def test_a_clock_has_the_seconds_of_each_phase_and_the_memory_in_it_where_devices_are_shared(monkeypatch):
+def test_clock_has_seconds_and_memory_of_each_phase(monkeypatch):
     now = [10.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     session = session_of({"trainer": {"actor": 1.0}, "engine": {"actor": 2.0}})

@@ -114,7 +114,7 @@ class Ahead(RolloutsAhead):
 @pytest.mark.parametrize(
     ("max_staleness", "begun"), [(0, [1, 2, 3, 4, 5, 6, 7]), (2, [3, 4, 5, 6, 6, 6, 7]), (9, [6, 6, 6, 6, 6, 6, 7])]
 )
-def test_the_engine_begins_with_what_will_not_be_too_old_and_with_nothing_else(max_staleness, begun):
+def test_engine_begins_only_what_will_not_be_too_old(max_staleness, begun):
     ahead = Ahead(max_staleness=max_staleness)
     for step, last in enumerate(begun, 1):
         batch = ahead.take(step)
@@ -136,7 +136,7 @@ def test_labels_that_cannot_be_are_an_error(version, ages):
         ahead.take(1)
 
 
-def test_no_more_groups_are_in_flight_than_asked_for_but_those_that_do_not_wait():
+def test_no_more_groups_are_in_flight_than_asked_for():
     ahead = Ahead(max_staleness=2, in_flight=3, engines=2, dynamic_sampling=1)
     equal = Batch([Group(Row("1", {}, "", [1]), [replace(rollout([1], 0), reward=1.0)] * 2)] * 2)
     ahead.engines.free.clear()
@@ -181,7 +181,7 @@ def wait_until(holds) -> None:
         time.sleep(0.01)
 
 
-def test_a_judge_that_takes_long_for_each_prompt_does_not_bound_a_step():
+def test_slow_judge_scores_several_prompts_at_once():
     """Coroutines of all prompts that are complete wait at the same time, also those of several steps."""
     waiting, most = 0, 0
 
@@ -221,7 +221,7 @@ def test_rewards_are_computed_while_the_step_has_prompts_without_completions():
     assert scored == [2, 2]
 
 
-def test_a_reward_that_is_no_coroutine_is_never_called_twice_at_one_time():
+def test_reward_that_is_no_coroutine_runs_alone():
     running = []
 
     def reward(completions, **_):
@@ -235,7 +235,7 @@ def test_a_reward_that_is_no_coroutine_is_never_called_twice_at_one_time():
     assert len(ahead.take(1).groups) == 2
 
 
-def test_a_reward_that_raises_ends_the_step_that_it_belongs_to():
+def test_reward_that_raises_ends_its_step():
     for kind in (lambda function: function, as_coroutine):
 
         def reward(prompts, completions, **_):
@@ -268,14 +268,14 @@ LATE = r"^the reward reward_of_this_test took longer than 0.5 s for one prompt's
 
 
 @pytest.mark.parametrize("reward", [never, never_either])
-def test_a_reward_that_does_not_return_stops_neither_the_engine_nor_the_run(reward):
+def test_reward_that_hangs_stops_neither_engine_nor_run(reward):
     ahead = Ahead(reward, max_staleness=2, reward_timeout=0.5)
     with pytest.raises(TaskError, match=LATE):
         ahead.take(1)
     assert ahead.steps() == [1, 1, 2, 2, 3, 3]
 
 
-def test_an_evaluation_waits_behind_the_rewards_of_steps_and_no_longer_than_they_may_take():
+def test_evaluation_waits_for_rewards_as_long_as_a_step():
     ahead = Ahead(never, max_staleness=2, reward_timeout=0.5, eval_every=1)
     ahead.task.eval_rows = [Row("held out", {}, "", [5])]
     with pytest.raises(TaskError, match=LATE):
@@ -284,14 +284,14 @@ def test_an_evaluation_waits_behind_the_rewards_of_steps_and_no_longer_than_they
         evaluate(ahead.engines, ahead.task, ahead.args, 1)
 
 
-def test_an_engine_that_fails_ends_the_step_that_waits_for_it():
+def test_engine_that_fails_ends_the_step_that_waits():
     ahead = Ahead(max_staleness=2, engines=2)
     ahead.engines.answer = lambda answer, prompts, _: answer.set_exception(ValueError(f"no memory for {prompts[0][0]}"))
     with pytest.raises(RunError, match=r"^the engine [01] failed while generating: no memory for 1"):
         ahead.take(1)
 
 
-def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
+def test_equal_groups_are_replaced_while_others_are_in_flight():
     def reward(prompts, completions, **_):
         return [float(i) if prompts[0] == "other" else 1.0 for i in range(len(completions))]
 
@@ -307,7 +307,7 @@ def test_groups_with_equal_rewards_are_replaced_while_others_are_on_their_way():
     assert batch.metrics["async/staleness_max"] == 0
 
 
-def test_metrics_are_of_what_is_learned_from_and_not_of_what_was_replaced():
+def test_metrics_are_of_what_is_learned_from():
     def reward(prompts, completions, log_metric, **_):
         log_metric(f"length of {prompts[0]}", 1.0)
         return [float(i) if prompts[0] == "other" else 1.0 for i in range(len(completions))]
@@ -331,7 +331,7 @@ def test_metrics_are_of_what_is_learned_from_and_not_of_what_was_replaced():
         resampled(1, version=2)
 
 
-def test_what_is_left_when_a_run_ends_does_not_start_ray_anew():
+def test_end_of_a_run_does_not_start_ray_anew():
     """A call of an actor does."""
     with Ahead(max_staleness=2, in_flight=1) as ahead:
         ahead.engines.free.clear()
@@ -344,7 +344,7 @@ def test_what_is_left_when_a_run_ends_does_not_start_ray_anew():
     assert not ray.is_initialized()
 
 
-def test_a_batch_with_few_new_tokens_gets_more_to_prove_the_sync(monkeypatch):
+def test_batch_with_few_new_tokens_gets_more_as_proof(monkeypatch):
     monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 10)
     ahead = Ahead(max_staleness=1, engines=2)
     new, old = ahead.take(1), ahead.take(2)
@@ -461,7 +461,7 @@ def test_what_waits_comes_after_all_that_does_not(held):
     asyncio.run(run())
 
 
-def test_generation_goes_on_with_a_new_label_only_if_all_serve_what_was_sent(held):
+def test_generation_goes_on_only_if_all_serve_what_was_sent(held):
     async def run():
         held.llm.served = False
         assert not await held.take_weights(3, 60.0)
@@ -477,7 +477,7 @@ def test_generation_goes_on_with_a_new_label_only_if_all_serve_what_was_sent(hel
     asyncio.run(run())
 
 
-def test_an_engine_is_idle_in_a_sync_and_while_it_has_nothing_to_generate(held):
+def test_engine_is_idle_in_a_sync_and_without_requests(held):
     async def run():
         llm, shares = held.llm, []
         llm.served = True
@@ -601,7 +601,7 @@ def test_every_token_has_the_weights_that_its_label_says(pair, syncs):
 
 
 @cpu_only
-def test_rollouts_are_arrays_that_travel_without_being_copied_number_by_number(pair):
+def test_rollouts_are_arrays_that_travel_in_one_piece(pair):
     pair.sync(2)
     for rollout in pair.sample(1).result():
         arrays = rollout.prompt_ids, rollout.completion_ids, rollout.logprobs, rollout.versions
@@ -621,7 +621,7 @@ def test_a_label_without_its_weights_is_noticed(pair):
 
 
 @cpu_only
-def test_a_tensor_that_a_sync_leaves_as_it_was_is_noticed(pair, monkeypatch):
+def test_tensor_that_a_sync_leaves_unchanged_is_noticed(pair, monkeypatch):
     """The engine serves what was sent, bit for bit, and it is not what the trainer holds."""
     pair.sync(6)
     named_tensors, (name, *_) = pair.learner.model.named_tensors, pair.original
@@ -634,7 +634,7 @@ def test_a_tensor_that_a_sync_leaves_as_it_was_is_noticed(pair, monkeypatch):
 
 
 @cpu_only
-def test_keys_and_values_from_before_a_sync_are_not_used_after_it(pair, monkeypatch):
+def test_keys_and_values_do_not_outlive_a_sync(pair, monkeypatch):
     """Nor where vLLM's pause leaves its caches alone, as it says of this mode."""
     core, prompts = pair.engine.llm.engine_core, [list(range(5, 185))] * 2  # longer than a block of the cache
     pause = core.pause_scheduler_async
@@ -654,7 +654,7 @@ def test_keys_and_values_from_before_a_sync_are_not_used_after_it(pair, monkeypa
 
 @cpu_only
 @pytest.mark.long
-def test_run_learns_and_no_token_is_too_old_in_a_hundred_updates(script, tmp_path):
+def test_run_of_a_hundred_updates_has_no_old_token(script, tmp_path):
     text = script("rlhf_async.py", "--steps", 100, "--save-every", 0, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     metrics = metrics_of(tmp_path / "run")

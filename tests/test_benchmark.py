@@ -69,7 +69,7 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
 
 
 @pytest.mark.parametrize(("topology", "seen"), [("nccl", None), ("ipc", "3")])
-def test_engine_beside_the_trainer_keeps_the_gpu_that_ray_gave_it(sync, monkeypatch, topology, seen):
+def test_engine_beside_the_trainer_keeps_rays_gpu(sync, monkeypatch, topology, seen):
     found = []
     engine = sync.BenchEngine(0)
     engine.load, engine.llm = lambda *_: found.append(os.environ.get("CUDA_VISIBLE_DEVICES")), MagicMock()
@@ -88,7 +88,7 @@ def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monk
     assert sync.device_kind() == "NVIDIA H200"
 
 
-def test_weights_have_been_overwritten_before_the_clock_of_a_way_starts(sync, monkeypatch):
+def test_weights_are_overwritten_before_a_ways_clock_starts(sync, monkeypatch):
     import peers
 
     happened, layer = [], torch.nn.Linear(2, 2)
@@ -193,7 +193,7 @@ def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tm
     assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_flops_of_learning_are_those_of_the_models_matrices_and_attention(step):
+def test_flops_of_learning_are_of_matrices_and_attention(step):
     args = step.Arguments(shape="qwen2.5-0.5b", prompts=2, completions=3, tokens=5, prompt_tokens=7)
     block = 896 * 896 * 2 + 2 * 896 * 128 + 3 * 896 * 4864  # queries and output, keys and values, gate, up and down
     vectors = 24 * (896 + 2 * 128 + 2 * 896) + 896  # biases and norms
@@ -300,9 +300,7 @@ def test_mfu_is_of_all_gpus_that_learn(step, monkeypatch, tmp_path, no_model):
 
 
 @pytest.mark.parametrize(("failing", "ways"), [("TRL", None), ("TRL", ["TRL"]), ("ours", None)])
-def test_trl_that_fails_is_a_result_beside_ours_and_else_an_error(
-    step, monkeypatch, tmp_path, capsys, no_model, failing, ways
-):
+def test_trl_that_fails_is_a_result_only_beside_ours(step, monkeypatch, tmp_path, capsys, no_model, failing, ways):
     def measure(way):
         def run(folder, **_):
             if way == failing:

@@ -46,7 +46,7 @@ def test_two_ranks_and_two_engines_learn(script, tmp_path):
 
 @cpu_only
 @pytest.mark.long
-def test_two_engines_that_share_a_device_serve_what_its_trainer_has(script, tmp_path):
+def test_two_engines_on_a_device_serve_the_trainers_weights(script, tmp_path):
     flags = "--engines-per-gpu", 2, "--steps", 3, "--save-every", 0, "--output", "run"
     text = script("rlhf_colocate.py", "--engines", 1, *flags, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
@@ -115,7 +115,7 @@ def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
     ray.util.remove_placement_group(group_of(trainers))
 
 
-def test_engines_of_the_same_gpus_are_placed_on_the_same_bundles(ray_with_four_gpus):
+def test_engines_of_the_same_gpus_share_bundles(ray_with_four_gpus):
     args, trainers, engines = place(engines_per_gpu=2)
     assert (args.engines, len(trainers), len(engines)) == (2, 4, 4)
     assert [seat.bundles for seat in engines[:2]] == [seat.bundles for seat in engines[2:]]
@@ -146,7 +146,7 @@ def test_engines_of_a_gpu_start_one_after_another(ray_with_four_gpus):
     ray.util.remove_placement_group(group_of(trainers))
 
 
-def test_more_workers_than_gpus_is_an_error_that_says_how_many_there_are(ray_with_four_gpus):
+def test_more_workers_than_gpus_is_an_error_with_both_numbers(ray_with_four_gpus):
     with pytest.raises(RunError, match=r"wants 6 GPUs.* 3 engines, and there are 4"):
         place(engines=3, tensor_parallel_size=2)
 
@@ -183,7 +183,7 @@ KV = "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, SYNC, wake_u
         ("none", "SYNC"),
     ],
 )
-def test_engine_sleeps_as_asked_and_wakes_in_the_order_that_needs_least_memory(level, expected):
+def test_engine_sleeps_and_wakes_in_the_order_of_least_memory(level, expected):
     engine = rlhf_colocate.Engine(0)
     engine.llm = RecordedLLM()
     engine.remember_weights()
@@ -205,7 +205,7 @@ def test_engine_sleeps_as_asked_and_wakes_in_the_order_that_needs_least_memory(l
     ("trainer", "engine", "level"),
     [(40.0, 60.0, "none"), (40.0, 86.0, "none"), (40.0, 87.0, "kv"), (87.0, 40.0, "kv"), (120.0, 30.0, "kv")],
 )
-def test_engines_sleep_unless_they_and_the_trainers_leave_a_tenth_of_the_smallest_gpu(trainer, engine, level):
+def test_engines_sleep_unless_a_tenth_of_memory_is_free(trainer, engine, level):
     # Of what was measured, the trainer's peak while learning and the engine's memory while awake count.
     metrics = {"memory/gpu": 140.0, "memory/rollout/trainer": 30.0, "memory/rollout/engine": engine}
     metrics |= {"memory/train/trainer": trainer, "memory/train/engine": 9.0, "reward/mean": 0.5}
@@ -217,7 +217,7 @@ def test_engines_sleep_unless_they_and_the_trainers_leave_a_tenth_of_the_smalles
     assert said == [f"--sleep {level} from now on: {reason}"]
 
 
-def test_engines_that_slept_once_because_memory_was_short_do_so_for_good():
+def test_engines_that_slept_for_memory_do_so_for_good():
     plenty = {"memory/gpu": 140.0, "memory/train/trainer": 1.0, "memory/rollout/engine": 1.0}
     assert rlhf_colocate.sleep_level(None, rlhf_colocate.Arguments(sleep="auto"), "kv", plenty) == "kv"
     for asked in ("kv", "weights", "none"):
@@ -282,7 +282,7 @@ def test_trainers_wait_for_engines_only_if_those_release_memory(level, phases, t
     assert [*clock.metrics] == timed
 
 
-def test_sync_takes_as_long_as_the_slowest_engine_and_counts_only_if_all_serve_it():
+def test_sync_takes_the_slowest_engines_seconds_if_all_serve_it():
     report = SimpleNamespace(version=3)
     answers = {"receive_weights": [(True, 0.5), (True, 1.5)]}
     trainers, engines = groups({"send_weights": [report, report]}, answers, engines=2)
@@ -295,7 +295,7 @@ def test_sync_takes_as_long_as_the_slowest_engine_and_counts_only_if_all_serve_i
 
 
 @pytest.mark.parametrize("sleep_weights", [False, True])
-def test_what_a_sleep_lost_is_seen_where_the_first_sync_brings_the_same_weights(sleep_weights):
+def test_what_a_sleep_lost_is_seen_at_the_first_sync(sleep_weights):
     engine = rlhf_colocate.Engine(0)
     engine.llm = RecordedLLM()
     engine.llm.collective_rpc = lambda method, **_: engine.digests

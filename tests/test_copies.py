@@ -128,7 +128,7 @@ def test_kernel_copies_casts_and_digests():
 
 
 @pytest.mark.parametrize("cast", [False, True])
-def test_compiled_kernel_moves_16_bytes_at_once_where_all_is_aligned(cast):
+def test_compiled_kernel_moves_16_aligned_bytes_at_once(cast):
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

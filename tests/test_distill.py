@@ -31,7 +31,7 @@ TEACHER = "recipe.tasks.tiny_model:build_tiny_base"
 
 
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
-def test_expected_gradient_is_that_of_the_kl_over_the_whole_vocabulary(loss):
+def test_expected_gradient_is_the_whole_vocabularys_kl(loss):
     """Three contexts, in each of which the student samples one of five tokens."""
     torch.manual_seed(0)
     logits, teacher = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5).log_softmax(-1)
@@ -43,7 +43,7 @@ def test_expected_gradient_is_that_of_the_kl_over_the_whole_vocabulary(loss):
     torch.testing.assert_close(gradient, expected)
 
 
-def test_step_learns_from_each_sampled_token_and_by_a_weight_from_rewards(model):
+def test_step_learns_from_each_token_and_weighted_rewards(model):
     """In a step's only update the ratio is 1: the loss is minus the mean advantage."""
 
     def learner(**changes):
@@ -78,7 +78,7 @@ def test_step_learns_from_each_sampled_token_and_by_a_weight_from_rewards(model)
 # --- The teacher ------------------------------------------------------------------------------------------------------
 
 
-def test_model_runner_v2_is_asked_for_the_tokens_of_completions_alone():
+def test_model_runner_v2_is_asked_for_completions_tokens_alone():
     """For V1, tests/test_engine.py compares the scores with those of the engine that has sampled the tokens."""
 
     def generate(prompts, sampling, use_tqdm):
@@ -99,7 +99,7 @@ def test_model_runner_v2_is_asked_for_the_tokens_of_completions_alone():
     assert [scores.tolist() for scores in teacher.score(completions)] == [[-3, -4, -5], [-7]]
 
 
-def test_teacher_with_other_token_ids_is_refused_and_one_with_more_embeddings_is_not(tmp_path, model):
+def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
     def choose(**changes):
         return choose_teacher(tmp_path, rlhf_distill.Arguments(**{"teacher": teacher} | changes), model, "cpu")
 
@@ -122,7 +122,7 @@ def test_teacher_with_other_token_ids_is_refused_and_one_with_more_embeddings_is
 
 
 @pytest.mark.parametrize(("engine", "teacher", "longest"), [(64, 128, 64), (64, 64, 63), (64, 32, 31)])
-def test_teacher_takes_all_that_the_student_may_make_or_the_run_ends(engine, teacher, longest):
+def test_teacher_too_short_for_the_students_texts_is_refused(engine, teacher, longest):
     """A teacher samples a token itself, for which there has to be room."""
     task = SimpleNamespace(check_lengths=lambda limit, tokens: "" if 20 + tokens <= limit else f"ends at {limit}")
     assert check_lengths(task, engine, teacher, longest - 20) == ""
@@ -149,7 +149,7 @@ def placed(monkeypatch):
     return place
 
 
-def test_teacher_has_gpus_of_its_own_or_half_of_the_engines(placed):
+def test_teacher_has_its_own_gpus_or_half_of_the_engines(placed):
     two_by_two = {"teacher_engines": 2, "teacher_tensor_parallel_size": 2}
     assert placed(3) == (3, 0.8, [[0]], [[1]], [[2]])
     assert placed(2) == (2, 0.4, [[0]], [[1]], [[1]])

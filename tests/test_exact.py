@@ -61,7 +61,7 @@ def test_exact_model_computes_what_transformers_computes_and_has_its_gradients(
         assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, name
 
 
-def test_queries_of_opt_are_not_rounded_before_the_kernel_scales_their_products(tmp_path, monkeypatch):
+def test_queries_of_opt_are_not_rounded_before_scaling(tmp_path, monkeypatch):
     model = Model(write_model("OPT", tmp_path, **EXACT["OPT"]), config(), CPU)
     attention, attend = model.module.model.decoder.layers[0].self_attn, exact.attention_kernel
     projected, taken = [], []
@@ -147,7 +147,7 @@ def test_gated_relu_is_not_known(tmp_path):
 
 @pytest.mark.parametrize("probability", [0.5, 0.995, 0.9999])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_gradient_of_a_confident_token_in_bf16_is_that_of_fp32(probability, temperature):
+def test_confident_tokens_gradient_in_bf16_is_that_of_fp32(probability, temperature):
     gap = temperature * math.log(probability / (1 - probability) * 255)
     logits = torch.zeros(1, 256, dtype=torch.bfloat16)
     logits[0, 3] = gap
@@ -189,7 +189,7 @@ def test_token_that_differs_is_an_error_or_said_once(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_mini_batches": 2}])
-def test_difference_over_the_bound_leaves_the_trainer_with_its_own_kernels(tmp_path, monkeypatch, capsys, options):
+def test_difference_over_the_bound_brings_back_the_trainers_kernels(tmp_path, monkeypatch, capsys, options):
     attend = exact.attention_kernel
     monkeypatch.setattr(exact, "attention_kernel", lambda q, *args: attend(q.neg(), *args))  # wrong
     path = write_model("Llama", tmp_path, **EXACT["Llama"])
@@ -206,7 +206,7 @@ def test_difference_over_the_bound_leaves_the_trainer_with_its_own_kernels(tmp_p
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_parts_are_rounded_and_then_added_in_the_order_of_ranks(parts, adapted):
+def test_parts_are_rounded_then_added_in_rank_order(parts, adapted):
     generator = torch.Generator().manual_seed(0)
     # Whole numbers, so that a product has the same bits in whatever order it adds.
     draw = lambda *shape: torch.randint(-9, 10, shape, generator=generator).float()  # noqa: E731
@@ -236,7 +236,7 @@ def test_experts_of_several_workers_are_rounded_and_then_added():
     assert not found.equal(exact_mlp.Experts.apply(x, gate_up, down, weights, chosen, 1))
 
 
-def test_rows_of_logits_are_as_far_apart_as_in_an_engine(monkeypatch):
+def test_logits_have_the_stride_of_an_engines(monkeypatch):
     monkeypatch.undo()  # the kernel itself
     strides = []
     names = {"vllm.v1.worker.gpu.sample.gumbel": "apply_temperature"}

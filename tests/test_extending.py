@@ -90,7 +90,7 @@ os._exit(0)  # not through Python's own way out: gloo's threads may still want t
 
 @cpu_only
 @pytest.mark.slow
-def test_copied_sync_runs_the_readmes_snippet_and_an_extension_of_the_users_own(tmp_path):
+def test_copied_sync_runs_the_readmes_snippet_and_own_extension(tmp_path):
     path = build_tiny_model(tmp_path / "model")
     snippet = next(code for code in code_of("README.md") if "WeightSender(" in code)
     extension, use = code_of("docs/extending.md")
@@ -121,7 +121,7 @@ print("OK", flush=True)
 
 @cpu_only
 @pytest.mark.slow
-def test_readmes_sync_of_an_async_llm_in_the_middle_of_a_completion(tmp_path):
+def test_readmes_sync_of_an_async_llm_within_a_completion(tmp_path):
     path, folder = build_tiny_model(tmp_path / "model"), copy(tmp_path / "project", *SYNC)
     (snippet,) = (code for code in code_of("README.md") if code.startswith("async def sync("))
     (folder / "main.py").write_text(PRELUDE + snippet + ASYNC)

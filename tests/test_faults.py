@@ -159,7 +159,7 @@ run_main(main, RunArguments())
         pytest.param(signal.SIGTERM, os.killpg, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_told_to_end_does_so_while_nobody_waits_for_an_actor(tmp_path, number, to):
+def test_signal_ends_a_run_that_waits_for_no_actor(tmp_path, number, to):
     run = Script(tmp_path, sys.executable, "-c", STARTED, PYTHONPATH=str(ROOT))
     run.wait_for("Ray has started")
     family, told, memory = run.descendants(), time.monotonic(), "/dev/shm/" + re.search(r"psm_\w+", run.text())[0]
@@ -181,7 +181,7 @@ run_main(lambda seconds: [print("begun \u00e9", flush=True), time.sleep(seconds)
 """
 
 
-def test_a_run_goes_on_without_its_terminal_or_a_word_for_what_it_prints(tmp_path):
+def test_run_goes_on_without_its_terminal(tmp_path):
     run = Script(tmp_path, "nohup", sys.executable, "-c", BEGUN, PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii")
     run.wait_for("begun")
     run.process.send_signal(signal.SIGHUP)
@@ -261,7 +261,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("leaving", [False, True])
-def test_an_engines_actor_goes_as_soon_as_its_processes_do_unless_it_has_ended_them(tmp_path, leaving):
+def test_engines_actor_goes_with_its_processes_unless_it_ended_them(tmp_path, leaving):
     (tmp_path / "main.py").write_text(CHILD_OF_AN_ACTOR)
     actor = Script(tmp_path, sys.executable, "main.py", *["leaving"] * leaving, PYTHONPATH=str(ROOT))
     actor.wait_for("\n")

@@ -184,7 +184,7 @@ FLIPS = [
     ("name", "count", "sync", "exactly", "status", "says"),
     [pytest.param(*flip, marks=pytest.mark.gpu(flip[1])) for flip in FLIPS],
 )
-def test_one_bit_that_flips_in_the_engine_shows_in_the_next_step(
+def test_flipped_bit_in_the_engine_shows_in_the_next_step(
     script, tmp_path, monkeypatch, name, count, sync, exactly, status, says
 ):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
@@ -391,7 +391,7 @@ def test_colocated_worker_reads_the_trainers_memory_wherever_it_moves(request, c
 
 
 @pytest.mark.gpu(1)
-def test_rotation_over_the_trainers_memory_finds_a_replay_that_went_wrong(request, colocated):
+def test_rotation_finds_a_replay_that_went_wrong(request, colocated):
     colocated.connect()
     restore(colocated)
     request.addfinalizer(lambda: (colocated.connect(), restore(colocated)))

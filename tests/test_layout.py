@@ -45,9 +45,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("exactly", [False, True])
 @pytest.mark.parametrize("architecture", SHARING)
-def test_completions_behind_one_prompt_are_scored_as_in_rows_of_their_own(
-    request, tmp_path, monkeypatch, architecture, exactly
-):
+def test_completions_behind_one_prompt_score_as_in_own_rows(request, tmp_path, monkeypatch, architecture, exactly):
     if exactly:
         request.getfixturevalue("torch_arithmetic")
     if exactly and architecture not in ("Llama", "Qwen2", "Mistral"):

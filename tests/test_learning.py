@@ -64,7 +64,7 @@ def test_gradient_does_not_depend_on_micro_batches(model, loss):
     torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
 
 
-def test_kl_of_completions_that_are_all_truncated_does_not_depend_on_micro_batches(model):
+def test_kl_of_truncated_completions_does_not_depend_on_micro_batches(model):
     kls = []
     for tokens in (1, 1000):
         settings = {"kl_coef": 0.1, "mask_truncated_completions": True, "learning_rate": 1e-3}
@@ -165,7 +165,7 @@ def test_checkpointed_blocks_run_again_in_backward(model):
 
 
 @pytest.mark.parametrize(("free", "stops"), [(10_000_000, True), (1_000_000, False)])
-def test_blocks_keep_their_activations_once_a_step_has_found_memory_for_them(model, monkeypatch, free, stops):
+def test_blocks_keep_activations_once_there_is_memory_for_them(model, monkeypatch, free, stops):
     used = iter(range(0, 10**9, 1000))  # each look at the memory finds 1,000 bytes more in use
     memory = {
         "mem_get_info": lambda: (free, 20_000_000),
@@ -188,7 +188,7 @@ def test_blocks_keep_their_activations_once_a_step_has_found_memory_for_them(mod
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_bf16_weights_compute_as_a_bf16_model_and_gradients_reach_the_fp32_ones(tmp_path, architecture):
+def test_bf16_weights_compute_in_bf16_and_fp32_ones_get_gradients(tmp_path, architecture):
     path = write_model(architecture, tmp_path, **MODELS[architecture])
     learner, peer = GRPOLearner(path, config(gradient_checkpointing="true"), CPU), GRPOLearner(path, config(), CPU)
     weights, batch = list(learner.model.module.parameters()), rollouts(learner)
@@ -255,7 +255,7 @@ def numbered(learner, batch):
         (2, [([1, 2, 3, 4, 5, 6], False), ([1, 2], True), ([1, 2], True)]),  # all are scored before the first update
     ],
 )
-def test_groups_of_equal_rewards_cost_one_forward_pass_and_are_proven(model, monkeypatch, epochs, expected):
+def test_groups_of_equal_rewards_cost_one_forward_pass(model, monkeypatch, epochs, expected):
     learner = GRPOLearner(model, config(num_epochs=epochs, max_mismatch=1e-3), CPU)
     batch, entropies = numbered(learner, graded(rollouts(learner, count=6), 1.0, 0.0, 0.5, 0.5, 0.0, 0.0))
     seen = passes(learner, monkeypatch)
@@ -280,7 +280,7 @@ def gradients_of(learner):
     return gradients
 
 
-def test_completion_without_a_reward_teaches_nothing_and_counts_for_no_mean(model, monkeypatch):
+def test_completion_without_a_reward_counts_for_nothing(model, monkeypatch):
     learner, peer = (GRPOLearner(model, config(group_size=size, max_grad_norm=1e9), CPU) for size in (3, 2))
     batch, _ = numbered(learner, graded(rollouts(learner, count=6), 1.0, None, 0.0, None, None, None))
     seen, (gradients, expected) = passes(learner, monkeypatch), map(gradients_of, (learner, peer))
@@ -296,7 +296,7 @@ def test_completion_without_a_reward_teaches_nothing_and_counts_for_no_mean(mode
     assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
 
 
-def test_first_policy_of_a_step_is_measured_against_the_initial_model(model):
+def test_steps_first_policy_is_measured_against_the_initial_model(model):
     learner = GRPOLearner(model, config(num_epochs=3, kl_coef=0.1), CPU)
     metrics = learner.learn(rollouts(learner))
     assert metrics["kl"] == pytest.approx(0, abs=1e-6)
@@ -321,7 +321,7 @@ def test_one_of_several_updates_is_what_a_single_one_is(model, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo"])
-def test_mini_batches_have_means_of_their_own_and_an_epoch_has_every_completion_once(model, monkeypatch, loss):
+def test_epoch_of_mini_batches_has_every_completion_once(model, monkeypatch, loss):
     single, learner = (
         GRPOLearner(model, config(loss=loss, max_grad_norm=1e9, **changes), CPU)
         for changes in ({}, {"num_mini_batches": 2, "num_epochs": 2})
@@ -353,7 +353,7 @@ def test_there_are_no_more_mini_batches_than_completions(model, monkeypatch):
     assert len(updates) == 4
 
 
-def test_later_updates_are_clipped_by_the_policy_that_the_step_began_with(model):
+def test_later_updates_are_clipped_by_the_steps_first_policy(model):
     once, twice = (GRPOLearner(model, config(num_epochs=epochs, max_grad_norm=1e9), CPU) for epochs in (1, 2))
     batch = graded(rollouts(once, count=4), 1.0, 0.0, 0.0, 1.0)
     for learner in (once, twice):
@@ -404,7 +404,7 @@ def test_batch_of_equal_rewards_moves_the_weights_by_momentum_alone(model):
 
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
-def test_step_that_learns_nothing_has_the_metrics_of_one_that_does(model, loss, epochs):
+def test_step_that_learns_nothing_has_the_metrics_of_others(model, loss, epochs):
     settings = config(loss=loss, num_epochs=epochs, learning_rate=0.01, mask_truncated_completions=True)
     learner = GRPOLearner(model, settings, CPU)
     learned = learner.learn(rollouts(learner, seed=1))  # its momentum moves the weights in all later updates
@@ -455,7 +455,7 @@ def test_learning_rate_is_the_optimizers(model):
     assert moved == [False, True, True]
 
 
-def test_bound_of_the_mismatch_is_twice_what_rounding_explains_if_that_is_more(model):
+def test_bound_of_the_mismatch_is_at_least_twice_the_rounding(model):
     learner = rounding_learner(model, 1e-5, temperature=0.5)
     module = learner.model.module
     ids = torch.randint(module.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -550,7 +550,7 @@ def test_gradient_that_is_not_finite_updates_nothing(model):
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_weights_that_are_not_finite_are_named_when_they_are_loaded(tmp_path, value):
+def test_weights_that_are_not_finite_are_named_at_loading(tmp_path, value):
     folder = build_tiny_model(tmp_path)
     module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     module.model.decoder.layers[1].fc1.bias.data[3] = value
@@ -683,7 +683,7 @@ def test_corrupt_checkpoint_names_its_file_and_the_checkpoint_before_it(model, t
         last_checkpoint(tmp_path, model)
 
 
-def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+def test_runs_of_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with RunFolder(RunArguments(), "test") as one, RunFolder(RunArguments(), "test") as other:
         assert one.path != other.path
@@ -716,7 +716,7 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     assert steps == [1, 2, 3]
 
 
-def test_what_libraries_say_goes_to_the_log_and_what_is_printed_to_the_screen(tmp_path, capsys):
+def test_libraries_write_to_the_log_and_prints_to_the_screen(tmp_path, capsys):
     with RunFolder(RunArguments(output=tmp_path / "run"), "test"):
         print("printed")
         print("a library's", file=sys.stderr)
@@ -736,7 +736,7 @@ class ActorsError(RunError):
         (KeyError("unexpected"), "Traceback (most recent call last):"),
     ],
 )
-def test_run_that_fails_shows_what_its_message_does_not_say_and_how_to_go_on(tmp_path, capsys, error, shown):
+def test_failed_run_shows_details_and_how_to_go_on(tmp_path, capsys, error, shown):
     args = RunArguments(output=tmp_path / "run")
     for begun in (False, True):
         with pytest.raises(type(error)), RunFolder(args, "test") as run:
@@ -869,7 +869,7 @@ def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(flags, tmp_
     assert flags(rlhf, "--resume", run, "--group-size", "2").group_size == 2
 
 
-def test_resumed_run_says_in_a_line_each_which_flags_are_gone_and_which_differ(flags, tmp_path, capsys):
+def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys):
     args = flags(rlhf, "--output", tmp_path, "--group-size", 4, "--reward", "a:b", "c:d", "--reward-weights", 1, 2)
     with RunFolder(args, "test") as run:
         run.start_metrics(0, args)
@@ -896,7 +896,7 @@ def test_resumed_run_says_in_a_line_each_which_flags_are_gone_and_which_differ(f
 # --- Models and checkpoints of a run ----------------------------------------------------------------------------------
 
 
-def test_run_goes_on_after_its_folder_and_its_model_have_moved(model, tmp_path):
+def test_run_goes_on_after_folder_and_model_moved(model, tmp_path):
     run, base = tmp_path / "run", shutil.copytree(model, tmp_path / "base")
     write_checkpoint(run, 1, GRPOLearner(str(base), config(), CPU).save)
     run, args = run.rename(tmp_path / "moved"), rlhf.Arguments(model=str(base), steps=9)
@@ -988,7 +988,7 @@ def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_pa
 
 
 @pytest.mark.parametrize(("every", "steps"), [(4, [4, 8, 10]), (1, list(range(1, 11))), (0, [])])
-def test_checkpoints_are_written_as_often_as_asked_and_never_with_0(tmp_path, monkeypatch, every, steps):
+def test_checkpoints_are_written_as_often_as_asked(tmp_path, monkeypatch, every, steps):
     with RunFolder(RunArguments(save_every=every, steps=10, output=tmp_path / "run"), "test") as run:
         assert [step for step in range(1, 11) if run.saves(step)] == steps
         run.rows = [{"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}]
@@ -1005,7 +1005,7 @@ def test_byte_tokenizer_round_trips():
     assert tokenizer.decode(ids) == text
 
 
-def test_named_tensors_are_made_once_and_again_where_a_tensor_has_moved(tmp_path):
+def test_named_tensors_are_made_again_where_a_tensor_moved(tmp_path):
     learner = GRPOLearner(str(build_tiny_model(tmp_path)), config(), CPU)
     name, parameter = next(iter(learner.model.module.named_parameters()))
     sent = learner.model.named_tensors()

@@ -58,7 +58,7 @@ def peft_model(path, seed, std=0.02, **options):
 
 
 @pytest.mark.parametrize("architecture", ["OPT", "GPT2", "Qwen2", "Gemma2", "Phi3", "Granite", "Falcon"])
-def test_what_is_sent_is_the_checkpoint_and_then_pefts_own_merge_bit_for_bit(tmp_path, architecture):
+def test_what_is_sent_is_the_checkpoint_then_pefts_merge(tmp_path, architecture):
     build(architecture, tmp_path / "model")
     adapted = peft_model(tmp_path / "model", 1, r=4, lora_alpha=8)
     adapted.save_pretrained(tmp_path / "adapters")
@@ -74,7 +74,7 @@ def test_what_is_sent_is_the_checkpoint_and_then_pefts_own_merge_bit_for_bit(tmp
     assert {name for name in saved if not now[name].equal(saved[name])} == changed
 
 
-def test_what_has_not_learned_is_its_base_to_the_sign_of_zero():
+def test_unlearned_adapter_is_its_base_to_the_sign_of_zero():
     base = torch.tensor([[-0.0, 0.0, 1.0]]).bfloat16()
     merged = LoRAWeight(base, torch.randn(2, 3), torch.zeros(1, 2), 2.0).merge(base)
     assert merged.dtype == torch.float32
@@ -254,7 +254,7 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
     assert json.loads((last / "adapter_config.json").read_text())["base_model_name_or_path"] == model
 
 
-def test_adapters_go_on_where_the_model_that_they_adapt_is_now(model, tmp_path):
+def test_adapters_go_on_where_their_base_is_now(model, tmp_path):
     base, run = shutil.copytree(model, tmp_path / "base"), tmp_path / "run"
     write_checkpoint(run, 7, GRPOLearner(str(base), config(**LORA), CPU).save)
     args = rlhf.Arguments(model=str(base), resume=run, steps=9, **LORA)
@@ -284,7 +284,7 @@ def test_targets_are_layers(model, tmp_path):
             GRPOLearner(path, config(lora_rank=2, lora_targets=targets), CPU)
 
 
-def test_the_base_is_kept_in_half_precision_and_the_rest_is_not(tmp_path):
+def test_base_alone_is_kept_in_half_precision(tmp_path):
     build("Qwen2", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     add_adapters(model, config(lora_rank=2), torch.bfloat16)

@@ -124,7 +124,7 @@ def of_language_model(name: str) -> bool:
 
 
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2, "save_merged": True}], ids=["all", "adapters"])
-def test_language_model_learns_and_all_of_the_checkpoint_is_sent_and_saved(model, tmp_path, adapters):
+def test_language_model_learns_and_the_whole_checkpoint_is_sent(model, tmp_path, adapters):
     learner = GRPOLearner(model, config(**adapters), CPU)
     parameters, loaded = dict(learner.model.module.named_parameters()), load_file(f"{model}/model.safetensors")
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -157,7 +157,7 @@ def test_language_model_learns_and_all_of_the_checkpoint_is_sent_and_saved(model
 
 
 @pytest.mark.usefixtures("torch_arithmetic")
-def test_text_has_the_same_scores_in_rows_behind_one_prompt_and_exactly(model, monkeypatch):
+def test_text_has_the_same_scores_in_every_layout_and_exactly(model, monkeypatch):
     learner = GRPOLearner(model, config(), CPU)
     module = learner.model.module
     missing = {"gemma3": "its activation gelu_pytorch_tanh", "qwen3_5": "its Qwen3_5GatedDeltaNet"}

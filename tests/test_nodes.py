@@ -117,7 +117,7 @@ def test_cut_cable_ends_a_sync_on_both_hosts(hosts):
 
 
 @pytest.mark.slow
-def test_run_over_two_nodes_ends_when_the_cable_is_cut_and_goes_on_when_it_is_back(hosts, tmp_path):
+def test_run_over_two_nodes_ends_with_the_cable_and_resumes(hosts, tmp_path):
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as ray_folder:  # a short path: sockets lie below it
         start_ray(
             hosts, A, ray_folder, "--head", "--port=6379", f"--temp-dir={ray_folder}", "--include-dashboard=false"

@@ -89,7 +89,7 @@ def test_token_weights(loss, expected):
         ({"loss": "grpo", "left_out": True, "kl_coef": 0.1}, [[1 / 6] * 2, [0, 0], [1 / 6] * 2]),
     ],
 )
-def test_completions_without_a_gradient_weigh_nothing_and_those_left_out_leave_the_mean_over_tokens(changes, expected):
+def test_completions_without_a_gradient_or_left_out_weigh_nothing(changes, expected):
     advantage, left_out = torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([False, "left_out" in changes, False])
     changes.pop("left_out", None)
     weights = loss_weights(torch.ones(3, 2), advantage, left_out, config(**changes))
@@ -117,7 +117,7 @@ def losses_and_slopes(advantage, mask=None, ratios=RATIOS, **changes):
         (-1.0, [[1.5, 0.8, 1.2, 0.9]], [[1.5, 0, 1.2, 0.9]]),
     ],
 )
-def test_clipping_is_higher_above_and_only_where_it_lowers_the_objective(loss, advantage, expected, slopes):
+def test_clipping_is_higher_above_and_only_lowers_the_objective(loss, advantage, expected, slopes):
     losses, gradient, clipped = losses_and_slopes(advantage, loss=loss)
     torch.testing.assert_close(losses, torch.tensor(expected))
     torch.testing.assert_close(gradient, torch.tensor(slopes))
@@ -131,7 +131,7 @@ def test_clip_range_can_be_set():
     torch.testing.assert_close(losses, torch.tensor([[1.1, 0.95, 1.1, 0.95]]) * RATIOS.log())
 
 
-def test_gspo_has_one_ratio_for_a_completion_and_each_token_its_own_gradient():
+def test_gspo_has_one_ratio_for_each_completion():
     mask = torch.tensor([[1.0, 1.0, 1.0, 0.0]])  # the last is padding
     mean = (1.5 * 0.5 * 1.2) ** (1 / 3)
     losses, gradient, _ = losses_and_slopes(1.0, mask, loss="gspo", clip_low=0.2, clip_high=0.28)
@@ -148,7 +148,7 @@ def test_gspo_gives_a_completion_without_tokens_a_ratio_of_1():
     assert sequence_mean(torch.zeros(1, 3), torch.zeros(1, 3)).tolist() == [[0.0] * 3]
 
 
-def test_gspo_keeps_what_a_correction_drops_of_a_token_out_of_its_gradient():
+def test_gspo_has_no_gradient_of_tokens_that_a_correction_drops():
     logprobs = torch.tensor([[-1.0, -2.0, -1.5]], requires_grad=True)
     old = logprobs.detach()
     engine = old - torch.tensor([[0.0, 3.0, 0.1]])  # w of the second token is e^3, which IcePop drops
@@ -158,7 +158,7 @@ def test_gspo_keeps_what_a_correction_drops_of_a_token_out_of_its_gradient():
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, 0.0, -math.exp(0.1)]]))
 
 
-def test_cispo_clips_the_ratio_to_the_engine_once_and_keeps_the_gradient():
+def test_cispo_clips_the_engines_ratio_and_keeps_the_gradient():
     logprobs, old = torch.tensor([[-1.0, -1.0, -1.0]], requires_grad=True), torch.tensor([[-1.0, -1.1, -0.8]])
     engine = logprobs.detach() - torch.tensor([[7.0, 0.01, 1.2]]).log()
     for advantage in (1.0, -1.0):
@@ -176,7 +176,7 @@ def test_cispo_clips_the_ratio_to_the_engine_once_and_keeps_the_gradient():
     assert outside.tolist() == [[True, False, False]]
 
 
-def test_gradient_of_the_kl_is_that_of_the_kl_to_the_reference():
+def test_gradient_of_the_kl_estimate_is_the_kls():
     """Over all tokens of a small vocabulary, each as likely as the policy says."""
     scores = torch.tensor([0.3, -1.0, 0.7, 0.1], requires_grad=True)
     reference = torch.tensor([-0.4, 0.2, 0.5, -0.1]).log_softmax(0)
@@ -217,7 +217,7 @@ def test_importance_weights(changes, weights, outside):
     assert out_of_bounds.int().tolist() == outside
 
 
-def test_sequence_mask_keeps_a_completion_however_much_less_likely_the_trainer_finds_it():
+def test_sequence_mask_keeps_what_the_trainer_finds_less_likely():
     old, engine = torch.tensor([[-3.0, -2.0]]), torch.tensor([[-1.0, -1.0]])  # a product of e^-3, below the floor
     result, out_of_bounds = importance_weights(
         old, engine, torch.ones(1, 2), config(mismatch_correction="sequence_mask", importance_floor=0.5)

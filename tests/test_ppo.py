@@ -62,7 +62,7 @@ def reward_model(tmp_path_factory):
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 
 
-def test_advantages_are_sums_of_discounted_errors_and_returns_end_with_the_completion():
+def test_advantages_are_sums_of_discounted_errors():
     rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 9.0]])  # the 9 is padding
     values = torch.tensor([[0.5, 0.5, 0.5], [1.0, 0.0, 9.0]])
     advantages, returns = ppo.gae(rewards, values, MASK, gamma=1.0, lam=0.5)
@@ -74,7 +74,7 @@ def test_advantages_are_sums_of_discounted_errors_and_returns_end_with_the_compl
     torch.testing.assert_close(advantages, torch.tensor([[-0.25, 0.0, 0.5], [0.0, 2.0, 0.0]]))
 
 
-def test_reward_is_the_completions_at_the_last_token_less_the_kl_at_each():
+def test_reward_is_at_the_last_token_and_kl_at_each():
     kl = torch.tensor([[1.0, -1.0, 2.0], [0.5, 1.0, 7.0]])
     rewards = ppo.token_rewards(torch.tensor([2.0, -30.0]), kl, MASK, kl_coef=0.1, reward_clip=10.0)
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.1, 1.8], [-0.05, -10.1, 0.0]]))
@@ -188,7 +188,7 @@ def test_first_losses_are_those_worked_out_token_by_token(model):
     assert policy.step == critic.step == 1
 
 
-def test_each_mini_batch_of_each_epoch_is_an_update_of_both(model):
+def test_each_mini_batch_updates_policy_and_critic(model):
     policy, critic, made = experience(model, config(num_epochs=3, num_mini_batches=2))
     for learner in (policy, critic):
         updates = []
@@ -231,7 +231,7 @@ def test_with_adapters_the_reference_is_the_policy_without_them(model):
     assert (logprobs - reference).abs().max() > 0.01
 
 
-def test_what_does_not_learn_is_frozen_without_adapters_and_scores_as_it_was(model):
+def test_model_that_does_not_learn_is_frozen_and_without_adapters(model):
     plain = PPOLearner(model, config(), CPU)
     reference = Model(model, config(lora_rank=4), CPU)
     assert not reference.adapters and not any(weight.requires_grad for weight in reference.module.parameters())
@@ -367,7 +367,7 @@ def test_last_token_is_scored_whatever_it_is(reward_model):
         torch.testing.assert_close(scores[:, :1], scorer.module.score(torch.stack(states)), atol=1e-5, rtol=1e-5)
 
 
-def test_reward_model_reads_chats_by_its_own_template_and_the_end_of_what_is_too_long(reward_model, tmp_path):
+def test_reward_model_has_its_own_template_and_reads_the_end(reward_model, tmp_path):
     folder = shutil.copytree(reward_model, tmp_path / "chat")
     chat_tokenizer(folder)
     scorer, plain = RewardModel(str(folder), config(), CPU), RewardModel(reward_model, config(), CPU)
@@ -557,7 +557,7 @@ def test_rewards_are_ray_tasks_that_share_the_prompts(session):
         scored(session, "where", "raises")
 
 
-def test_calls_of_a_coroutine_in_one_process_share_an_event_loop_and_run_at_once(folder):
+def test_coroutines_of_one_process_share_an_event_loop(folder):
     groups = [{"prompts": [text], "completions": [text]} for text in "abc"]
     first, second = (run_reward("functions:loop", 60, groups) for _ in range(2))
     assert first == second
@@ -570,7 +570,7 @@ def test_reward_in_another_process_may_change_a_column_too(folder):
     assert run_reward("functions:takes", 60, [{"prompts": ["a", "b"], "tests": [shared, shared]}]) == [([2, 2], [])]
 
 
-def test_reward_in_another_process_has_no_more_time_than_it_may_take(folder):
+def test_reward_in_another_process_has_no_more_time(folder):
     with pytest.raises(TaskError, match=r"^the reward never took longer than 0.3 s .*: --reward-timeout$"):
         run_reward("functions:never", 0.3, [{"prompts": ["a"], "completions": ["b"]}])
 
@@ -594,7 +594,7 @@ def test_what_a_reward_logs_by_name_arrives(folder):
 
 
 @pytest.mark.slow
-def test_reward_task_that_dies_runs_again_and_one_that_always_does_is_named(session):
+def test_reward_task_that_dies_runs_again_or_is_named(session):
     assert [rollout.reward for rollout in scored(session, "dies_once").rollouts] == [1] * 6
     with pytest.raises(RunError, match=r"^the reward dies failed while rewarding: .*died"):
         scored(session, "dies")
@@ -663,7 +663,7 @@ def test_expandable_segments_are_refused_on_shared_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(("shared", "order"), [(True, "a called, b called"), (False, "a begun, b begun, waited")])
-def test_models_that_share_devices_are_called_in_turn_and_others_at_once(shared, order):
+def test_models_that_share_devices_are_called_in_turn(shared, order):
     seen = []
 
     def wait(phase, *groups):
@@ -741,7 +741,7 @@ def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
 
 @cpu_only
 @pytest.mark.slow
-def test_split_run_with_a_reward_model_and_a_function_is_evaluated(script, tmp_path):
+def test_split_run_with_reward_model_and_function_is_evaluated(script, tmp_path):
     flags = """
         --placement split --tensor-parallel-size 2 --steps 6 --eval-every 3 --eval-share 0.25 --reward-workers 2
         --reward recipe.tasks.uppercase:uppercase --reward-model recipe.tasks.tiny_reward_model:build_tiny_reward_model

@@ -159,7 +159,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
 
 
 @pytest.mark.long
-def test_default_run_says_how_it_quantizes_learns_and_proves_every_sync(script, tmp_path):
+def test_default_run_quantizes_learns_and_proves_every_sync(script, tmp_path):
     text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
@@ -214,7 +214,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
         ('{"_type": "PerRow", "_data": {}}', "that is no quantization"),
     ],
 )
-def test_config_file_that_is_none_is_an_error_that_names_it(tmp_path, monkeypatch, capsys, text, fault):
+def test_config_file_that_is_none_is_named(tmp_path, monkeypatch, capsys, text, fault):
     path = tmp_path / "config.json"
     if text:
         path.write_text(text)
@@ -258,7 +258,7 @@ def quantized_engine():
 
 
 @pytest.mark.parametrize("part", ["scale", "value"])
-def test_weight_that_is_not_a_number_is_not_what_was_sent(quantized_engine, part):
+def test_weight_that_is_nan_is_not_what_was_sent(quantized_engine, part):
     engine, weight, wire = quantized_engine
     assert comparison_of(compare_quantized(engine, wire, [("w", weight)])) == Comparison(1, 0)
     if part == "scale":
@@ -286,7 +286,7 @@ def test_weight_has_changed_if_its_scales_and_its_values_have(quantized_engine):
     assert comparison_of(compare_quantized(engine, wire, [("w", 2 * weight)])) == Comparison(1, 1)
 
 
-def test_run_ends_if_the_trainer_has_learned_but_no_weight_has_changed():
+def test_run_ends_if_learning_changed_no_weight():
     def run_compare(changed: int, learned: bool) -> None:
         found = Comparison(weights=16, changed=changed)
         session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])

@@ -111,7 +111,7 @@ class ClearsFirst(Model):
         super().load_embed(weight)
 
 
-def test_tensor_that_is_cleared_before_its_rows_come_is_not_cleared_again_between_them(monkeypatch):
+def test_tensor_is_not_cleared_between_its_rows(monkeypatch):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 512)
     assert Sync(ClearsFirst)(model_tensors(1)) == "replay"
 
@@ -175,7 +175,7 @@ def test_replay_that_leaves_out_an_element_is_found_and_repaired():
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_worker_whose_replay_was_wrong_vouches_for_nothing_until_the_reload(monkeypatch):
+def test_worker_whose_replay_was_wrong_vouches_for_nothing(monkeypatch):
     def dies_before_the_reload(mode):
         if mode == "fallback":
             raise MemoryError("the trainer")
@@ -227,7 +227,7 @@ class CutsOff(Model):
         self.norm.data.copy_(weight[:HIDDEN])
 
 
-def test_tensor_that_the_engine_would_load_only_in_part_is_refused():
+def test_tensor_that_would_load_in_part_is_refused():
     wrong, half = torch.ones(3 * HIDDEN), torch.ones(2 * HIDDEN)  # half of a tensor may be this worker's share
     sync = Sync(CutsOff)
     with pytest.raises(WeightSyncError, match=r"norm \[48\]: the engine would load only a part of it"):
@@ -241,7 +241,7 @@ class ForTheOtherRank(Model):
             self.norm.data.copy_(weight)
 
 
-def test_tensor_that_is_not_for_a_worker_is_no_problem_there():
+def test_tensor_for_other_workers_is_no_problem():
     assert ModelEngine(ForTheOtherRank(0)).trace([("norm", "float32", (HIDDEN,))]) == ({"norm": []}, [])
 
 
@@ -273,7 +273,7 @@ def test_tensor_that_is_loaded_into_a_buffer_is_replayed():
         assert not engine.unchanged()
 
 
-def test_buffer_that_a_sync_brings_first_is_no_difference_to_what_was_loaded_from_disk():
+def test_buffer_that_a_sync_brings_first_is_no_difference():
     weights, sync = model_tensors(1), Sync(WithBuffer)
     for engine in sync.engines:
         engine.model.load_weights(weights.items())
@@ -380,7 +380,7 @@ class WithScale(Padded):
             getattr(tensor, "weight_loader", default_weight_loader)(tensor, weight)
 
 
-def test_buffer_that_one_sync_brought_is_vouched_for_after_another_one_without_it():
+def test_buffer_is_vouched_for_after_a_sync_without_it():
     engine, weights = BracketedEngine(WithScale()), {"embed.weight": torch.ones(PADDED, HIDDEN)}
     for sent in (weights | {"layer.scale": torch.full((HIDDEN,), 2.0)}, weights):
         metadata = [(name, "float32", tuple(tensor.shape)) for name, tensor in sent.items()]
@@ -408,7 +408,7 @@ class WithHead(Padded):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("next_one", ["preflight", "reload"])
-def test_load_that_broke_off_leaves_no_bracket_open_to_the_next(tied, next_one):
+def test_load_that_broke_off_leaves_no_bracket_open(tied, next_one):
     def weights(seed):
         generator = torch.Generator().manual_seed(seed)
         names = ["embed.weight"] if tied else ["embed.weight", "head.weight"]
@@ -459,7 +459,7 @@ def test_parameter_that_its_loader_registers_anew_is_refused_and_left(dummy):
     assert all(engine.model.get_parameter(name) is parameter for name, parameter in before.items())
 
 
-def test_tensor_that_its_loader_leaves_out_is_an_error_one_at_a_time_as_well(monkeypatch):
+def test_tensor_its_loader_leaves_out_is_an_error_alone_too(monkeypatch):
     engine = BracketedEngine(WithHead(tied=False))
     load = engine.model.load_weights
     tampered = lambda weights: load([(name, w) for name, w in weights if w.is_meta or name != "head.weight"])  # noqa: E731
@@ -520,7 +520,7 @@ def test_experts_are_packed_after_each_load():
 
 @cpu_only
 @pytest.mark.parametrize("packs", [True, False])
-def test_layers_that_compute_with_a_copy_of_their_weight_are_told_from_others(monkeypatch, packs):
+def test_layers_that_compute_with_a_copy_are_known(monkeypatch, packs):
     from vllm import _custom_ops
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -532,7 +532,7 @@ def test_layers_that_compute_with_a_copy_of_their_weight_are_told_from_others(mo
 
 
 @pytest.mark.parametrize(("version", "rank", "warnings"), [("0.33.1", 0, 0), ("0.34.0", 0, 1), ("0.34.0", 1, 0)])
-def test_one_worker_warns_of_a_vllm_that_the_sync_was_not_proven_with(monkeypatch, caplog, version, rank, warnings):
+def test_one_worker_warns_of_an_unproven_vllm(monkeypatch, caplog, version, rank, warnings):
     monkeypatch.setattr("vllm.__version__", version)
     EngineModel(SimpleNamespace(rank=rank, model_runner=SimpleNamespace(get_model=lambda: Model(0))))
     assert len(caplog.messages) == warnings
@@ -568,7 +568,7 @@ def test_quantization_is_repeated_bit_for_bit(monkeypatch, bucket_bytes):
     assert layers[1].scratch["weight"] is layers[2].scratch["weight"]
 
 
-def test_processing_that_writes_in_place_does_not_reach_served_scales_while_it_is_tried(monkeypatch):
+def test_trial_of_in_place_processing_leaves_served_scales_alone(monkeypatch):
     assert quantized_sync(monkeypatch, InPlace)(quantizable(1)) == "replay"
 
 
@@ -581,7 +581,7 @@ class Once(PerRow):
             setattr(layer, replay.PROCESSED, True)
 
 
-def test_processing_is_repeated_although_the_layer_says_that_it_was_done(monkeypatch):
+def test_processing_is_repeated_though_the_layer_calls_it_done(monkeypatch):
     sync = quantized_sync(monkeypatch, Once)
     for engine in sync.engines:
         for name in QUANTIZED:
@@ -603,13 +603,13 @@ def test_stale_scales_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize("method", [Notes, Reshapes])
-def test_layer_that_keeps_more_than_parameters_or_in_another_form_is_refused(monkeypatch, method):
+def test_layer_that_keeps_more_than_parameters_is_refused(monkeypatch, method):
     loader = quantized_sync(monkeypatch, method)(quantizable(1))
     assert loader == "reload (vLLM packs qk.weight on a CPU, so replay is off)"
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch, enabled):
+def test_garbage_collection_is_off_during_a_capture_alone(monkeypatch, enabled):
     during = []
     monkeypatch.setattr(replay, "load_kernel", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -624,7 +624,7 @@ def test_garbage_is_collected_after_a_capture_only_if_it_was_before(monkeypatch,
         (gc.enable if before else gc.disable)()
 
 
-def test_reload_hands_over_no_more_than_a_bucket_at_a_time(monkeypatch):
+def test_reload_hands_over_one_bucket_at_a_time(monkeypatch):
     """Also of one bucket that holds everything, as where the worker reads the trainer's own memory."""
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
     metadata = [(n, "float32", shape, [0, torch.Size(shape).numel()]) for n, shape in MODEL_SHAPES.items()]

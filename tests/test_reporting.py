@@ -204,7 +204,7 @@ def test_tensorboard_has_the_metrics_and_those_of_repeated_steps_once(tmp_path):
     assert [event.value for event in events.Scalars("rewards/exact/mean")] == [0.5, 0.5]
 
 
-def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, installed, monkeypatch):
+def test_wandb_gets_metrics_and_tables_and_resumes_its_run(tmp_path, installed, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     calls, args = installed("wandb"), arguments(tmp_path, "wandb", "none")
     with pytest.raises(ZeroDivisionError), RunFolder(args, "test") as run:
@@ -229,7 +229,7 @@ def test_wandb_gets_metrics_and_tables_and_goes_on_with_its_run(tmp_path, instal
     assert calls[4:] == [("init", options), ("config", config[1]), ("finish",)]
 
 
-def test_tables_have_columns_of_rewards_that_log_one_for_some_completions():
+def test_tables_have_columns_logged_for_some_completions():
     calls, trackers = [], Trackers(["none"])
     trackers.running = [SimpleNamespace(log_table=lambda name, **table: calls.append(table))]
     trackers.log_completions(1, [{"step": 1, "a": "A"}, {"step": 1, "b": "B", "a": "A"}])
@@ -257,7 +257,7 @@ def test_trackio_has_no_tables(tmp_path, installed, monkeypatch):
         ("wandbb", "is none of none, "),
     ],
 )
-def test_tracker_that_is_not_there_is_one_error_and_leaves_nothing(tmp_path, monkeypatch, name, message):
+def test_missing_tracker_is_one_error_and_leaves_nothing(tmp_path, monkeypatch, name, message):
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TENSORBOARD])
     with pytest.raises(RunError) as error:
         RunFolder(arguments(tmp_path, "tensorboard", name), "test")

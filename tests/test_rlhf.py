@@ -87,9 +87,7 @@ def uppercase(completions, **_):
 
 
 @pytest.mark.slow
-def test_copied_script_resumes_as_if_never_interrupted_until_the_reward_raises(
-    default_run, tmp_path, shared_memory_file
-):
+def test_copied_script_resumes_as_if_never_interrupted(default_run, tmp_path, shared_memory_file):
     """It runs from another folder than it lies in, and shows what a user prints, not what Ray and vLLM do."""
     copied = copy(tmp_path / "project", *SYNC, "recipe", "rlhf.py") / "rlhf.py"
     text = copied.read_text()
@@ -210,7 +208,7 @@ def test_without_gpus_trainers_and_engines_share_a_core_each(placed):
     assert [seat.bundles for seat in engines] == [[2, 3], [4, 5], [6, 7], [8, 9]]  # of cores
 
 
-def test_too_few_gpus_is_an_error_that_says_how_many_there_are(placed):
+def test_too_few_gpus_is_an_error_with_their_number(placed):
     with pytest.raises(RunError, match=r"wants 3 GPUs, 1 .* 2 .*there\s+are 2.*rlhf_colocate\.py"):
         placed(2)
     with pytest.raises(RunError, match=r"wants 6 GPUs, 2 .* 2 .*there\s+are 5"):
@@ -257,7 +255,7 @@ def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys,
         (["--ray-address", "[::1]:1"], "cannot reach Ray at [::1]:1"),
     ],
 )
-def test_what_is_not_there_ends_the_run_before_an_actor_starts(script, arguments, message):
+def test_what_is_missing_ends_the_run_before_actors_start(script, arguments, message):
     run = script("rlhf.py", *arguments)
     text = run.finish(60)
     run.assert_failed_cleanly(text, [])

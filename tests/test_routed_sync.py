@@ -158,7 +158,7 @@ def test_adapters_are_merged_where_they_are_packed(monkeypatch, model):
 
 
 @pytest.mark.parametrize("side", ["rank", "worker"])
-def test_bit_that_flips_on_the_way_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
+def test_flipped_bit_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
     sync = Sync(ranks=2, engines=2, syncs=2)
     assert sync(model_tensors(1)) == "replay"
     staging = sync.senders[1].routing if side == "rank" else sync.workers[3].weight_routing

@@ -198,7 +198,7 @@ def sample(pool, args):
     return pool.sample(PROMPTS, [sampling_options(args, 1, i) for i in range(len(PROMPTS))], False, True)
 
 
-def test_a_server_serves_after_its_proof_and_its_label_and_prompts_are_shared(servers):
+def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
     rollouts, trainer = pool_of(servers, sample)
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert [rollout.versions.tolist() for rollout in rollouts] == [[4] * len(ids) for ids in PROMPTS for _ in range(2)]
@@ -238,7 +238,7 @@ def test_a_server_on_the_trainers_device_maps_its_memory(servers):
 
 
 @pytest.mark.parametrize("fault", ["death", "silence", "shutdown", "restart"])
-def test_what_a_lost_server_had_not_finished_goes_to_others_with_the_same_seeds(servers, fault):
+def test_unfinished_requests_of_a_lost_server_keep_their_seeds(servers, fault):
     lost, other = servers
 
     async def act(pool, args):
@@ -267,7 +267,7 @@ def test_what_a_lost_server_had_not_finished_goes_to_others_with_the_same_seeds(
     assert [int(rollout.completion_ids[0]) for rollout in rollouts] == [own["seed"] % 256 for own in sampling]
 
 
-def test_a_server_that_answers_again_takes_the_weights_before_a_request(servers, capsys):
+def test_returning_server_takes_the_weights_before_a_request(servers, capsys):
     async def act(pool, args):
         trainer = pool.trainer
         servers[0].die()
@@ -312,7 +312,7 @@ def test_with_none_left_a_run_waits_for_one_to_return(servers, capsys):
     assert "no engine is left: the run waits for one to return" in capsys.readouterr().out
 
 
-def test_a_run_whose_own_servers_have_all_ended_ends_as_well(servers):
+def test_run_ends_with_the_last_server_it_started(servers):
     async def act(pool, args):
         running, ended = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)
         pool.servers = [ended, running]
@@ -332,7 +332,7 @@ def test_a_run_whose_own_servers_have_all_ended_ends_as_well(servers):
     pool_of(servers, act)
 
 
-def test_servers_that_the_run_has_started_join_the_trainer_from_any_node(servers, monkeypatch):
+def test_started_servers_join_the_trainer_from_any_node(servers, monkeypatch):
     monkeypatch.setattr(rlhf_serve.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
 
     async def act(pool, args):
@@ -343,7 +343,7 @@ def test_servers_that_the_run_has_started_join_the_trainer_from_any_node(servers
     assert trainer.joined[-1] == ("engine 0", "10.0.0.7", 2)
 
 
-def test_a_new_sender_gives_back_the_memory_of_the_one_before():
+def test_new_sender_gives_back_the_last_ones_memory():
     ended, trainer = threading.Event(), rlhf_serve.Trainer(0)
     communicator = SimpleNamespace(group=SimpleNamespace(store=HashStore()), destroy=ended.set)
     trainer.senders, trainer.threads = {}, ThreadPoolExecutor(1)
@@ -353,7 +353,7 @@ def test_a_new_sender_gives_back_the_memory_of_the_one_before():
 
 
 @pytest.mark.parametrize("fault", ["cache", "transfer", "proof"])
-def test_a_server_that_a_sync_did_not_reach_serves_nothing_until_one_does(servers, fault):
+def test_server_that_a_sync_did_not_reach_stays_paused(servers, fault):
     async def act(pool, args):
         if fault == "cache":
             servers[0].resets = False
@@ -391,13 +391,13 @@ def test_what_vllm_refuses_ends_the_run(servers):
         ("/v1/models", "it has no /v1/models, as a server of vLLM has below http://HOST:PORT; start it with"),
     ],
 )
-def test_a_server_that_was_started_wrongly_is_refused_in_a_line_that_says_how_to(servers, lacks, said):
+def test_wrongly_started_server_is_refused_with_how_to_start_it(servers, lacks, said):
     servers[1].lacks = lacks
     with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: {said}"):
         pool_of(servers, sample)
 
 
-def test_an_address_without_a_server_and_a_wrong_key_are_refused(servers):
+def test_missing_server_and_wrong_key_are_refused(servers):
     servers[1].die()
     with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: nobody answers there .*; start it with"):
         pool_of(servers, sample)
@@ -421,7 +421,7 @@ def test_another_model_is_the_preflights_error(servers, monkeypatch):
         pool_of(servers, sample)
 
 
-def test_a_server_restarted_wrongly_does_not_return_and_the_run_says_why_once(servers, capsys):
+def test_wrongly_restarted_server_stays_out_and_is_named_once(servers, capsys):
     async def act(pool, args):
         servers[0].die()
         await until(lambda: len(pool._serving()) == 1)
@@ -435,7 +435,7 @@ def test_a_server_restarted_wrongly_does_not_return_and_the_run_says_why_once(se
     assert capsys.readouterr().out.count("engine 0 at http") == 1
 
 
-def test_a_server_that_refuses_the_sync_of_its_return_is_asked_again(servers, capsys):
+def test_server_that_refuses_its_sync_is_asked_again(servers, capsys):
     async def act(pool, args):
         servers[0].die()
         await until(lambda: len(pool._serving()) == 1)
@@ -448,7 +448,7 @@ def test_a_server_that_refuses_the_sync_of_its_return_is_asked_again(servers, ca
     pool_of(servers, act)
 
 
-def test_a_server_whose_return_fails_in_the_trainer_is_asked_again(servers, capsys):
+def test_server_that_cannot_join_is_asked_again(servers, capsys):
     async def act(pool, args):
         servers[0].die()
         await until(lambda: len(pool._serving()) == 1)
@@ -467,7 +467,7 @@ def test_a_server_whose_return_fails_in_the_trainer_is_asked_again(servers, caps
     assert "answers, and cannot return: no route to host" in capsys.readouterr().out
 
 
-def test_a_reset_connection_is_a_loss_and_not_an_error_of_the_run(servers):
+def test_reset_connection_is_a_lost_server_and_no_error(servers):
     async def act(pool, args):
         replica = Replica("engine", servers[0].url, None, 0.2)
         servers[0].silent.clear()
@@ -486,7 +486,7 @@ def test_options_of_an_engine_are_flags_of_a_server():
     assert flags_of(options) == ["--enforce-eager", "--no-enable-x", "--mode", '{"a": 1}', "--dtype", "float32"]
 
 
-def test_urls_may_be_given_several_times_and_a_key_is_not_saved(monkeypatch):
+def test_urls_may_be_repeated_and_no_key_is_saved(monkeypatch):
     command = "rlhf_serve.py --engine-url http://a:1 --engine-url http://b:1 --api-key secret"
     monkeypatch.setattr(sys, "argv", command.split())
     args = parse(rlhf_serve.Arguments, "A script.")
@@ -535,7 +535,7 @@ def signal_all(server: Script, number: int) -> None:
 
 @cpu_only
 @pytest.mark.parametrize("faults", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
-def test_a_run_outlives_servers_that_are_killed_or_stopped_and_takes_them_in_again(script, tmp_path, faults):
+def test_run_outlives_its_servers_and_takes_them_in_again(script, tmp_path, faults):
     from vllm.utils.network_utils import get_open_port
 
     model, run, ports = build_tiny_model(tmp_path / "model"), tmp_path / "run", [get_open_port(), get_open_port()]

@@ -68,7 +68,7 @@ def learn_all_kinds(folder, model, batches):
         torch.save(results, folder / f"results-{learner.model.ranks}.pt")
 
 
-def test_two_ranks_learn_what_one_learns_also_from_shares_of_unequal_size(model, tmp_path):
+def test_two_ranks_learn_from_unequal_shares_what_one_learns(model, tmp_path):
     batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed, count=9) for seed in range(2)]
     for batch in batches:  # of 3 groups, one teaches nothing, and with it one rollout of another
         batch[3:6] = [replace(rollout, reward=0.5) for rollout in batch[3:6]]
@@ -137,7 +137,7 @@ def learn_compiled(folder, model, batches, **changes):
 
 
 @pytest.mark.long
-def test_compiled_blocks_learn_the_same_on_one_rank_and_on_two(model, tmp_path):
+def test_compiled_blocks_learn_the_same_on_two_ranks(model, tmp_path):
     batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed, count=8) for seed in range(2)]
     learner = GRPOLearner(model, config(), CPU)
     use_sgd(learner)
@@ -254,7 +254,7 @@ def learn_from_a_bad_share(folder, model, batch):
     learner.learn(batch)
 
 
-def test_a_mismatch_in_the_share_of_one_rank_stops_them_all(model, tmp_path):
+def test_mismatch_of_one_rank_stops_them_all(model, tmp_path):
     good, bad = rollouts(GRPOLearner(model, config(), CPU), count=2)
     bad = replace(bad, logprobs=[logprob - 0.01 for logprob in bad.logprobs])
     on_ranks(2, learn_from_a_bad_share, tmp_path, model, [good, bad])
@@ -302,7 +302,7 @@ def learn_with_a_token_that_differs(folder, model, batch):
     (folder / f"printed-{learner.model.rank}").write_text(printed.getvalue())
 
 
-def test_a_token_of_any_rank_that_is_not_the_engines_is_named_once(model, tmp_path):
+def test_differing_token_of_any_rank_is_named_once(model, tmp_path):
     batch = rollouts(GRPOLearner(model, config(), CPU), count=4)
     longest = sorted(range(4), key=lambda i: -len(batch[i].prompt_ids) - len(batch[i].completion_ids))
     own = longest[1]  # which goes to the second rank
@@ -357,7 +357,7 @@ def write_moments(folder, parts):
         torch.save({"optimizer": {"state": state, "param_groups": groups}}, folder / f"trainer_state-0000{rank}.pt")
 
 
-def test_moments_of_an_adapter_that_every_rank_wrote_whole_are_read_once(tmp_path):
+def test_adapters_moments_that_every_rank_wrote_are_read_once(tmp_path):
     parameter, whole = torch.nn.Parameter(torch.zeros(7, 2)), torch.arange(14.0).view(7, 2)
     write_moments(tmp_path, [whole, whole])
     optimizer = torch.optim.AdamW([parameter])
@@ -365,7 +365,7 @@ def test_moments_of_an_adapter_that_every_rank_wrote_whole_are_read_once(tmp_pat
     assert optimizer.state[parameter]["exp_avg"].equal(whole)
 
 
-def test_moments_that_two_ranks_wrote_are_read_by_three_and_by_one(tmp_path):
+def test_moments_of_two_ranks_are_read_by_three_and_one(tmp_path):
     whole = torch.arange(14.0).view(7, 2)
     write_moments(tmp_path, whole.chunk(2))
     for rank, rows in enumerate(whole.chunk(3)):
@@ -385,7 +385,7 @@ def test_moments_that_two_ranks_wrote_are_read_by_three_and_by_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_state_in_one_file_of_an_older_run_is_read_by_two_ranks(model, tmp_path):
+def test_training_state_in_one_file_is_read_by_two_ranks(model, tmp_path):
     """One rank's file is what any number of ranks wrote before each wrote a part."""
     learner = GRPOLearner(model, config(), CPU)
     learner.learn(rollouts(learner))

@@ -56,7 +56,7 @@ def test_worker_without_a_trainer_beside_it_says_so():
     assert answer == {"error": "no trainer rank is on cpu:0: they are on ['GPU-1']"}
 
 
-def test_memory_that_is_no_longer_a_shared_buffer_cannot_be_mapped():
+def test_memory_of_a_former_shared_buffer_cannot_be_mapped():
     buffer = shared_buffer(64, CPU)
     share_tensor(buffer)
     address = buffer.data_ptr()
@@ -150,7 +150,7 @@ def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
         WeightSender(SharedMemoryChannel(torch.device("cpu", 3))).send_weights([("w", torch.ones(3))])
 
 
-def test_worker_that_has_connected_to_a_trainer_that_leaves_is_told():
+def test_connected_worker_is_told_that_its_trainer_left():
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(ColocatedWorker(Engine(), channel.handles))
     time.sleep(0.2)  # it connects meanwhile
@@ -179,7 +179,7 @@ def test_strangers_do_not_prolong_the_wait_for_the_worker(monkeypatch):
     knocking.join()
 
 
-def test_calls_of_a_worker_that_ran_into_their_timeout_do_not_disturb_the_next():
+def test_calls_that_timed_out_do_not_disturb_the_next():
     channel, tensors = SharedMemoryChannel(CPU), {"w": torch.ones(4)}
     worker = ColocatedWorker(Engine(), channel.handles)
     for _ in range(3):  # more than the channel's queue holds
@@ -292,7 +292,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_workers_beside_two_ranks_get_both_ranks_shards_and_load_in_the_same_way(nodes):
+def test_workers_beside_two_ranks_get_both_shards_and_load_alike(nodes):
     from vllm.utils.network_utils import get_open_port
 
     context = mp.get_context("forkserver")
@@ -330,7 +330,7 @@ def test_failure_over_zmq_is_answered_with_the_traceback(tmp_path, fault, good):
     assert not worker.check_weights_changed()
 
 
-def test_trainer_over_zmq_that_leaves_at_a_failure_does_not_hide_it(tmp_path, monkeypatch):
+def test_trainer_over_zmq_that_leaves_hides_no_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(example_protocols, "CONNECT_SECONDS", 0.2)
     sender = PlainSender(f"ipc://{tmp_path}/s", {name: torch.ones(4) for name in "abc"}, 256, heeds_answers=True)
     with pytest.raises(ValueError, match="cannot load b"):
@@ -355,7 +355,7 @@ def test_handles_by_name():
     assert worker.weight_model.weights["w"][3] == 3  # which the engine does not serve from
 
 
-def test_parts_are_loaded_once_all_have_come_and_vouched_for_no_sooner():
+def test_parts_are_loaded_and_vouched_for_once_all_came():
     worker, parts = ColocatedWorker(LoadingEngine("abc")), {name: torch.full((4,), i) for i, name in enumerate("abcd")}
     for version in (1, 2):
         for name in "dab":  # `d` is not for this worker

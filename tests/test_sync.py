@@ -118,7 +118,7 @@ def test_proof_fails_if_the_loader_swaps_layers(pair):
         pair.mismatch()
 
 
-def test_copy_that_a_worker_has_not_recorded_is_found_and_its_session_reloads(pair):
+def test_copy_that_was_not_recorded_is_found_and_reloaded(pair):
     pair.set(pair.perturbed(9))
     pair.rpc("forget_copy")
     pair.connect()
@@ -177,7 +177,7 @@ def test_one_parameter_protocol(pair):
 
 
 @pytest.mark.parametrize("last", ["0.final_layer_norm.bias", "1.self_attn.v_proj.weight"])  # of a layer, within one
-def test_trainer_that_starts_over_with_one_parameter_at_a_time_leaves_nothing_half_loaded(pair, last):
+def test_trainer_that_starts_over_leaves_nothing_half_loaded(pair, last):
     expected = trainer_with_other_weights(pair)
     next(name for name in pair.sync_one_parameter_at_a_time() if name == LAYERS + last)
     served = [pair.rpc("check_weights_changed") for _ in pair.sync_one_parameter_at_a_time()]
@@ -220,7 +220,7 @@ def test_preflight_names_what_does_not_fit(pair):
         ("exhaust", "layers.0.fc2.weight", "can't allocate memory"),
     ],
 )
-def test_worker_that_fails_ends_the_sync_and_the_next_one_recovers(pair, monkeypatch, how, part, error):
+def test_sync_recovers_from_a_worker_that_failed(pair, monkeypatch, how, part, error):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 66_048)  # many buckets: some are loaded
     pair.connect()
     pair.set(pair.perturbed(13))

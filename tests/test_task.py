@@ -364,7 +364,7 @@ def test_start_says_which_rewards_count_how_much(load, capsys):
     assert capsys.readouterr().out.endswith("; reward: 2 x long + 0.5 x uppercase\n")
 
 
-def test_data_of_ones_own_want_a_reward_unless_a_task_is_asked_for(load, capsys):
+def test_data_of_ones_own_want_a_reward_or_a_task(load, capsys):
     write_lines("rows.jsonl", {"prompt": "a"})
     with pytest.raises(TaskError, match=r"--reward is missing: .* a prompt of .*rows.jsonl worth"):
         load("--dataset", "rows.jsonl", reward=None)
@@ -395,7 +395,7 @@ def test_gsm8k_from_disk(load, suffix):
     assert task.eval_rows == []  # those of the hub's dataset, which is another
 
 
-def test_gsm8k_asks_the_hub_for_both_splits_and_lets_completions_end(load, monkeypatch):
+def test_gsm8k_has_both_splits_and_room_for_answers(load, monkeypatch):
     asked = []
 
     def load_dataset(path, name, split):
@@ -454,7 +454,7 @@ def test_completions_that_the_context_ends_before_their_time_are_announced(load)
     )
 
 
-def test_every_prompt_has_one_bos_and_messages_end_where_the_answer_begins(load):
+def test_every_prompt_has_one_bos_and_a_generation_prompt(load):
     tokenizer = chat_tokenizer()
     save_model(tokenizer)
     messages = [{"role": "user", "content": "Hi"}]
@@ -496,7 +496,7 @@ def test_answer_that_a_prompt_begins_is_continued(load):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_tools_reach_the_chat_template_as_they_are_in_their_row(load, suffix):
+def test_tools_reach_the_chat_template_as_in_their_row(load, suffix):
     """`datasets` gives each object of a parquet file the keys of all others, with None."""
     tokenizer = chat_tokenizer()
     save_model(tokenizer)
@@ -626,7 +626,7 @@ def test_reward_gets_the_columns(load):
         ("prompts, answer, /, **_", "missing a required|parameter is positional"),
     ],
 )
-def test_reward_that_does_not_fit_the_columns_is_refused_without_a_call(rewards, takes, problem):
+def test_reward_that_does_not_fit_the_columns_is_refused(rewards, takes, problem):
     module = {}
     exec(f"def reward({takes}): raise AssertionError", module)
     if problem is None:
@@ -728,7 +728,7 @@ def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
     assert threads[0] is threads[1] is not threading.main_thread()
 
 
-def test_each_call_has_one_prompts_completions_and_coroutines_of_all_prompts_run_at_once(rewards):
+def test_each_call_has_one_prompt_and_coroutines_run_at_once(rewards):
     everyone, calls = threading.Barrier(3), []
 
     async def judge(prompts, **_):
@@ -780,7 +780,7 @@ async def never_either(**_):
 
 
 @pytest.mark.parametrize("hangs", [never, never_either])
-def test_reward_that_never_returns_is_named_with_the_flag_that_ends_its_run(rewards, hangs):
+def test_reward_that_never_returns_is_named_with_the_flag(rewards, hangs):
     late = r"^the reward mine took longer than 0.3 s for one prompt's completions: --reward-timeout$"
     with pytest.raises(TaskError, match=late):
         score(rewards(timeout=0.3, quick=lambda **_: [1.0], mine=hangs), group("a"), group("b"))
@@ -792,7 +792,7 @@ def test_ctrl_c_ends_a_run_whose_reward_never_returns(rewards):
         score(rewards(mine=never), group("a"))
 
 
-def test_rewards_of_all_prompts_may_take_longer_than_those_of_one(rewards):
+def test_all_prompts_rewards_may_take_longer_than_one(rewards):
     def mine(**_):
         time.sleep(0.3)
         return [1.0]
@@ -803,7 +803,7 @@ def test_rewards_of_all_prompts_may_take_longer_than_those_of_one(rewards):
 MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
 
 
-def test_what_a_reward_changes_is_its_own_and_of_one_completion(rewards):
+def test_what_a_reward_changes_is_its_own_copy(rewards):
     def takes(prompts, completions, completion_ids, tests, **_):
         """How much is left, when this has taken all of it."""
         counts = []

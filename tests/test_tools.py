@@ -98,7 +98,7 @@ def test_tokens_of_tools_weigh_nothing(model, loss, updates):
     torch.testing.assert_close(weights, others)
 
 
-def test_loss_of_a_conversation_is_the_mean_over_its_sampled_tokens(model):
+def test_loss_of_a_conversation_is_its_sampled_tokens_mean(model):
     learner = GRPOLearner(model, config(loss="grpo", max_grad_norm=1e9), CPU)
     use_sgd(learner)
     batch, before = with_answers(learner)[:2], vector_of(learner)
@@ -370,7 +370,7 @@ def answers(rollout):
     return [message["content"] for message in rollout.messages if message["role"] == "tool"]
 
 
-def test_turns_are_what_was_sampled_and_what_tools_answered_token_by_token(converse):
+def test_turns_are_sampled_tokens_and_those_of_answers(converse):
     def says(text, number):
         if "=" in text:
             return "fine"
@@ -407,7 +407,7 @@ def test_turns_are_what_was_sampled_and_what_tools_answered_token_by_token(conve
     assert not first.truncated
 
 
-def test_several_calls_of_a_turn_sync_and_async_are_answered_in_their_order(converse):
+def test_several_calls_of_a_turn_are_answered_in_their_order(converse):
     says = call_once('[whisper(text="A"), shout(text="b", times=2)]')
     first, *_ = converse(says, tools=["test_tools:shout", "test_tools:whisper"])
     assert answers(first) == ["a", "BB"]
@@ -434,7 +434,7 @@ def test_coroutines_are_awaited_whatever_makes_them(converse, tool, answer):
         ("[cancel()]", "cancelled"),
     ],
 )
-def test_tool_that_fails_answers_its_error_and_the_conversation_goes_on(converse, call, error):
+def test_tool_that_fails_answers_its_error(converse, call, error):
     tools = [f"test_tools:{name}" for name in ("shout", "fail", "sleep", "cancel")]
     rollouts = converse(call_once(call), tools=tools, tool_timeout=0.2, max_tokens=150)
     assert answers(rollouts[0]) == [str({"error": error})]
@@ -471,7 +471,7 @@ class Deep(ToolParser):
         return SimpleNamespace(tools_called=True, tool_calls=[SimpleNamespace(function=function)], content=None)
 
 
-def test_arguments_that_json_cannot_read_are_an_error_of_the_call(converse, monkeypatch):
+def test_arguments_that_json_cannot_read_fail_the_call(converse, monkeypatch):
     monkeypatch.setitem(ToolParserManager.tool_parsers, "deep", Deep)
     first, *_ = converse(lambda *_: "go", tools=["test_tools:shout"], tool_parser="deep")
     assert first.truncated  # by the error's text
@@ -519,14 +519,14 @@ def test_answers_are_text_that_any_template_takes(converse, tool, answer):
     assert f"={answer}:" in converse.made.tokenizer.decode(first.completion_ids)
 
 
-def test_half_a_character_in_a_name_that_the_policy_makes_up_ends_no_run(converse):
+def test_half_a_character_in_a_tools_name_ends_no_run(converse):
     says = call_once(r'<tool_call>{"name": "a\ud83d", "arguments": {}}</tool_call>')
     first, *_ = converse(says, tools=["test_tools:shout"], tool_parser="hermes", max_tokens=150)
     assert [message.get("name") for message in first.messages] == [None, "a?", None]
 
 
 @pytest.mark.parametrize(("limit", "turns"), [(0, 1), (2, 3), (None, 4)])
-def test_tools_are_called_in_so_many_turns_and_as_long_as_their_answers_fit(converse, limit, turns):
+def test_tools_are_called_in_as_many_turns_as_allowed(converse, limit, turns):
     first, *_ = converse(
         lambda *_: '[shout(text="a")]', tools=["test_tools:shout"], max_tool_iterations=limit, max_tokens=80
     )
@@ -555,7 +555,7 @@ def test_special_tokens_in_a_tools_text_are_text(converse):
     assert converse.made.tokenizer.eos_token_id not in answer.tolist()
 
 
-def test_each_completion_has_an_environment_of_its_own_that_is_used_again(converse):
+def test_each_completion_has_an_environment_that_is_used_again(converse):
     def says(text, number):
         return [f"[add(number={number})]", f"[add(number={10 * number})]", "end"][text.count("=sum")]
 
@@ -577,7 +577,7 @@ def held_out(split):
 
 
 @pytest.mark.parametrize("samples", [1, 2])
-def test_evaluation_has_no_more_environments_at_a_time_than_a_step(converse, samples):
+def test_evaluation_has_no_more_environments_than_a_step(converse, samples):
     def says(text, _):
         return "end" if "=sum" in text else "[add(number=1)]"
 
@@ -592,7 +592,7 @@ def test_evaluation_has_no_more_environments_at_a_time_than_a_step(converse, sam
     assert len(set(seeds)) == len(seeds)
 
 
-def test_resets_text_is_appended_to_the_last_message_and_rewards_see_it(converse, monkeypatch):
+def test_resets_text_is_appended_and_rewards_see_it(converse, monkeypatch):
     seen = []
     monkeypatch.setattr(
         sys.modules[__name__],
@@ -624,7 +624,7 @@ def test_environment_has_its_own_copy_of_a_row(converse, monkeypatch):
     assert converse.made.task.rows[0].columns["board"] == [0]
 
 
-def test_half_a_character_in_the_text_of_reset_ends_no_run(converse, monkeypatch):
+def test_half_a_character_in_resets_text_ends_no_run(converse, monkeypatch):
     monkeypatch.setattr(Counter, "reset", lambda self, **_: " on\ud83d")
     first, *_ = converse(lambda *_: "end", environment="test_tools:Counter")
     assert converse.made.tokenizer.decode(first.prompt_ids) == "go on?:"
@@ -654,7 +654,7 @@ def test_calls_behind_one_that_timed_out_are_not_waited_for(converse):
     assert time.monotonic() - began < 1.2  # not four times 0.4 s
 
 
-def test_environment_whose_call_timed_out_is_thrown_away_and_gives_no_reward(converse):
+def test_environment_whose_call_timed_out_is_thrown_away(converse):
     before = Counter.made
 
     def says(text, number):
@@ -767,7 +767,7 @@ def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch,
     assert first.completion_ids.tolist() == second.completion_ids.tolist()  # a group has one game
 
 
-def test_each_turn_of_each_completion_has_a_seed_of_its_own():
+def test_each_turn_of_a_completion_has_its_own_seed():
     """In 25 rounds of two steps, for two seeds of the run. An evaluation has others."""
     turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
     options = [
@@ -782,7 +782,7 @@ def test_each_turn_of_each_completion_has_a_seed_of_its_own():
     assert {(own["n"], own["max_tokens"]) for own in options} == {(1, 50)}
 
 
-def test_seed_of_a_request_is_the_same_in_every_process_and_leaves_room_for_siblings():
+def test_seed_of_a_request_is_the_same_in_every_process():
     assert request_seed(0, False, 1, 0, 0, 2) == 281162756510625
     assert max(request_seed(i) for i in range(1000)) < 2**48
 
@@ -853,7 +853,7 @@ def test_answers_follow_a_turn_that_another_token_has_ended(name, end, begins):
     assert tokenizer.decode(ids).startswith(begins)
 
 
-def test_special_token_in_a_name_that_the_policy_makes_up_is_text():
+def test_special_token_in_a_tools_name_is_text():
     tokenizer = of_template("gemma4", "<eos>")
     answer = {"role": "tool", "name": "a<eos>", "content": "found it"}
     ids = ChatTemplate(tokenizer, {}).answer_ids([answer], tokenizer.eos_token_id)

@@ -56,7 +56,7 @@ def test_buckets_hold_every_element_once(bucket_bytes):
     assert elements == {name: end for name, _, _, (_, end) in metadata}
 
 
-def test_tensor_larger_than_a_bucket_is_cut_at_rows_and_shares_no_other_cut():
+def test_tensor_larger_than_a_bucket_is_cut_at_rows():
     first, *middle, last = plan_buckets([("a", "int8", (10,), [0, 10]), ("b", "int8", (9, 300), [0, 2700])], 1024)
     assert [piece.name for piece in first] == ["a"]
     assert [(piece.begin, piece.count) for bucket in [*middle, last] for piece in bucket] == [
@@ -88,7 +88,7 @@ def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
 
 @pytest.mark.parametrize("side", ["trainer", "worker"])
 @pytest.mark.parametrize(("bucket", "piece"), [(0, 0), (0, -1), (-1, -1)])
-def test_one_flipped_bit_on_the_way_ends_the_sync_on_both_sides(monkeypatch, side, bucket, piece):
+def test_flipped_bit_on_the_way_ends_both_sides_sync(monkeypatch, side, bucket, piece):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
     trainer, *others = groups(3)
     receiving = [Receiving(Worker(Engine(), other), syncs=2) for other in others]
@@ -226,7 +226,7 @@ def test_tied_weights_of_which_one_is_adapted_are_an_error():
         WeightSender(trainer).send_weights([("embedding", weight), ("head", adapted)])
 
 
-def test_tensors_of_several_devices_or_of_a_cpu_over_nccl_are_an_error():
+def test_tensors_on_devices_that_cannot_send_are_an_error():
     sender = WeightSender(groups(1)[0])
     with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
         sender.send_weights([("a", torch.ones(3)), ("b", torch.ones(3, device="meta"))])
@@ -251,7 +251,7 @@ def test_group_that_does_not_come_together_is_an_error(monkeypatch):
             stateless_init_process_group("127.0.0.1", port, rank, 2, torch.device("cpu"))
 
 
-def test_worker_that_counts_fewer_ranks_than_the_trainer_has_the_same_error(monkeypatch):
+def test_worker_that_counts_fewer_ranks_has_the_trainers_error(monkeypatch):
     monkeypatch.setattr(groups_module, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -262,7 +262,7 @@ def test_worker_that_counts_fewer_ranks_than_the_trainer_has_the_same_error(monk
                 each.result()
 
 
-def test_second_sender_on_a_group_is_refused_and_leaves_the_first_alone():
+def test_second_sender_on_a_group_is_refused():
     trainer, other = groups(2)
     receiving = Receiving(Worker(Engine(), other), syncs=2)
     sender = WeightSender(trainer)
@@ -295,13 +295,13 @@ other.destroy()
 """
 
 
-def test_process_that_leaves_a_group_during_a_broadcast_and_ends_does_not_abort():
+def test_process_that_leaves_during_a_broadcast_does_not_abort():
     paths = os.pathsep.join(map(str, [Path(__file__).parent, ROOT]))
     command = [sys.executable, "-c", LEAVES_DURING_A_BROADCAST]
     subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=True)
 
 
-def test_workers_that_keep_a_tensor_in_different_dtypes_are_an_error():
+def test_workers_with_different_dtypes_of_a_tensor_are_an_error():
     trainer, *others = groups(3)
     engines = [Engine(dtypes={"w": "float32"}), Engine(dtypes={"w": "bfloat16", "b": None})]
     receiving = [Receiving(Worker(engine, other)) for engine, other in zip(engines, others, strict=True)]
@@ -416,7 +416,7 @@ def test_trainer_that_fails_before_a_sync_ends_the_workers_wait(syncs):
     assert re.match(rf"{trainer} failed: there is nothing to send", receiving.error)
 
 
-def test_worker_that_fails_before_it_loads_no_longer_vouches_for_its_weights(monkeypatch):
+def test_worker_that_fails_before_loading_vouches_for_nothing(monkeypatch):
     trainer, *others = groups(3)
     workers = [Worker(Engine(), other) for other in others]
     receiving = [Receiving(worker, syncs=2) for worker in workers]
@@ -430,7 +430,7 @@ def test_worker_that_fails_before_it_loads_no_longer_vouches_for_its_weights(mon
     assert not workers[1].check_weights_changed()
 
 
-def test_peer_that_stops_in_the_middle_of_a_message_is_not_called_dead(monkeypatch):
+def test_peer_that_stops_within_a_message_is_not_called_dead(monkeypatch):
     monkeypatch.setattr(link, "CONNECT_SECONDS", 1)
     ours, theirs = socket.socketpair()
     connection = link.Link(ours)
@@ -458,7 +458,7 @@ def test_any_peer_that_fails_ends_the_wait_for_the_others(wait, failing):
     assert time.monotonic() - started < 5
 
 
-def test_answers_of_several_peers_are_theirs_and_the_silent_one_is_named():
+def test_answers_keep_their_peers_and_silent_ones_are_named():
     ours, theirs = zip(*(linked() for _ in range(3)), strict=True)
     ours[2].peer = "engine worker 2"
     theirs[1].send(n=1)
@@ -512,7 +512,7 @@ def test_error_of_gloo_is_raised_though_its_work_is_complete(monkeypatch):
         Ranks(SimpleNamespace(size=lambda: 2)).sum(torch.ones(1), [], time.monotonic() + 5)
 
 
-def test_error_of_gloo_is_that_of_the_peer_that_says_a_moment_later_why():
+def test_error_of_gloo_gives_way_to_the_peers_own():
     def fails():
         raise RuntimeError("gloo's")
 
@@ -556,7 +556,7 @@ def test_worker_connects_to_the_host_where_it_found_the_group(monkeypatch):
     assert links[0].peer.startswith("worker (pid")
 
 
-def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(monkeypatch):
+def test_buffer_is_filled_again_only_after_its_bucket_was_read(monkeypatch):
     count = 2 * buckets.STAGING_BUFFERS
     planned = plan_buckets([(str(i), "uint8", (ALIGN_BYTES,), [0, ALIGN_BYTES]) for i in range(count)], ALIGN_BYTES)
     begun = []
@@ -588,7 +588,7 @@ def test_buffer_is_filled_again_only_after_its_bucket_has_gone_and_been_read(mon
     assert gone == set(range(count))
 
 
-def test_tensors_that_are_not_sharded_alike_by_rows_are_an_error():
+def test_tensors_not_sharded_alike_by_rows_are_an_error():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -617,7 +617,7 @@ def test_time_allowed_grows_with_the_bytes():
     assert allowed[1] - allowed[0] == pytest.approx(3 * (1 << 30) / buckets.SLOWEST_BYTES_PER_SECOND)
 
 
-def test_views_of_one_storage_are_not_tied_unless_they_are_the_same():
+def test_views_of_one_storage_are_tied_only_if_equal():
     trainer, other = groups(2)
     receiving, whole = Receiving(Worker(Engine(), other)), torch.arange(32.0)
     sent = {"low": whole[:16], "high": whole[16:], "rows": whole[:16].view(4, 4), "columns": whole[:16].view(4, 4).t()}
