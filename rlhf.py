@@ -65,7 +65,8 @@ class Engine(EngineActor):
 
 
 class Trainer(LearnerActor):
-    """A Ray actor around one rank of the learner, which sends what it has of the weights."""
+    """A Ray actor around one rank of the learner, which sends what it has of the weights. The learner may be your own:
+    recipe/run/actors.py has the LearnerProtocol."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         torch_device = self.join(address, args.trainers, device, args.exact)

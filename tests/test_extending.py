@@ -5,13 +5,18 @@ pytest tests/test_extending.py
 """
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from textwrap import indent
 
 import pytest
-from conftest import ROOT, SYNC, Script, code_of, copy, cpu_only
+from conftest import ROOT, SYNC, Script, code_of, copy, cpu_only, metrics_of
+from pair import CORE_IN_PROCESS
 
+from recipe.learning.grpo import GRPOLearner
+from recipe.run.actors import LearnerProtocol
 from recipe.tasks.tiny_model import build_tiny_model
 
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
@@ -93,7 +98,7 @@ os._exit(0)  # not through Python's own way out: gloo's threads may still want t
 def test_copied_sync_runs_the_readmes_snippet_and_own_extension(tmp_path):
     path = build_tiny_model(tmp_path / "model")
     snippet = next(code for code in code_of("README.md") if "WeightSender(" in code)
-    extension, use = code_of("docs/extending.md")
+    extension, use, *_ = code_of("docs/extending.md")
     assert extension.startswith("# my_extension.py\n")
     given = 'worker_extension_cls="rlhf_utils.WorkerExtension", ...'
     assert given in snippet
@@ -160,6 +165,43 @@ def test_trainer_of_ones_own_brings_its_shards_to_two_servers(tmp_path):
     assert text.count("OK\n") == 2, text[-3000:]
     assert "[[{'version': 1}], [{'version': 1}]]" in text
     assert "[[{'version': 2}], [{'version': 2}]]" in text
+
+
+def trainer_of_ones_own() -> tuple[str, str]:
+    """The trainer of docs/extending.md, and the line of a script that makes it."""
+    *_, trainer, use = code_of("docs/extending.md")
+    assert trainer.startswith("# reinforce.py\n")
+    return trainer, use.rstrip("\n")
+
+
+def test_learners_have_the_methods_of_the_protocol():
+    own = {}
+    exec(trainer_of_ones_own()[0], own)
+    methods = {name: method for name, method in vars(LearnerProtocol).items() if not name.startswith("_")}
+    assert "learn" in methods
+    for name, method in methods.items():
+        asked = list(inspect.signature(method).parameters)
+        for learner in (GRPOLearner, own["Reinforce"]):
+            assert list(inspect.signature(getattr(learner, name)).parameters)[: len(asked)] == asked
+
+
+@cpu_only
+@pytest.mark.slow
+def test_trainer_of_ones_own_learns_in_the_loop_of_rlhf(tmp_path):
+    trainer, use = trainer_of_ones_own()
+    folder = copy(tmp_path / "project", *SYNC, "recipe")
+    (folder / "reinforce.py").write_text(trainer)
+    made = re.compile(r" +self\.learner = GRPOLearner\(.*?\)(?=\n        return)", re.S)
+    script, count = made.subn(use, (ROOT / "rlhf.py").read_text())
+    assert count == 1
+    (folder / "rlhf.py").write_text(script.replace("import ray\n", "import ray\nfrom reinforce import Reinforce\n"))
+    for steps, *flags in ((2, "--output", "run", "--save-every", "1"), (3, "--resume", "run")):
+        text = Script(folder, sys.executable, "rlhf.py", "--steps", str(steps), *flags, **CORE_IN_PROCESS).finish()
+        assert text.splitlines()[-1].startswith("OK: reward "), text
+        assert "REINFORCE on cpu" in text
+    rows = metrics_of(folder / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["logprobs/mismatch"] for row in rows) < 1e-5
 
 
 def test_installed_sync_is_found_from_anywhere(tmp_path):

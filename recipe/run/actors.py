@@ -8,12 +8,12 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import psutil
 import ray
@@ -121,6 +121,49 @@ class ActorGroup:
         """Call this method on the first actor alone. Returns its result."""
         name, actor = next(iter(self.actors.items()))
         return self.session.wait(phase, {name: getattr(actor, method.__name__).remote(*args)})[0][0]
+
+
+class SyncedModel(Protocol):
+    """What a sync needs of a learner's model."""
+
+    device: torch.device
+
+    def named_tensors(self) -> Mapping[str, torch.Tensor]:
+        """The weights on `device`, all that the model's checkpoint has, by its names and in its shapes. The engine gets
+        them in its own dtype. Return the same tensors each time: then a sync has no new copies to plan.
+
+        With several ranks, the tensors may be DTensors that are sharded by rows."""
+
+
+class LearnerProtocol(Protocol):
+    """What rlhf.py calls of its learner. A trainer of your own with these methods takes GRPOLearner's place there:
+    docs/extending.md has one.
+
+    With several trainer ranks, each has a learner. All get the same calls, and return the same from `learn` and
+    `mismatch`.
+    """
+
+    model: SyncedModel
+    step: int  # learning steps done
+
+    def remarks(self) -> str:
+        """Lines to print at the start of a run."""
+
+    def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """Learn from B rollouts, `--group-size` of each prompt in a row, and add 1 to `step`. Returns metrics, of which
+        the run's output shows "reward/mean" and "logprobs/mismatch".
+
+        Raises MismatchError as `mismatch` does, before the weights change."""
+
+    def mismatch(self, rollouts: list[Rollout]) -> float:
+        """The mean |Δ logprob|, in nats, between engine and learner, over the tokens that the engine sampled at
+        `--temperature`. It proves the last sync: raises MismatchError if it is more than rounding explains."""
+
+    def save(self, folder: Path) -> None:
+        """Write the model and its tokenizer in Hugging Face format to this folder, and what `load_state` needs."""
+
+    def load_state(self, folder: Path) -> None:
+        """Go on from the state, and the `step`, that `save` wrote there. The learner has been made with that model."""
 
 
 class LearnerActor:
