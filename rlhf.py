@@ -23,13 +23,14 @@ from pathlib import Path
 import ray
 
 from recipe.errors import RunError
+from recipe.flags import section
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
+from recipe.rollouts.engine import EngineActor, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
-from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
+from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateLayoutArguments, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
@@ -42,18 +43,23 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 
 @dataclass
-class Arguments(
-    GRPOConfig, TaskArguments, ToolArguments, LayoutArguments, ExactArguments, EngineArguments, RunArguments
-):
+class Arguments:
     """The flags of this script."""
+
+    run: RunArguments = section(RunArguments)
+    engine: ExactEngineArguments = section(ExactEngineArguments)
+    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    tools: ToolArguments = section(ToolArguments)
+    task: TaskArguments = section(TaskArguments)
+    learner: GRPOConfig = section(GRPOConfig)
 
 
 class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = exact_options(args, model, "WorkerExtension")
-        return self.load(model, *llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        options = exact_options(args.engine.exact, model, "WorkerExtension")
+        return self.load(model, *llm_options(args.engine, device, bundles, args.layout.engines, **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
@@ -69,10 +75,10 @@ class Trainer(LearnerActor):
     recipe/run/actors.py has the LearnerProtocol."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, args.trainers, device, args.exact)
-        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        run, torch_device = args.run, self.join(address, args.layout.trainers, device, args.engine.exact)
+        proof = Proof(MAX_MISMATCH[device], args.engine.exact, args.engine.tensor_parallel_size)
         self.learner = GRPOLearner(
-            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+            models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
         )
         return self.resume(models.checkpoint)
 
@@ -89,8 +95,9 @@ class Trainer(LearnerActor):
 
 def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
     """Reserve the topology. Returns the device, a remark on it, and the seats of trainers and engines."""
-    gpus, trainers, tp = int(ray.cluster_resources().get("GPU", 0)), args.trainers, args.tensor_parallel_size
-    wanted = trainers + args.engines * tp
+    gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
+    trainers, engines = args.layout.trainers, args.layout.engines
+    wanted = trainers + engines * tp
     if 0 < gpus < wanted:
         raise RunError(
             f"this topology wants {wanted} GPUs, {trainers} for the trainer and {tp} for each engine, and there are"
@@ -104,7 +111,7 @@ def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
         engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles]
         remark = f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more" if gpus > wanted else ""
         return "cuda", remark, trainer_seats, engine_seats
-    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
+    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / engines}] * engines, "SPREAD")
     trainer_seats = [seat(group, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
     # An engine's workers are processes of its actor; by their numbers, llm_options divides the cores among them.
     engine_workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
@@ -114,54 +121,54 @@ def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         device, remark, trainer_seats, engine_seats = place(args)
-        models, args = choose_models(run.path, args, device)
-        task.tokenize(models.loaded, args.max_model_len)
+        models, args.learner = choose_models(run.path, args.run, args.learner, device)
+        task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args = settle_exactness(run, args, models.loaded, trainers)
+        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.call_rank_0("starting", Trainer.address)
         loading = trainers.begin(Trainer.load, address, models, args, device)
         starting = engines.begin(Engine.start, models.loaded, args, device, each=engines.bundles)
         loaded, lengths = session.wait("starting", loading, starting)
         steps_done, remarks = loaded[0]
-        run.say(remarks + task.check_lengths(lengths[0], args.max_tokens))
+        run.say(remarks + task.check_lengths(lengths[0], args.learner.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
-        connect(trainers, engines, args.tensor_parallel_size)
-        report = sync(trainers, engines.begin(Engine.receive_weights, args.timeout))
+        connect(trainers, engines, args.engine.tensor_parallel_size)
+        report = sync(trainers, engines.begin(Engine.receive_weights, args.run.timeout))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
-        if not steps_done and args.eval_every:
-            run.log_metrics(0, evaluate(engines, task, args, 0))
-        for step in range(steps_done + 1, args.steps + 1):
+        if not steps_done and args.task.eval_every:
+            run.log_metrics(0, evaluate(engines, task, args.learner, 0))
+        for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock()
-            batch = complete(engines, task.draw(step), args, step, tools=task.tools)
+            batch = complete(engines, task, task.draw(step), args.learner, step)
             batch = task.rewards.score(batch, step - 1, session)
-            if args.dynamic_sampling:
-                batch = resample(engines, task, batch, args, step)
+            if args.learner.dynamic_sampling:
+                batch = resample(engines, task, batch, args.learner, step)
             clock.end("rollout")
-            receiving = engines.begin(Engine.receive_weights, args.timeout)  # early, to be ready for the weights
+            receiving = engines.begin(Engine.receive_weights, args.run.timeout)  # early, to be ready for the weights
             metrics = trainers.agreed("learning", Trainer.learn, batch.rollouts)
             clock.end("train")
             report = sync(trainers, receiving)
             clock.end("sync")
             metrics |= clock.metrics
-            metrics |= evaluate(engines, task, args, step)
+            metrics |= evaluate(engines, task, args.learner, step)
             if run.saves(step):
                 trainers.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
 
         # 4. Generate again, and prove the last sync
-        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
-        batch = task.rewards.score(batch, args.steps, session)
+        batch = complete(engines, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
+        batch = task.rewards.score(batch, args.run.steps, session)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)

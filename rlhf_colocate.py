@@ -25,25 +25,36 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 import gc
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import ray
 import torch
-from annotated_types import Ge, Gt, Le
-from transformers.hf_argparser import HfArg
+from annotated_types import Ge
 
 from recipe.errors import RunError
+from recipe.flags import arg, section
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
+from recipe.rollouts.engine import EngineActor, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, by_node, measure, memory_table, reserve, seat
+from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from recipe.run.actors import (
+    ActorGroup,
+    LayoutArguments,
+    LearnerActor,
+    Seat,
+    StepClock,
+    by_node,
+    measure,
+    memory_table,
+    reserve,
+    seat,
+)
 from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models, replace_flags
+from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
@@ -57,25 +68,30 @@ SPARE_SHARE = 0.1  # the share of a GPU's memory that stays free where trainer a
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, ToolArguments, ExactArguments, EngineArguments, RunArguments):
+class Arguments:
     """The flags of this script."""
 
-    engines: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="engines (default: as many as the GPUs hold; CPU: 2 workers in all)"
+    run: RunArguments = section(RunArguments)
+    engine: ExactEngineArguments = section(
+        ExactEngineArguments,
+        gpu_memory_utilization=arg(0.4, help="fraction of a GPU's memory that its engines take"),
+        tensor_parallel_size=arg(
+            None, help="GPUs that an engine is spread over (default: 2; with an odd number of GPUs, or none: 1)"
+        ),
     )
-    engines_per_gpu: Annotated[int, Ge(1)] = HfArg(
-        default=1,
+    layout: LayoutArguments = section(
+        LayoutArguments, engines=arg(None, help="engines (default: as many as the GPUs hold; CPU: 2 workers in all)")
+    )
+    tools: ToolArguments = section(ToolArguments)
+    task: TaskArguments = section(TaskArguments)
+    learner: GRPOConfig = section(GRPOConfig)
+    engines_per_gpu: Annotated[int, Ge(1)] = arg(
+        1,
         help="engines where there would be one, with a part of its prompts each: while one computes, another prepares"
         " its next step, so 2 generate faster with a small model",
     )
-    tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="GPUs that an engine is spread over (default: 2; with an odd number of GPUs, or none: 1)"
-    )
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.4, help="fraction of a GPU's memory that its engines take"
-    )
-    sleep: Literal["auto", "kv", "weights", "none"] = HfArg(
-        default="auto",
+    sleep: Literal["auto", "kv", "weights", "none"] = arg(
+        "auto",
         help="memory that engines release while trainers learn: the KV cache's (kv), the weights' as well (weights),"
         " none, or the KV cache's unless trainer and engine fit together (auto)",
     )
@@ -87,10 +103,11 @@ class Engine(EngineActor):
     def start(self, model: str, args: Arguments, device: str, bundles: list[int], before: int | None) -> int:
         """Start the engine, after the one on the same GPUs that has returned `before`."""
         options = {"enable_sleep_mode": args.sleep != "none"}
-        options |= exact_options(args, model, "ColocateWorkerExtension")
+        options |= exact_options(args.engine.exact, model, "ColocateWorkerExtension")
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE / args.engines_per_gpu)
-        args = replace_flags(args, gpu_memory_utilization=args.gpu_memory_utilization / args.engines_per_gpu)
-        max_model_len = self.load(model, *llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        share = args.engine.gpu_memory_utilization / args.engines_per_gpu
+        engine = replace(args.engine, gpu_memory_utilization=share)
+        max_model_len = self.load(model, *llm_options(engine, device, bundles, args.layout.engines, **options))
         self.remember_weights()
         self.sleep(args.sleep)  # the trainers load next
         return max_model_len
@@ -113,10 +130,11 @@ class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner. It sends to the workers on the same device."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, args.engines * args.tensor_parallel_size, device, args.exact)
-        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        run, exact, tp = args.run, args.engine.exact, args.engine.tensor_parallel_size
+        torch_device = self.join(address, args.layout.engines * tp, device, exact)
+        proof = Proof(MAX_MISMATCH[device], exact, tp)
         self.learner = GRPOLearner(
-            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+            models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
         )
         resumed = self.resume(models.checkpoint)
         self.learner.release_memory()  # loading held whole tensors
@@ -126,7 +144,7 @@ class Trainer(LearnerActor):
     def open_channel(self, args: Arguments) -> dict[str, str]:
         """Open the channel to the workers on this device. Returns their handle, by device id."""
         device = self.learner.model.device.type  # on CPU, which all ranks share, the worker's rank is the index
-        index = 0 if device == "cuda" else self.rank % args.tensor_parallel_size
+        index = 0 if device == "cuda" else self.rank % args.engine.tensor_parallel_size
         channel = SharedMemoryChannel(torch.device(device, index), args.engines_per_gpu)
         self.sender = WeightSender(channel)
         return channel.handles
@@ -151,8 +169,8 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     gpus = int(resources.get("GPU", 0))
     if gpus:
         refuse_expandable_segments()
-    tp = args.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
-    engines = args.engines or max(1, (gpus or 2) // tp)
+    tp = args.engine.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
+    engines = args.layout.engines or max(1, (gpus or 2) // tp)
     wanted, available = engines * tp, gpus or int(resources["CPU"])
     if wanted > available:
         raise RunError(
@@ -160,7 +178,8 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
             f" {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
         )
     sleep = args.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
-    args = replace_flags(args, tensor_parallel_size=tp, engines=engines, sleep=sleep)
+    layout, engine = replace(args.layout, engines=engines), replace(args.engine, tensor_parallel_size=tp)
+    args = replace(args, layout=layout, engine=engine, sleep=sleep)
     group = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
     bundles = by_node(group)  # so that an engine spans as few nodes as possible
     share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
@@ -171,21 +190,21 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         device, args, trainer_seats, engine_seats = place(args)
-        models, args = choose_models(run.path, args, device)
-        task.tokenize(models.loaded, args.max_model_len)
+        models, args.learner = choose_models(run.path, args.run, args.learner, device)
+        task.tokenize(models.loaded, args.engine.max_model_len)
         run.say("no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake" if device == "cpu" else "")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args = settle_exactness(run, args, models.loaded, trainers, by_nccl=False)
+        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers, by_nccl=False)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         max_model_len = start(engines, models.loaded, args, device)
         address = trainers.call_rank_0("loading", Trainer.address)
         steps_done, remarks = trainers.agreed("loading", Trainer.load, address, models, args, device)
-        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
+        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(run, trainers, engines, args)
@@ -193,31 +212,31 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
-        if not steps_done and args.eval_every:
-            run.log_metrics(0, evaluate(engines, task, args, 0))
-        for step in range(steps_done + 1, args.steps + 1):
+        if not steps_done and args.task.eval_every:
+            run.log_metrics(0, evaluate(engines, task, args.learner, 0))
+        for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock(session)
-            batch = complete(engines, task.draw(step), args, step, tools=task.tools)
+            batch = complete(engines, task, task.draw(step), args.learner, step)
             batch = task.rewards.score(batch, step - 1, session)
-            if args.dynamic_sampling:
-                batch = resample(engines, task, batch, args, step)
+            if args.learner.dynamic_sampling:
+                batch = resample(engines, task, batch, args.learner, step)
             clock.end("rollout")
             learning_metrics = learn(trainers, engines, batch.rollouts, level, clock)
             report, clock.metrics["time/wake"] = sync(trainers, engines, handles, args)
             clock.end("sync")
             metrics = memory_after_loading | learning_metrics | clock.metrics
-            metrics |= evaluate(engines, task, args, step)
+            metrics |= evaluate(engines, task, args.learner, step)
             if run.saves(step):
                 trainers.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
-            if step in (steps_done + 1, args.steps):
+            if step in (steps_done + 1, args.run.steps):
                 run.say(memory_table(metrics))
             if step > steps_done + 1:  # the first step made Adam's moments
                 level = sleep_level(run, args, level, metrics)
 
         # 4. Generate again, and prove the last sync
-        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
-        batch = task.rewards.score(batch, args.steps, session)
+        batch = complete(engines, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
+        batch = task.rewards.score(batch, args.run.steps, session)
         engines.call("sleeping", Engine.sleep, level)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
@@ -227,10 +246,10 @@ def main(args: Arguments) -> None:
 def start(engines: ActorGroup, model: str, args: Arguments, device: str) -> int:
     """Start the engines; those of a GPU one after another, since vLLM measures the free memory. Returns the tokens that
     a prompt and its completion may have."""
-    before: list[ray.ObjectRef | None] = [None] * args.engines
+    before: list[ray.ObjectRef | None] = [None] * args.layout.engines
     for actor, (bundles,) in zip(engines.actors.values(), engines.bundles, strict=True):
-        before.append(actor.start.remote(model, args, device, bundles, before[-args.engines]))
-    calls = dict(zip(engines.actors, before[args.engines :], strict=True))
+        before.append(actor.start.remote(model, args, device, bundles, before[-args.layout.engines]))
+    calls = dict(zip(engines.actors, before[args.layout.engines :], strict=True))
     return engines.session.wait("starting", calls)[0][0]
 
 
@@ -281,7 +300,7 @@ def sync(
 
     Returns rank 0's report, and the seconds that the slowest engine took to wake up.
     """
-    receiving = engines.begin(Engine.receive_weights, args.timeout, each=handles)
+    receiving = engines.begin(Engine.receive_weights, args.run.timeout, each=handles)
     reports, received = trainers.session.wait("syncing", trainers.begin(Trainer.send_weights), receiving)
     if not all(serves for serves, _ in received):
         raise RunError(f"after sync {reports[0].version}, an engine does not serve what was sent")

@@ -23,25 +23,23 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import ray
-from annotated_types import Ge
-from transformers.hf_argparser import HfArg
 
 from recipe.errors import RunError
+from recipe.flags import section
 from recipe.learning.distill import DistillConfig, DistillLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, in_parts, llm_options
+from recipe.rollouts.engine import EngineActor, complete, in_parts, llm_options
 from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
+from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
 from recipe.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
-from recipe.run.actors import ActorGroup, LayoutArguments, LearnerActor, Seat, StepClock, by_node, reserve, seat
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateLayoutArguments, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models, choose_teacher, replace_flags
+from recipe.run.checkpoint import Models, choose_models, choose_teacher
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
@@ -53,21 +51,16 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 
 @dataclass
-class Arguments(
-    DistillConfig,
-    TeacherArguments,
-    TaskArguments,
-    ToolArguments,
-    LayoutArguments,
-    ExactArguments,
-    EngineArguments,
-    RunArguments,
-):
+class Arguments:
     """The flags of this script."""
 
-    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="GPUs that each engine is spread over (CPU: groups of cores)"
-    )
+    run: RunArguments = section(RunArguments)
+    engine: ExactEngineArguments = section(ExactEngineArguments, tensor_parallel_size=1)
+    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    tools: ToolArguments = section(ToolArguments)
+    task: TaskArguments = section(TaskArguments)
+    teacher: TeacherArguments = section(TeacherArguments)
+    learner: DistillConfig = section(DistillConfig)
 
 
 class Engine(EngineActor):
@@ -75,8 +68,8 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        options = exact_options(args, model, "WorkerExtension")
-        return self.load(model, *llm_options(args, device, bundles, args.engines * len(bundles), **options))
+        options = exact_options(args.engine.exact, model, "WorkerExtension")
+        return self.load(model, *llm_options(args.engine, device, bundles, args.layout.engines, **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
@@ -92,19 +85,18 @@ class Teacher(TeacherActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        args = replace_flags(args, tensor_parallel_size=len(bundles))
         options = {"enforce_eager": True}  # for graphs, it would have to decode
-        return self.load(model, *llm_options(args, device, bundles, args.teacher_engines * len(bundles), **options))
+        return self.load(model, *llm_options(args.engine, device, bundles, args.teacher.teacher_engines, **options))
 
 
 class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner, which sends what it has of the weights."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, args.trainers, device, args.exact)
-        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        run, torch_device = args.run, self.join(address, args.layout.trainers, device, args.engine.exact)
+        proof = Proof(MAX_MISMATCH[device], args.engine.exact, args.engine.tensor_parallel_size)
         self.learner = DistillLearner(
-            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+            models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
         )
         return self.resume(models.checkpoint)
 
@@ -119,11 +111,13 @@ class Trainer(LearnerActor):
         return self.learner.learn(rollouts)
 
 
-def place(args: Arguments) -> tuple[str, str, Arguments, list[Seat], list[Seat], list[Seat]]:
-    """Choose and reserve the topology. Returns the device, a remark on it, the arguments with what was chosen, and the
-    seats of trainers, engines and teachers."""
-    gpus, trainers, tp = int(ray.cluster_resources().get("GPU", 0)), args.trainers, args.tensor_parallel_size
-    workers, teacher_workers = args.engines * tp, args.teacher_engines * args.teacher_tensor_parallel_size
+def place(args: Arguments) -> tuple[str, str, ExactEngineArguments, list[Seat], list[Seat], list[Seat]]:
+    """Choose and reserve the topology. Returns the device, a remark on it, the engine's arguments with what was chosen,
+    and the seats of trainers, engines and teachers."""
+    gpus, engine = int(ray.cluster_resources().get("GPU", 0)), args.engine
+    tp = engine.tensor_parallel_size
+    trainers, engines = args.layout.trainers, args.layout.engines
+    workers, teacher_workers = engines * tp, args.teacher.teacher_engines * args.teacher.teacher_tensor_parallel_size
     wanted, apart = trainers + max(workers, teacher_workers), trainers + workers + teacher_workers
     if 0 < gpus < wanted:
         raise RunError(
@@ -134,38 +128,39 @@ def place(args: Arguments) -> tuple[str, str, Arguments, list[Seat], list[Seat],
         remark = f"{gpus - apart} GPUs stay unused: --trainers and --engines take more" if gpus > apart else ""
         if gpus < apart:
             remark = "engines and teacher share GPUs: each takes half of --gpu-memory-utilization"
-            args = replace_flags(args, gpu_memory_utilization=args.gpu_memory_utilization / 2)
+            engine = replace(engine, gpu_memory_utilization=engine.gpu_memory_utilization / 2)
         group = reserve([{"GPU": 1}] * (wanted if gpus < apart else apart), "PACK")
         bundles = by_node(group)  # so that an engine spans as few nodes as possible
         trainer_seats = [seat(group, bundle, num_gpus=1) for bundle in bundles[:trainers]]
-        engine_bundles = in_parts(bundles[trainers : trainers + workers], args.engines)
+        engine_bundles = in_parts(bundles[trainers : trainers + workers], engines)
         engine_seats = [seat(group, part[0], part) for part in engine_bundles]
-        teacher_bundles = in_parts(bundles[-teacher_workers:], args.teacher_engines)
+        teacher_bundles = in_parts(bundles[-teacher_workers:], args.teacher.teacher_engines)
         teacher_seats = [seat(group, part[0], part) for part in teacher_bundles]
-        return "cuda", remark, args, trainer_seats, engine_seats, teacher_seats
-    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / args.engines}] * args.engines, "SPREAD")
+        return "cuda", remark, engine, trainer_seats, engine_seats, teacher_seats
+    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / engines}] * engines, "SPREAD")
     trainer_seats = [seat(group, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
     # An engine's workers are processes of its actor; by their numbers, llm_options divides the cores among them.
-    engine_cores = in_parts(list(range(workers)), args.engines)
+    engine_cores = in_parts(list(range(workers)), engines)
     engine_seats = [seat(group, trainers + i, part) for i, part in enumerate(engine_cores)]
-    teacher_cores = in_parts(list(range(teacher_workers)), args.teacher_engines)
-    teacher_seats = [seat(group, trainers + i % args.engines, part) for i, part in enumerate(teacher_cores)]
+    teacher_cores = in_parts(list(range(teacher_workers)), args.teacher.teacher_engines)
+    teacher_seats = [seat(group, trainers + i % engines, part) for i, part in enumerate(teacher_cores)]
     remark = f"no GPU: the trainer, a TP={tp} engine and the teacher run on CPU, with gloo between trainer and engine"
-    return "cpu", remark, args, trainer_seats, engine_seats, teacher_seats
+    return "cpu", remark, engine, trainer_seats, engine_seats, teacher_seats
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=False)
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
-        device, remark, args, trainer_seats, engine_seats, teacher_seats = place(args)
-        models, args = choose_models(run.path, args, device)
-        teacher = choose_teacher(run.path, args, models.loaded, device)
-        task.tokenize(models.loaded, args.max_model_len)
+        device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
+        models, args.learner = choose_models(run.path, args.run, args.learner, device)
+        name, temperature = args.teacher.teacher, args.learner.temperature
+        teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
+        task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args = settle_exactness(run, args, models.loaded, trainers)
+        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         teachers = ActorGroup(session, "teacher", Teacher, teacher_seats)
         address = trainers.call_rank_0("starting", Trainer.address)
@@ -175,38 +170,38 @@ def main(args: Arguments) -> None:
         starting = engines.begin(Engine.start, models.loaded, args, device, each=engines.bundles)
         loaded, lengths = session.wait("starting", loading, starting)
         steps_done, remarks = loaded[0]
-        run.say(remarks + check_lengths(task, lengths[0], teacher_lengths[0], args.max_tokens))
+        run.say(remarks + check_lengths(task, lengths[0], teacher_lengths[0], args.learner.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
-        connect(trainers, engines, args.tensor_parallel_size)
-        report = sync(trainers, engines.begin(Engine.receive_weights, args.timeout))
+        connect(trainers, engines, args.engine.tensor_parallel_size)
+        report = sync(trainers, engines.begin(Engine.receive_weights, args.run.timeout))
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, score, learn, sync
-        if not steps_done and args.eval_every:
-            run.log_metrics(0, evaluate(engines, task, args, 0))
-        for step in range(steps_done + 1, args.steps + 1):
+        if not steps_done and args.task.eval_every:
+            run.log_metrics(0, evaluate(engines, task, args.learner, 0))
+        for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock()
-            batch = complete(engines, task.draw(step), args, step, tools=task.tools)
+            batch = complete(engines, task, task.draw(step), args.learner, step)
             batch = task.rewards.score(batch, step - 1, session)
             clock.end("rollout")
             batch = score(teachers, batch)
             clock.end("score")
-            receiving = engines.begin(Engine.receive_weights, args.timeout)  # early, to be ready for the weights
+            receiving = engines.begin(Engine.receive_weights, args.run.timeout)  # early, to be ready for the weights
             metrics = trainers.agreed("learning", Trainer.learn, batch.rollouts)
             clock.end("train")
             report = sync(trainers, receiving)
             clock.end("sync")
             metrics |= clock.metrics
-            metrics |= evaluate(engines, task, args, step)
+            metrics |= evaluate(engines, task, args.learner, step)
             if run.saves(step):
                 trainers.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
 
         # 4. Generate again, and prove the last sync
-        batch = complete(engines, task.draw(args.steps + 1), args, args.steps + 1, tools=task.tools)
-        batch = task.rewards.score(batch, args.steps, session)
+        batch = complete(engines, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
+        batch = task.rewards.score(batch, args.run.steps, session)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)

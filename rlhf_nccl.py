@@ -30,20 +30,18 @@ faster. vLLM has no transport for CPU: there, the script uses one of its own (re
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
 """
 
-import dataclasses
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import ray
 import torch
-from annotated_types import Ge, Gt, Le
-from transformers.hf_argparser import HfArg
 
 from recipe.errors import MismatchError, RunError
+from recipe.flags import arg, section
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
@@ -66,22 +64,21 @@ IPC_SHARE = 0.5  # --backend ipc: the share of the GPU that Ray counts for the t
 
 
 @dataclass
-class Arguments(GRPOConfig, TaskArguments, EngineArguments, RunArguments):
+class Arguments:
     """The flags of this script."""
 
-    tensor_parallel_size: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="GPUs of the engine (default: 2; ipc: 1)"
+    run: RunArguments = section(RunArguments)
+    engine: EngineArguments = section(
+        EngineArguments,
+        tensor_parallel_size=arg(None, help="GPUs of the engine (default: 2; ipc: 1)"),
+        gpu_memory_utilization=arg(
+            None, help="fraction of each GPU's memory that the engine takes (default: 0.8; ipc: 0.3)"
+        ),
     )
-    gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1)] = HfArg(
-        default=None, help="fraction of each GPU's memory that the engine takes (default: 0.8; ipc: 0.3)"
-    )
-    backend: Literal["nccl", "ipc"] = HfArg(default="nccl", help="vLLM's transport; ipc: trainer and engine on one GPU")
-    quantization: Literal["fp8"] | None = HfArg(default=None, help="vLLM quantizes the engine's weights as they arrive")
-
-    def __post_init__(self):
-        shares_gpu = self.backend == "ipc"
-        self.tensor_parallel_size = self.tensor_parallel_size or (1 if shares_gpu else 2)
-        self.gpu_memory_utilization = self.gpu_memory_utilization or (0.3 if shares_gpu else 0.8)
+    task: TaskArguments = section(TaskArguments)
+    learner: GRPOConfig = section(GRPOConfig)
+    backend: Literal["nccl", "ipc"] = arg("nccl", help="vLLM's transport; ipc: trainer and engine on one GPU")
+    quantization: Literal["fp8"] | None = arg(None, help="vLLM quantizes the engine's weights as they arrive")
 
 
 class Engine(EngineActor):
@@ -95,7 +92,7 @@ class Engine(EngineActor):
         if args.backend == "ipc":
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(IPC_SHARE)
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are pickled
-        return self.load(model, *llm_options(args, device, bundles, **options))
+        return self.load(model, *llm_options(args.engine, device, bundles, **options))
 
     def pause(self) -> None:
         self.llm.sleep(level=0)  # level 0 pauses the scheduler; weights and KV cache stay
@@ -115,12 +112,12 @@ class Trainer(LearnerActor):
     """A Ray actor around the learner. It is rank 0 of the group in which the weights travel."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, 1, device)
+        run, torch_device = args.run, self.join(address, 1, device)
         self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
         self.shares_gpu = args.backend == "ipc"
         proof = Proof(MAX_MISMATCH[self.precision])
         self.learner = GRPOLearner(
-            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+            models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
         )
         resumed = self.resume(models.checkpoint)
         self.free_memory()
@@ -172,10 +169,13 @@ class Trainer(LearnerActor):
             self.learner.release_memory(offload_optimizer=True)
 
 
-def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
-    """Reserve the topology. Returns the device, and the seats of the trainer and of the engine."""
-    gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.tensor_parallel_size
-    shares_gpu = args.backend == "ipc"
+def place(args: Arguments) -> tuple[str, EngineArguments, list[Seat], list[Seat]]:
+    """Choose and reserve the topology. Returns the device, the engine's arguments with what was chosen, and the seats
+    of the trainer and of the engine."""
+    gpus, shares_gpu = int(ray.cluster_resources().get("GPU", 0)), args.backend == "ipc"
+    tp = args.engine.tensor_parallel_size or (1 if shares_gpu else 2)
+    memory = args.engine.gpu_memory_utilization or (0.3 if shares_gpu else 0.8)
+    engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=memory)
     wanted = 1 if shares_gpu else 1 + tp
     if not gpus and (shares_gpu or args.quantization):
         raise RunError("--backend ipc and --quantization fp8 want a GPU, and Ray sees none")
@@ -189,17 +189,17 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     group = reserve([{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2, "PACK" if gpus else "SPREAD")
     share = {"num_gpus": IPC_SHARE if shares_gpu else 1} if gpus else {"num_cpus": 1}
     workers = [0] if shares_gpu else list(range(1, 1 + tp))
-    return "cuda" if gpus else "cpu", [seat(group, 0, **share)], [seat(group, workers[0], workers)]
+    return "cuda" if gpus else "cpu", engine, [seat(group, 0, **share)], [seat(group, workers[0], workers)]
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+    task = load_task(args.task, args.run.seed, args.run.steps)
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
-        device, trainer_seats, engine_seats = place(args)
-        models, args = choose_models(run.path, args, device)
-        task.tokenize(models.loaded, args.max_model_len)
-        tp, backend = args.tensor_parallel_size, "gloo" if device == "cpu" else args.backend
+        device, args.engine, trainer_seats, engine_seats = place(args)
+        models, args.learner = choose_models(run.path, args.run, args.learner, device)
+        task.tokenize(models.loaded, args.engine.max_model_len)
+        tp, backend = args.engine.tensor_parallel_size, "gloo" if device == "cpu" else args.backend
         run.say(f"trainer and TP={tp} engine on {'CPU' if device == 'cpu' else 'GPUs'}, by vLLM's {backend} backend")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         engine = ActorGroup(session, "engine", Engine, engine_seats)
@@ -210,42 +210,43 @@ def main(args: Arguments) -> None:
         address = trainer.agreed("starting", Trainer.address)
         loading = trainer.begin(Trainer.load, address, models, args, device)
         [(steps_done, remarks)], [max_model_len] = session.wait("starting", loading, starting)
-        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
+        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
 
         # 2. Generate with dummy weights, connect, sync, and prove the first sync
-        greedy_args = dataclasses.replace(args, temperature=0.0, group_size=1)
+        greedy = replace(args.learner, temperature=0.0, group_size=1)
         rows = task.draw(steps_done + 1)
         run.say("with dummy weights the engine generates nonsense:")
-        run.show(complete(engine, rows, greedy_args, steps_done))
+        run.show(complete(engine, task, rows, greedy, steps_done))
         trainer.call("connecting", Trainer.connect, *engine.actors.values(), backend, 1 + tp)
         report = sync(trainer, engine)
         run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB")
-        prove_first_sync(run, trainer, *(complete(engine, rows, each, steps_done) for each in (greedy_args, args)))
+        batches = [complete(engine, task, rows, each, steps_done) for each in (greedy, args.learner)]
+        prove_first_sync(run, trainer, *batches)
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
-        if not steps_done and args.eval_every:
-            run.log_metrics(0, evaluate(engine, task, args, 0))
-        for step in range(steps_done + 1, args.steps + 1):
+        if not steps_done and args.task.eval_every:
+            run.log_metrics(0, evaluate(engine, task, args.learner, 0))
+        for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock()
-            batch = complete(engine, task.draw(step), args, step)
+            batch = complete(engine, task, task.draw(step), args.learner, step)
             batch = task.rewards.score(batch, step - 1, session)
-            if args.dynamic_sampling:
-                batch = resample(engine, task, batch, args, step)
+            if args.learner.dynamic_sampling:
+                batch = resample(engine, task, batch, args.learner, step)
             clock.end("rollout")
             metrics = trainer.agreed("learning", Trainer.learn, batch.rollouts)
             clock.end("train")
             report = sync(trainer, engine)
             clock.end("sync")
             metrics |= clock.metrics
-            metrics |= evaluate(engine, task, args, step)
+            metrics |= evaluate(engine, task, args.learner, step)
             if run.saves(step):
                 trainer.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
 
         # 4. Generate again, and prove the last sync
-        batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
-        batch = task.rewards.score(batch, args.steps, session)
+        batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
+        batch = task.rewards.score(batch, args.run.steps, session)
         mismatch = trainer.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)

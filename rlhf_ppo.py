@@ -27,28 +27,27 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import ray
 import torch
-from annotated_types import Ge, Gt, Le
-from transformers.hf_argparser import HfArg
 
 from recipe.errors import RunError
+from recipe.flags import arg, section
 from recipe.learning.learner import Proof
 from recipe.learning.model import Model
 from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
 from recipe.learning.rollout import Rollout, rollout_metrics
 from recipe.learning.value_models import RewardModel
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options
+from recipe.rollouts.engine import EngineActor, complete, llm_options
 from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactArguments, exact_options, settle_exactness
+from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
 from recipe.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, memory_table, reserve, seat
 from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint, replace_flags
+from recipe.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession, run_main
 from recipe.tasks.task import TaskArguments, load_task
@@ -61,29 +60,30 @@ AT_ONCE = 2  # models that share the cores of a CPU: policy and critic, which le
 
 
 @dataclass
-class Arguments(PPOConfig, RewardArguments, TaskArguments, ExactArguments, EngineArguments, RunArguments):
+class Arguments:
     """The flags of this script."""
 
-    task: str = HfArg(
-        default="tiny_reward_model",
-        help="a module in recipe/tasks/ or in the working folder; its DEFAULTS are the defaults of other flags",
+    run: RunArguments = section(RunArguments)
+    engine: ExactEngineArguments = section(
+        ExactEngineArguments,
+        gpu_memory_utilization=0.4,
+        tensor_parallel_size=arg(
+            1, help="GPUs that the engine is spread over; colocated: also those that each model is sharded over"
+        ),
     )
-    placement: Literal["colocated", "split"] = HfArg(
-        default="colocated", help="all actors on the same GPUs, or the engine on GPUs of its own (split)"
+    task: TaskArguments = section(TaskArguments, task="tiny_reward_model")
+    rewards: RewardArguments = section(RewardArguments)
+    learner: PPOConfig = section(PPOConfig, num_mini_batches=2)
+    placement: Literal["colocated", "split"] = arg(
+        "colocated", help="all actors on the same GPUs, or the engine on GPUs of its own (split)"
     )
-    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="GPUs that the engine is spread over; colocated: also those that each model is sharded over"
-    )
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.4, help="fraction of a GPU's memory that the engine takes"
-    )
-    sleep: Literal["kv", "weights", "none"] = HfArg(
-        default="kv",
+    sleep: Literal["kv", "weights", "none"] = arg(
+        "kv",
         help="memory that an engine on shared GPUs releases while it generates nothing: the KV cache's (kv), the"
         " weights' as well (weights), or none",
     )
-    critic_model: str | None = HfArg(
-        default=None, help="the policy or reward model that the critic begins as (default: the policy)"
+    critic_model: str | None = arg(
+        None, help="the policy or reward model that the critic begins as (default: the policy)"
     )
 
 
@@ -94,10 +94,11 @@ class Engine(EngineActor):
         self.has_own_gpus = device == "cuda" and args.placement == "split"
         colocated = args.placement == "colocated"
         options = {"enable_sleep_mode": args.sleep != "none"}
-        options |= exact_options(args, model, "ColocateWorkerExtension" if colocated else "WorkerExtension")
+        extension = "ColocateWorkerExtension" if colocated else "WorkerExtension"
+        options |= exact_options(args.engine.exact, model, extension)
         if colocated:
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        max_model_len = self.load(model, *llm_options(args, device, bundles, **options))
+        max_model_len = self.load(model, *llm_options(args.engine, device, bundles, **options))
         self.remember_weights()
         self.sleep(args.sleep)  # the models load next
         return max_model_len
@@ -133,9 +134,9 @@ class Reference(Rank):
     """A rank of the model that the run began with."""
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        self.model = Model(path, args, device)
-        if args.exact != "off":  # as the policy, or the KL would not begin at 0
-            self.model.make_exact(args.tensor_parallel_size)
+        self.model = Model(path, args.learner, device)
+        if args.engine.exact != "off":  # as the policy, or the KL would not begin at 0
+            self.model.make_exact(args.engine.tensor_parallel_size)
 
     def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
         with self.turn():
@@ -148,7 +149,7 @@ class Reward(Rank):
     rewards = in_turn(RewardModel.rewards)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        self.model = RewardModel(path, args, device)
+        self.model = RewardModel(path, args.learner, device)
 
 
 class Critic(Rank):
@@ -158,7 +159,7 @@ class Critic(Rank):
     learn = in_turn(CriticLearner.learn)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        self.learner = CriticLearner(path, args, device, args.seed, args.steps)
+        self.learner = CriticLearner(path, args.learner, device, args.run.seed, args.run.steps)
 
     def save(self, run_folder: Path, step: int) -> None:
         """Begin a checkpoint, which the trainer's ranks, on the same nodes, complete."""
@@ -176,8 +177,8 @@ class Trainer(Rank):
     learn = in_turn(PPOLearner.learn)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        proof = Proof(MAX_MISMATCH[device.type], args.exact, args.tensor_parallel_size)
-        self.learner = PPOLearner(path, args, device, args.seed, args.steps, proof)
+        proof = Proof(MAX_MISMATCH[device.type], args.engine.exact, args.engine.tensor_parallel_size)
+        self.learner = PPOLearner(path, args.learner, device, args.run.seed, args.run.steps, proof)
 
     def open_channel(self, tensor_parallel_size: int) -> dict[str, str]:
         """Open the channel to the worker on this device. Returns the worker's handle, by device id."""
@@ -207,7 +208,7 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
     Returns the device, whether models take turns on it, the arguments with what was chosen, and the seats of the engine
     and of each model's ranks.
     """
-    gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.tensor_parallel_size
+    gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
     colocated = args.placement == "colocated"
     wanted = tp if colocated else 1 + tp
     if 0 < gpus < wanted:
@@ -220,7 +221,7 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
     if gpus and colocated:
         refuse_expandable_segments()
     else:
-        args = replace_flags(args, sleep="none")  # on CPU, vLLM has no sleep mode; split, nobody needs the memory
+        args = replace(args, sleep="none")  # on CPU, vLLM has no sleep mode; split, nobody needs the memory
     frozen = 1 if gpus > wanted else 0  # split: the bundle of reference and reward model
     bundles = {"trainer": [0], "critic": [0], "reference": [frozen], REWARD_MODEL: [frozen]}
     workers = list(range(frozen + 1, frozen + 1 + tp))
@@ -236,34 +237,38 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+    task = load_task(args.task, args.run.seed, args.run.steps, reward_model=args.rewards.reward_model)
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         device, shared, args, seats = place(args)
-        paths, states, args = choose_ppo_models(run.path, args, device, task.is_chat)
-        task.tokenize(paths["trainer"], args.max_model_len)
+        paths, states, args.learner = choose_ppo_models(
+            run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device, task.is_chat
+        )
+        task.tokenize(paths["trainer"], args.engine.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
         # A policy with adapters is the reference without them.
         trainer, critic, reference = models["trainer"], models["critic"], models.get("reference", models["trainer"])
-        args = settle_exactness(run, args, paths["trainer"], trainer, by_nccl=args.placement == "split")
+        args.engine = settle_exactness(
+            run, args.engine, args.learner, paths["trainer"], trainer, by_nccl=args.placement == "split"
+        )
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
         max_model_len = engine.agreed("starting", Engine.start, paths["trainer"], args, device, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
-        task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args)
-        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
+        task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args.rewards)
+        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         receive_arguments = connect(run, engine, models, args)
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, compute log-probabilities and values, estimate advantages, learn, sync
-        if not steps_done and args.eval_every:
-            run.log_metrics(0, evaluate(engine, task, args, 0))
-        for step in range(steps_done + 1, args.steps + 1):
+        if not steps_done and args.task.eval_every:
+            run.log_metrics(0, evaluate(engine, task, args.learner, 0))
+        for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock(session)
-            batch = complete(engine, task.draw(step), args, step)
+            batch = complete(engine, task, task.draw(step), args.learner, step)
             clock.end("rollout")
             engine.call("sleeping", Engine.sleep, args.sleep)
             batch = task.rewards.score(batch, step - 1, session)
@@ -276,26 +281,26 @@ def main(args: Arguments) -> None:
             ]
             old_policy, values, reference_logprobs = take_turns("scoring", shared, turns)
             clock.end("score")
-            experience, estimates = estimate(known, old_policy, reference_logprobs, values, args)
+            experience, estimates = estimate(known, old_policy, reference_logprobs, values, args.learner)
             turns = [(critic, Critic.learn, experience), (trainer, Trainer.learn, experience)]
             critic_metrics, policy_metrics = take_turns("learning", shared, turns)
             clock.end("train")
             report = sync(trainer, engine, receive_arguments)
             clock.end("sync")
-            metrics = rollout_metrics(batch.rollouts, args.group_size) | estimates | critic_metrics | policy_metrics
-            metrics |= clock.metrics
-            metrics |= evaluate(engine, task, args, step)
+            metrics = rollout_metrics(batch.rollouts, args.learner.group_size) | estimates
+            metrics |= critic_metrics | policy_metrics | clock.metrics
+            metrics |= evaluate(engine, task, args.learner, step)
             if run.saves(step):
                 critic.call("saving", Critic.save, run.path, step)
                 trainer.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
-            if step in (steps_done + 1, args.steps):
+            if step in (steps_done + 1, args.run.steps):
                 run.say(memory_table(metrics))
 
         # 4. Generate again, and prove the last sync
-        batch = complete(engine, task.draw(args.steps + 1), args, args.steps + 1)
+        batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
         engine.call("sleeping", Engine.sleep, args.sleep)
-        batch = task.rewards.score(batch, args.steps, session)
+        batch = task.rewards.score(batch, args.run.steps, session)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
 
@@ -304,7 +309,7 @@ def load(models: dict[str, ActorGroup], paths: dict, states: dict, args: Argumen
     """Load all models. Returns the number of steps done, and lines to print about the policy."""
     for model in models.values():  # before any loads, since nothing keeps an address's port free
         address = model.call_rank_0("loading", Rank.address)
-        model.call("loading", Rank.join, address, len(model), device, args.exact, AT_ONCE)
+        model.call("loading", Rank.join, address, len(model), device, args.engine.exact, AT_ONCE)
     turns = [(model, Rank.load, paths[name], states.get(name), args, device) for name, model in models.items()]
     return take_turns("loading", shared, turns)[0]
 
@@ -331,7 +336,7 @@ def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], a
         group = (*trainer.call_rank_0("connecting", Trainer.address), 1 + workers)
         joining = trainer.begin(Trainer.init_weight_update_group, *group)
         engine.session.wait("connecting", joining, engine.begin(Engine.init_weight_update_group, *group))
-        receive_arguments = (args.timeout,)
+        receive_arguments = (args.run.timeout,)
     else:
         rank_handles = trainer.call("connecting", Trainer.open_channel, workers)
         handles = {device_id: path for rank in rank_handles for device_id, path in rank.items()}
@@ -339,7 +344,7 @@ def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], a
             raise RunError(
                 f"the engine runs on {sorted(devices['engine'])}, and the trainer ranks on {sorted(handles)}"
             )
-        receive_arguments = handles, args.timeout
+        receive_arguments = handles, args.run.timeout
     report = sync(trainer, engine, receive_arguments)
     same = engine.agreed("comparing", Engine.serves_checkpoint)
     run.say(

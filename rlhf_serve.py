@@ -28,13 +28,13 @@ from pathlib import Path
 import ray
 
 from recipe.errors import RunError
+from recipe.flags import arg, section
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
-from recipe.rollouts.engine import EngineArguments
 from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactArguments, settle_exactness
+from recipe.rollouts.exact_engine import ExactEngineArguments, settle_exactness
 from recipe.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
 from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
 from recipe.run.arguments import RunArguments, parse
@@ -50,25 +50,26 @@ MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding ex
 
 
 @dataclass
-class Arguments(
-    GRPOConfig,
-    TaskArguments,
-    ToolArguments,
-    AsyncArguments,
-    ServeArguments,
-    ExactArguments,
-    EngineArguments,
-    RunArguments,
-):
+class Arguments:
     """The flags of this script."""
+
+    run: RunArguments = section(RunArguments)
+    engine: ExactEngineArguments = section(ExactEngineArguments)
+    servers: ServeArguments = section(
+        ServeArguments, engines=arg(1, help="servers to start, all on one machine, if there is no --engine-url")
+    )
+    ahead: AsyncArguments = section(AsyncArguments)
+    tools: ToolArguments = section(ToolArguments)
+    task: TaskArguments = section(TaskArguments)
+    learner: GRPOConfig = section(GRPOConfig)
 
 
 class Engines(ReplicaPool):
     """A Ray actor that speaks with all servers. Many of its methods run at the same time."""
 
     async def start(self, model: str, args: Arguments, device: str, trainer: ray.actor.ActorHandle) -> int:
-        self.trainer, self.timeout = trainer, args.timeout
-        return await self.load(model, args, device)
+        self.trainer, self.timeout = trainer, args.run.timeout
+        return await self.load(model, args.servers, args.engine, device)
 
     async def connect(self, replica: Replica) -> None:
         replica.arguments = ()
@@ -111,12 +112,12 @@ class Trainer(LearnerActor):
     """A Ray actor around the learner. It is rank 0 of a group with each server."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        torch_device = self.join(address, 1, device, args.exact)
-        proof = Proof(MAX_MISMATCH[device], args.exact, args.tensor_parallel_size)
+        run, torch_device = args.run, self.join(address, 1, device, args.engine.exact)
+        proof = Proof(MAX_MISMATCH[device], args.engine.exact, args.engine.tensor_parallel_size)
         self.learner = GRPOLearner(
-            models.loaded, args, torch_device, args.seed, steps=args.steps, initial=models.initial, proof=proof
+            models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
         )
-        self.senders, self.timeout, self.threads = {}, args.engine_timeout, ThreadPoolExecutor(64)
+        self.senders, self.timeout, self.threads = {}, args.servers.engine_timeout, ThreadPoolExecutor(64)
         return self.resume(models.checkpoint)
 
     def init_weight_update_group(self, name: str, host: str, world_size: int) -> tuple[str, int]:
@@ -161,12 +162,13 @@ class Trainer(LearnerActor):
 
 def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     """Reserve the topology. Returns the device, and the seats of the trainer and of the actor that starts servers."""
-    gpus, servers = int(ray.cluster_resources().get("GPU", 0)), 0 if args.engine_url else args.engines
-    wanted = 1 + servers * args.tensor_parallel_size
+    gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
+    servers = 0 if args.servers.engine_url else args.servers.engines
+    wanted = 1 + servers * tp
     if 0 < gpus < wanted:
         raise RunError(
-            f"this topology wants {wanted} GPUs, 1 for the trainer and {args.tensor_parallel_size} for each engine, and"
-            f" there are {gpus}: lower --tensor-parallel-size, or start servers elsewhere and give their --engine-url"
+            f"this topology wants {wanted} GPUs, 1 for the trainer and {tp} for each engine, and there are {gpus}:"
+            " lower --tensor-parallel-size, or start servers elsewhere and give their --engine-url"
         )
     resource, server_gpus = "GPU" if gpus else "CPU", wanted - 1 if gpus else 0
     server_bundle = [{resource: server_gpus or 1}] if servers else []
@@ -177,23 +179,25 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args)
-    with RunFolder(args, Path(__file__).stem) as run, RaySession(args, run.progress) as session:
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         device, trainer_seats, engine_seats = place(args)
-        models, args = choose_models(run.path, args, device)
-        task.tokenize(models.loaded, args.max_model_len)
+        models, args.learner = choose_models(run.path, args.run, args.learner, device)
+        task.tokenize(models.loaded, args.engine.max_model_len)
         if device == "cpu":
             run.say("no GPU: the trainer runs on CPU, and so do the servers that it starts, with gloo between them")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args = settle_exactness(run, args, models.loaded, trainers)
+        args.engine = settle_exactness(
+            run, args.engine, args.learner, models.loaded, trainers, engine_url=args.servers.engine_url
+        )
         engines = ActorGroup(session, "engines", Engines, engine_seats)
         address = trainers.call_rank_0("starting", Trainer.address)
         loading = trainers.begin(Trainer.load, address, models, args, device)
         starting = engines.begin(Engines.start, models.loaded, args, device, trainers.actors["trainer"])
         [(steps_done, remarks)], [max_model_len] = session.wait("starting", loading, starting)
-        run.say(remarks + task.check_lengths(max_model_len, args.max_tokens))
+        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
         report = engines.agreed("connecting", Engines.begin)
@@ -201,13 +205,13 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 3. Take rollouts, learn, sync
-        with RolloutsAhead(engines, task, args, steps_done) as ahead:
-            if not steps_done and args.eval_every:
-                run.log_metrics(0, evaluate(engines, task, args, 0))
-            for step in range(steps_done + 1, args.steps + 1):
+        with RolloutsAhead(engines, task, args.ahead, args.learner, steps_done) as ahead:
+            if not steps_done and args.task.eval_every:
+                run.log_metrics(0, evaluate(engines, task, args.learner, 0))
+            for step in range(steps_done + 1, args.run.steps + 1):
                 clock = StepClock()
                 batch = ahead.take(step)
-                if args.dynamic_sampling:
+                if args.learner.dynamic_sampling:
                     batch = ahead.resample(batch, step)
                 proof_rollouts = ahead.proof(step, batch)
                 clock.end("rollout")
@@ -216,13 +220,13 @@ def main(args: Arguments) -> None:
                 report = engines.agreed("syncing", Engines.take_weights)
                 clock.end("sync")
                 metrics |= clock.metrics | engines.agreed("syncing", Engines.metrics)
-                metrics |= evaluate(engines, task, args, step)
+                metrics |= evaluate(engines, task, args.learner, step)
                 if run.saves(step):
                     trainers.call("saving", Trainer.save, run.path)
                 run.log_step(step, batch, report, metrics)
 
             # 4. Generate again, and prove the last sync
-            batch = ahead.take(args.steps + 1)
+            batch = ahead.take(args.run.steps + 1)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)

@@ -19,6 +19,7 @@ import ray
 from shapes import BenchmarkArguments
 
 from recipe.errors import RunError
+from recipe.flags import section
 from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment
 from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
 from recipe.run.actors import ActorGroup, Seat, reserve, seat
@@ -33,8 +34,12 @@ ROUNDS = {"cpu": 1, "cuda": 3}
 
 
 @dataclass
-class Arguments(QuantizationArguments, EngineArguments, BenchmarkArguments):
+class Arguments:
     """What to measure."""
+
+    run: BenchmarkArguments = section(BenchmarkArguments)
+    engine: EngineArguments = section(EngineArguments)
+    quantization: QuantizationArguments = section(QuantizationArguments)
 
 
 class Engine(EngineActor):
@@ -44,9 +49,11 @@ class Engine(EngineActor):
         """Start the engine. Returns whether it is compiled and has CUDA graphs, and the name of the quantization."""
         extension = "QuantizedPeerExtension" if quantized else "PeerExtension"
         options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
-        options, environment = llm_options(args, device, bundles, **options)
+        options, environment = llm_options(args.engine, device, bundles, **options)
         set_environment(environment)  # the next line imports vLLM
-        torchao_options, quantization = quantize_by_torchao(args.quantization_config) if quantized else ({}, "")
+        torchao_options, quantization = (
+            quantize_by_torchao(args.quantization.quantization_config) if quantized else ({}, "")
+        )
         self.load(model, torchao_options | options, environment)
         compilation = self.llm.llm_engine.vllm_config.compilation_config
         compiled = "compiled, " if compilation.mode else ""
@@ -81,19 +88,19 @@ def place(tensor_parallel_size: int) -> tuple[str, Seat]:
 def main(args: Arguments) -> None:
     table, folder = [], str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])  # workers import peers.py
-    with RunFolder(args, Path(__file__).stem) as run:
+    with RunFolder(args.run, Path(__file__).stem) as run:
         for quantized in (False, True):
-            with RaySession(args, run.progress) as session:
-                device, engine_seat = place(args.tensor_parallel_size)
-                name = args.model or (BUILTIN_MODEL if device == "cpu" else DEFAULT_MODEL)
-                model = load_or_make(name, run.path / "model", args)
+            with RaySession(args.run, run.progress) as session:
+                device, engine_seat = place(args.engine.tensor_parallel_size)
+                name = args.run.model or (BUILTIN_MODEL if device == "cpu" else DEFAULT_MODEL)
+                model = load_or_make(name, run.path / "model", args.run)
                 prompt_count, *batch = BATCH[device]
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(prompt_count)]
                 engine = ActorGroup(session, "engine", Engine, [engine_seat])
                 start_arguments = (model, args, device, engine_seat.bundles, quantized)
                 mode, quantization = engine.agreed("starting", Engine.start, *start_arguments)
                 table += engine.call("generating", Engine.measure, prompts, *batch, ROUNDS[device])
-    print(f"model {model}, {mode}, TP={args.tensor_parallel_size}")
+    print(f"model {model}, {mode}, TP={args.engine.tensor_parallel_size}")
     print(f"quantized by torchao's {quantization}")
     print("rollouts of {} prompts x {} completions of {} tokens, or as many as the model takes".format(*BATCH[device]))
     print(f"{'':10}{'weights of a worker':>22}{'KV-cache blocks':>18}{'of tokens':>12}{'rollout':>18}")

@@ -62,9 +62,9 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402 - the project's modules are found by the line above
 from annotated_types import Ge, Gt, Le  # noqa: E402
 from shapes import MULTIMODAL, SHAPES, device_kind  # noqa: E402
-from transformers.hf_argparser import HfArg  # noqa: E402
 
 from recipe.errors import RunError  # noqa: E402
+from recipe.flags import arg  # noqa: E402
 from recipe.learning.multimodal import auto_class, learning_modules  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
 from recipe.run.session import run_main  # noqa: E402
@@ -80,32 +80,31 @@ SHAPES = SHAPES | MULTIMODAL
 class Arguments:
     """The workload."""
 
-    topology: Literal[TOPOLOGIES] = HfArg(
-        default="ipc", help="trainer and engine on one GPU (ipc; CPU: shared memory), or on several (nccl; CPU: gloo)"
+    topology: Literal[TOPOLOGIES] = arg(
+        "ipc", help="trainer and engine on one GPU (ipc; CPU: shared memory), or on several (nccl; CPU: gloo)"
     )
-    trainers: Annotated[int, Ge(1)] = HfArg(default=1, help="trainer ranks, each on a GPU, with --topology nccl")
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines, with --topology nccl")
-    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(default=1, help="GPUs of an engine, with --topology nccl")
-    ways: list[str] | None = HfArg(
-        default=None,
-        help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py exact rlhf_async.py)",
+    trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU, with --topology nccl")
+    engines: Annotated[int, Ge(1)] = arg(1, help="engines, with --topology nccl")
+    tensor_parallel_size: Annotated[int, Ge(1)] = arg(1, help="GPUs of an engine, with --topology nccl")
+    ways: list[str] | None = arg(
+        None, help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py exact rlhf_async.py)"
     )
-    shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
-    prompts: Annotated[int, Ge(1)] = HfArg(default=16, help="prompts in a step")
-    completions: Annotated[int, Ge(2)] = HfArg(default=8, help="completions of each prompt")
-    tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="tokens of each completion")
-    mean_tokens: Annotated[int | None, Ge(2)] = HfArg(
-        default=None, help="completions end at random, after so many tokens on average and --tokens at most"
+    shape: Literal[tuple(SHAPES)] = arg("tiny", help="shape of the model")
+    prompts: Annotated[int, Ge(1)] = arg(16, help="prompts in a step")
+    completions: Annotated[int, Ge(2)] = arg(8, help="completions of each prompt")
+    tokens: Annotated[int, Ge(1)] = arg(64, help="tokens of each completion")
+    mean_tokens: Annotated[int | None, Ge(2)] = arg(
+        None, help="completions end at random, after so many tokens on average and --tokens at most"
     )
-    prompt_tokens: Annotated[int, Ge(1)] = HfArg(default=64, help="tokens of each prompt")
-    steps: Annotated[int, Ge(2)] = HfArg(default=6, help="steps of each way; the first is not counted")
-    lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="rank of adapters on all linear layers")
-    options: str = HfArg(default="", help="more flags of our scripts")
-    trl_batch: Annotated[int, Ge(1)] = HfArg(default=16, help="completions in a forward pass of TRL")
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.3, help="fraction of the GPU's memory that vLLM takes, in our scripts and in TRL"
+    prompt_tokens: Annotated[int, Ge(1)] = arg(64, help="tokens of each prompt")
+    steps: Annotated[int, Ge(2)] = arg(6, help="steps of each way; the first is not counted")
+    lora_rank: Annotated[int | None, Ge(1)] = arg(None, help="rank of adapters on all linear layers")
+    options: str = arg("", help="more flags of our scripts")
+    trl_batch: Annotated[int, Ge(1)] = arg(16, help="completions in a forward pass of TRL")
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = arg(
+        0.3, help="fraction of the GPU's memory that vLLM takes, in our scripts and in TRL"
     )
-    output: Path | None = HfArg(default=None, help="folder for the results (default: a new one under runs/)")
+    output: Path | None = arg(None, help="folder for the results (default: a new one under runs/)")
 
 
 def build_model(folder: Path, args: Arguments, device: str) -> None:

@@ -48,21 +48,20 @@ sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
-from annotated_types import Ge, Gt, Le  # noqa: E402
+from annotated_types import Ge  # noqa: E402
 from peers import AllocationPeak  # noqa: E402
 from shapes import SHAPES, BenchmarkArguments, device_kind  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from transformers.hf_argparser import HfArg  # noqa: E402
 
 from recipe.errors import RunError  # noqa: E402
+from recipe.flags import arg, flat, section  # noqa: E402
 from recipe.learning.lora import LoRAArguments, adapter_parameters, add_adapters  # noqa: E402
 from recipe.learning.named_tensors import NamedTensors  # noqa: E402
 from recipe.learning.sharding import join_ranks  # noqa: E402
 from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment  # noqa: E402
 from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
-from recipe.run.actors import ActorGroup, LayoutArguments, Seat, by_node, reserve, seat  # noqa: E402
+from recipe.run.actors import ActorGroup, Seat, SeparateLayoutArguments, by_node, reserve, seat  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
-from recipe.run.checkpoint import replace_flags  # noqa: E402
 from recipe.run.folder import RunFolder  # noqa: E402
 from recipe.run.session import RaySession, run_main  # noqa: E402
 from rlhf import place  # noqa: E402
@@ -87,28 +86,35 @@ ROUND_SECONDS = 300  # a longer round counts as stuck
 
 
 @dataclass
-class Arguments(LayoutArguments, EngineArguments, BenchmarkArguments):
+class SyncRunArguments(BenchmarkArguments):
+    """A run whose model the benchmark makes."""
+
+    model: None = field(default=None, init=False)  # no flag
+    ray_address: None = field(default=None, init=False)  # both ends of a sync are timed by the clock of one machine
+
+
+@dataclass
+class Arguments:
     """What to measure."""
 
-    shape: Literal[tuple(SHAPES)] = HfArg(default="tiny", help="shape of the model")
-    topology: Literal[tuple(LAYOUTS)] = HfArg(
-        default="nccl",
+    run: SyncRunArguments = section(SyncRunArguments)
+    # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
+    engine: EngineArguments = section(
+        EngineArguments,
+        gpu_memory_utilization=arg(0.1, help="share of the GPU that must be free when the engine starts"),
+        max_model_len=arg(256, help="tokens of a sequence (the engine generates none)"),
+    )
+    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    shape: Literal[tuple(SHAPES)] = arg("tiny", help="shape of the model")
+    topology: Literal[tuple(LAYOUTS)] = arg(
+        "nccl",
         help="trainers and engines on separate GPUs (nccl; CPU: gloo), or on the same (ipc; CPU: shared memory; then"
         " there are engines for all GPUs of the trainers)",
     )
-    trainer_dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16", help="dtype of the weights that are sent")
-    quantized: bool = HfArg(default=False, help="have torchao quantize the engine's weights to FP8 (CPU: int8)")
-    lora_rank: Annotated[int | None, Ge(1)] = HfArg(default=None, help="rank of adapters on all linear layers")
-    rounds: Annotated[int, Ge(1)] = HfArg(default=6, help="rounds of each way")
-    max_model_len: Annotated[int | None, Ge(1)] = HfArg(
-        default=256, help="tokens of a sequence (the engine generates none)"
-    )
-    # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.1, help="share of the GPU that must be free when the engine starts"
-    )
-    model: None = field(default=None, init=False)  # the benchmark makes it; no flag
-    ray_address: None = field(default=None, init=False)  # both ends of a sync are timed by the clock of one machine
+    trainer_dtype: Literal["bfloat16", "float32"] = arg("bfloat16", help="dtype of the weights that are sent")
+    quantized: bool = arg(False, help="have torchao quantize the engine's weights to FP8 (CPU: int8)")
+    lora_rank: Annotated[int | None, Ge(1)] = arg(None, help="rank of adapters on all linear layers")
+    rounds: Annotated[int, Ge(1)] = arg(6, help="rounds of each way")
 
 
 class BenchEngine(EngineActor):
@@ -125,7 +131,7 @@ class BenchEngine(EngineActor):
         options |= {"dtype": "bfloat16"} if args.quantized else {}
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
-        options, environment = llm_options(args, device, bundles, args.engines * len(bundles), **options)
+        options, environment = llm_options(args.engine, device, bundles, args.layout.engines, **options)
         environment["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE if ipc else 1)
         if ipc and device == "cuda" and len(bundles) == 1:  # this actor has a share of the GPU, and runs the worker
             environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
@@ -191,13 +197,15 @@ class BenchTrainer:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if device == "cpu":
-            torch.set_num_threads(max(1, os.cpu_count() // args.trainers))
+            torch.set_num_threads(max(1, os.cpu_count() // args.layout.trainers))
         torch.manual_seed(0)
         self.device, self.topology, self.group = torch.device(device, 0), args.topology, None
         # On CPU, which all ranks share, the index names the worker beside this rank.
-        self.place = self.device if device == "cuda" else torch.device("cpu", self.rank % args.tensor_parallel_size)
+        self.place = (
+            self.device if device == "cuda" else torch.device("cpu", self.rank % args.engine.tensor_parallel_size)
+        )
         self.engines, self.thread = [Watched(engine) for engine in engines if not self.rank], ThreadPoolExecutor(1)
-        join_ranks(*address, self.rank, args.trainers, self.device)
+        join_ranks(*address, self.rank, args.layout.trainers, self.device)
         dtype = getattr(torch, args.trainer_dtype)
         with self.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
@@ -206,7 +214,7 @@ class BenchTrainer:
             add_adapters(model, LoRAArguments(lora_rank=args.lora_rank), dtype)
             for parameter in adapter_parameters(model):
                 torch.nn.init.normal_(parameter, std=0.02)
-        if args.trainers > 1:
+        if args.layout.trainers > 1:
             fully_shard(self.model)
         self.named_tensors = NamedTensors(self.model)
 
@@ -371,8 +379,8 @@ class BenchTrainer:
 def place_together(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     """Place each trainer rank beside a worker. Returns what `rlhf.place` does, without a remark."""
     device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
-    share, tp = {"num_gpus": GPU_SHARE if device == "cuda" else 0}, args.tensor_parallel_size
-    group = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.trainers, "PACK")
+    share, tp = {"num_gpus": GPU_SHARE if device == "cuda" else 0}, args.engine.tensor_parallel_size
+    group = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.layout.trainers, "PACK")
     bundles = by_node(group)
     workers = [bundles[begin : begin + tp] for begin in range(0, len(bundles), tp)]
     engine_seats = [seat(group, each[0], each, **(share if tp == 1 else {})) for each in workers]
@@ -418,7 +426,7 @@ class Bench:
 
     @property
     def workers(self) -> int:
-        return self.args.engines * self.args.tensor_parallel_size
+        return self.args.layout.engines * self.args.engine.tensor_parallel_size
 
     def release(self) -> None:
         self.ask_workers("release")
@@ -428,18 +436,21 @@ class Bench:
         """Join the first `ranks` trainer ranks and all workers in a new group, if they are on different devices."""
         self.release()
         if not self.ipc:
-            address, tp = self.address(), self.args.tensor_parallel_size
+            address, tp = self.address(), self.args.engine.tensor_parallel_size
             joining = self.trainer.begin(BenchTrainer.join, *address, ranks, self.workers)
-            offsets = [(ranks + i * tp,) for i in range(self.args.engines)]
+            offsets = [(ranks + i * tp,) for i in range(self.args.layout.engines)]
             world_size, join_group = ranks + self.workers, BenchEngine.init_weight_update_group
             following = self.engine.begin(join_group, *address, world_size, each=offsets)
             self.trainer.session.wait("connecting", joining, following)
 
     def open_sender(self, replay: bool) -> None:
-        self.reconnect(self.args.trainers)
-        handles, tp = self.trainer.call("connecting", BenchTrainer.open_sender, replay), self.args.tensor_parallel_size
+        self.reconnect(self.args.layout.trainers)
+        handles, tp = (
+            self.trainer.call("connecting", BenchTrainer.open_sender, replay),
+            self.args.engine.tensor_parallel_size,
+        )
         # An engine gets those of the ranks beside its workers.
-        self.handles = [dict(ChainMap(*handles[i * tp :][:tp])) for i in range(self.args.engines)]
+        self.handles = [dict(ChainMap(*handles[i * tp :][:tp])) for i in range(self.args.layout.engines)]
 
     def staging(self) -> tuple[int, int]:
         return self.ask_trainer(BenchTrainer.staging), max(self.ask_workers("staging"))
@@ -465,19 +476,19 @@ class Bench:
 
 
 def main(args: Arguments) -> None:
-    if args.lora_rank and args.trainers > 1:
+    if args.lora_rank and args.layout.trainers > 1:
         raise RunError("--lora-rank is for one trainer")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
-        tp = args.tensor_parallel_size if args.trainers > 1 else 1
-        if args.engines > 1 or args.trainers % tp:
+        tp = args.engine.tensor_parallel_size if args.layout.trainers > 1 else 1
+        if args.layout.engines > 1 or args.layout.trainers % tp:
             raise RunError("--topology ipc takes no --engines: there are --trainers / --tensor-parallel-size of them")
-        args = replace_flags(args, tensor_parallel_size=tp, engines=args.trainers // tp)
+        args.engine.tensor_parallel_size, args.layout.engines = tp, args.layout.trainers // tp
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
-    with RunFolder(args, "sync") as run, RaySession(args, run.progress) as session:
+    with RunFolder(args.run, "sync") as run, RaySession(args.run, run.progress) as session:
         bench = Bench(run, session, args)
-        layout = LAYOUTS[args.topology].format(**asdict(args), tp=args.tensor_parallel_size)
-        others_apply = args.trainers == args.engines == 1 and not args.lora_rank
+        layout = LAYOUTS[args.topology].format(**asdict(args.layout), tp=args.engine.tensor_parallel_size)
+        others_apply = args.layout.trainers == args.layout.engines == 1 and not args.lora_rank
         bench.open_sender(replay=False)
         bench.run_ours("reload")
         bench.nbytes = bench.ask_trainer(BenchTrainer.last_report).nbytes
@@ -509,7 +520,7 @@ def finish(run: RunFolder, args: Arguments, rows: list[dict], nbytes: int) -> No
     """Write the results. Raises RunError if a way did not leave the weights that a reload does."""
     results = {"shape": args.shape, "device": device_kind(), "nbytes": nbytes, "ways": rows}
     settings = "topology quantized lora_rank trainer_dtype tensor_parallel_size trainers engines"
-    results |= {name: getattr(args, name) for name in settings.split()}
+    results |= {name: flat(args)[name] for name in settings.split()}
     (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, run.path / "sync.png")
     if wrong := [row["way"] for row in rows if row["exact"] is False]:

@@ -33,6 +33,21 @@ multiprocessing.set_forkserver_preload(
 )
 
 
+def arguments_of(script, **values):
+    """The arguments of this script, with these values of flags."""
+    from recipe.flags import flags_in, with_values
+
+    assert values.keys() <= flags_in(script.Arguments).keys()
+    return with_values(script.Arguments(), values)
+
+
+def task_of(args):
+    """The task of a script that takes tools, with these arguments."""
+    from recipe.tasks.task import load_task
+
+    return load_task(args.task, args.run.seed, args.run.steps, args.tools)
+
+
 def pytest_runtest_setup(item):
     """Skip a test whose GPUs are not there: `gpu(count)` says how many it needs, `or_cpu` that it also runs on none."""
     for marker in item.iter_markers("gpu"):

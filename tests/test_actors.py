@@ -19,10 +19,10 @@ import pytest
 import ray
 from ray import cloudpickle
 
-import rlhf_async
 from recipe.errors import EngineError, RunError, TaskError
+from recipe.learning.grpo import GRPOConfig
 from recipe.learning.rollout import Rollout
-from recipe.rollouts.async_rollouts import RolloutsAhead
+from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 from recipe.rollouts.teacher import score
 from recipe.run import actors
 from recipe.run import session as run_session
@@ -31,6 +31,7 @@ from recipe.run.arguments import RunArguments
 from recipe.run.session import RaySession, one_line
 from recipe.tasks.dataset import Row
 from recipe.tasks.rewards import Batch, Group, Rewards
+from recipe.tasks.task import TaskArguments
 from rlhf_utils import WeightSyncError
 
 FAULT_SECONDS = 30
@@ -199,9 +200,12 @@ def test_rollouts_are_fetched_once_and_a_death_ends_the_step(session, unpickled)
         draw=lambda step: [Row(f"{step}", {}, "", [step])] * 2,
         rewards=Rewards([f"{__name__}:one"], None, []),
         tools=None,
+        args=TaskArguments(prompts_per_step=2),
+        seed=0,
+        steps=2,
     )
-    args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=2, max_staleness=0)
-    with RolloutsAhead(group(session, "engine", 2, Sampler), task, args, 0) as ahead:
+    args, config = AsyncArguments(max_staleness=0), GRPOConfig(group_size=2)
+    with RolloutsAhead(group(session, "engine", 2, Sampler), task, args, config, 0) as ahead:
         assert len(ahead.take(1).rollouts) == len(unpickled) == 4
         with pytest.raises(RunError, match=r"^the engine [01] died while generating$"):
             ahead.take(2)

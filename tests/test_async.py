@@ -21,7 +21,7 @@ import psutil
 import pytest
 import ray
 import torch
-from conftest import cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of
 from learners import CPU, config, rollouts
 from pair import PLAIN_WORKER
 
@@ -96,15 +96,18 @@ class Ahead(RolloutsAhead):
 
     def __init__(self, reward=one, engines: int = 1, **arguments):
         defaults = {"group_size": 2, "prompts_per_step": 2, "steps": 6, "in_flight": 100}
-        args = rlhf_async.Arguments(**defaults | arguments)
+        args = arguments_of(rlhf_async, **defaults | arguments)
         sys.modules[__name__].reward_of_this_test = reward  # rewards are found by their names
         task = SimpleNamespace(
-            draw=lambda step: [Row(f"{step}", {}, "", [step])] * args.prompts_per_step,
+            draw=lambda step: [Row(f"{step}", {}, "", [step])] * args.task.prompts_per_step,
             draw_others=lambda step, count, drawn: [Row("other", {}, "", [99])] * count,
-            rewards=Rewards([f"{__name__}:reward_of_this_test"], None, [], timeout=args.reward_timeout),
+            rewards=Rewards([f"{__name__}:reward_of_this_test"], None, [], timeout=args.task.reward_timeout),
             tools=None,
+            args=args.task,
+            seed=0,
+            steps=args.run.steps,
         )
-        super().__init__(Engines(engines), task, args, 0)
+        super().__init__(Engines(engines), task, args.ahead, args.learner, 0)
 
     def steps(self) -> list[int]:
         """The steps whose groups an engine has been given, in this order."""
@@ -144,15 +147,15 @@ def test_no_more_groups_are_in_flight_than_asked_for():
     wait_until(lambda: len(ahead.engines.calls) == 3)
     time.sleep(0.1)
     assert [(call.engine, call.prompts, call.sampling) for call in ahead.engines.calls] == [
-        (0, [[1]], [sampling_options(ahead.args, 1, 0)]),
-        (1, [[1]], [sampling_options(ahead.args, 1, 1)]),  # to the engine with the fewest
-        (0, [[2]], [sampling_options(ahead.args, 2, 0)]),
+        (0, [[1]], [sampling_options(ahead.config, 0, 1, 0)]),
+        (1, [[1]], [sampling_options(ahead.config, 0, 1, 1)]),  # to the engine with the fewest
+        (0, [[2]], [sampling_options(ahead.config, 0, 2, 0)]),
     ]
     assert all(call.waits for call in ahead.engines.calls)
     resampling = beside(ahead.resample, equal, 1)
     wait_until(lambda: len(ahead.engines.calls) == 5)
     assert [(call.prompts, call.sampling, call.waits) for call in ahead.engines.calls[3:]] == [
-        ([[99]], [sampling_options(ahead.args, 1, i, round_number=1)], False) for i in range(2)
+        ([[99]], [sampling_options(ahead.config, 0, 1, i, round_number=1)], False) for i in range(2)
     ]
     ahead.engines.free.set()
     assert len(taking.result(timeout=30).rollouts) == len(resampling.result(timeout=30).rollouts) == 4
@@ -281,7 +284,7 @@ def test_evaluation_waits_for_rewards_as_long_as_a_step():
     with pytest.raises(TaskError, match=LATE):
         ahead.take(1)
     with pytest.raises(TaskError, match=LATE):
-        evaluate(ahead.engines, ahead.task, ahead.args, 1)
+        evaluate(ahead.engines, ahead.task, ahead.config, 1)
 
 
 def test_engine_that_fails_ends_the_step_that_waits():
@@ -513,7 +516,8 @@ def test_idle_shares_are_of_each_engine_and_of_all():
 
 class Pair:
     def __init__(self, model: str):
-        self.args = rlhf_async.Arguments(
+        self.args = arguments_of(
+            rlhf_async,
             tensor_parallel_size=1,
             group_size=2,
             prompts_per_step=2,
@@ -542,7 +546,7 @@ class Pair:
         return asyncio.run_coroutine_threadsafe(call, self.loop)
 
     def sample(self, seed: int, prompts=((5, 6, 7, 8), (9, 10, 11))) -> Future:
-        sampling = [sampling_options(self.args, seed, i) for i in range(len(prompts))]
+        sampling = [sampling_options(self.args.learner, 0, seed, i) for i in range(len(prompts))]
         return self.start(self.engine.sample([list(ids) for ids in prompts], sampling))
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import ray
 import torch
-from conftest import ROOT, cpu_only
+from conftest import ROOT, arguments_of, cpu_only
 from pair import CORE_IN_PROCESS, gpus
 
 from recipe.errors import RunError
@@ -75,7 +75,7 @@ def test_engine_beside_the_trainer_keeps_rays_gpu(sync, monkeypatch, topology, s
     engine.load, engine.llm = lambda *_: found.append(os.environ.get("CUDA_VISIBLE_DEVICES")), MagicMock()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "")
-    engine.start("model", sync.Arguments(topology=topology, tensor_parallel_size=1), "cuda", [1])
+    engine.start("model", arguments_of(sync, topology=topology, tensor_parallel_size=1), "cuda", [1])
     assert found == [seen]
 
 
@@ -101,7 +101,7 @@ def test_weights_are_overwritten_before_a_ways_clock_starts(sync, monkeypatch):
 
 def test_adapters_are_timed_with_one_trainer_alone(sync):
     with pytest.raises(RunError, match="--lora-rank is for one trainer"):
-        sync.main(sync.Arguments(lora_rank=4, trainers=2))
+        sync.main(arguments_of(sync, lora_rank=4, trainers=2))
 
 
 @pytest.mark.parametrize("fault", ["raises", "waits"])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from conftest import cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of
 from pair import CORE_IN_PROCESS
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -67,7 +67,7 @@ def ray_with_four_gpus():
 
 def place(**arguments):
     """The arguments as settled, and the seats of trainers and engines; they are free again."""
-    device, args, trainers, engines = rlhf_colocate.place(rlhf_colocate.Arguments(**arguments))
+    device, args, trainers, engines = rlhf_colocate.place(arguments_of(rlhf_colocate, **arguments))
     assert device == "cuda"
     return args, trainers, engines
 
@@ -83,7 +83,7 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
             return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
     args, trainer_seats, engine_seats = place()
-    assert (args.engines, args.tensor_parallel_size) == (2, 2)
+    assert (args.layout.engines, args.engine.tensor_parallel_size) == (2, 2)
     trainers, group = [Actor.options(**seat.options).remote() for seat in trainer_seats], group_of(trainer_seats)
     # As vLLM's Ray executor places its workers.
     workers = [
@@ -108,7 +108,7 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
 )
 def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
     args, trainers, engines = place(**given)
-    assert (args.engines, args.tensor_parallel_size) == settled
+    assert (args.layout.engines, args.engine.tensor_parallel_size) == settled
     assert len(trainers) == 4
     assert [len(seat.bundles) for seat in engines] == [settled[1]] * settled[0]
     assert sorted(bundle for seat in engines for bundle in seat.bundles) == [0, 1, 2, 3]
@@ -117,7 +117,7 @@ def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
 
 def test_engines_of_the_same_gpus_share_bundles(ray_with_four_gpus):
     args, trainers, engines = place(engines_per_gpu=2)
-    assert (args.engines, len(trainers), len(engines)) == (2, 4, 4)
+    assert (args.layout.engines, len(trainers), len(engines)) == (2, 4, 4)
     assert [seat.bundles for seat in engines[:2]] == [seat.bundles for seat in engines[2:]]
     assert sorted(bundle for seat in engines[:2] for bundle in seat.bundles) == [0, 1, 2, 3]
     ray.util.remove_placement_group(group_of(trainers))
@@ -136,7 +136,7 @@ def test_engines_of_a_gpu_start_one_after_another(ray_with_four_gpus):
     results = []
     session = SimpleNamespace(wait=lambda phase, calls: results.extend(ray.get([*calls.values()])) or [results])
     engines = SimpleNamespace(actors=actors, bundles=[(seat.bundles,) for seat in seats], session=session)
-    args = rlhf_colocate.Arguments(engines=2, engines_per_gpu=2)
+    args = arguments_of(rlhf_colocate, engines=2, engines_per_gpu=2)
     assert rlhf_colocate.start(engines, "model", args, "cuda") is results[0]
     assert [bundles for bundles, *_ in results] == [seat.bundles for seat in seats]
     for first, second in zip(results[:2], results[2:], strict=True):
@@ -210,7 +210,7 @@ def test_engines_sleep_unless_a_tenth_of_memory_is_free(trainer, engine, level):
     metrics = {"memory/gpu": 140.0, "memory/rollout/trainer": 30.0, "memory/rollout/engine": engine}
     metrics |= {"memory/train/trainer": trainer, "memory/train/engine": 9.0, "reward/mean": 0.5}
     said = []
-    run, args = SimpleNamespace(say=said.append), rlhf_colocate.Arguments(sleep="auto")
+    run, args = SimpleNamespace(say=said.append), arguments_of(rlhf_colocate, sleep="auto")
     settled = rlhf_colocate.sleep_level(run, args, "auto", metrics)
     assert settled == rlhf_colocate.sleep_level(run, args, settled, metrics) == level
     reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of 140.0"
@@ -219,9 +219,9 @@ def test_engines_sleep_unless_a_tenth_of_memory_is_free(trainer, engine, level):
 
 def test_engines_that_slept_for_memory_do_so_for_good():
     plenty = {"memory/gpu": 140.0, "memory/train/trainer": 1.0, "memory/rollout/engine": 1.0}
-    assert rlhf_colocate.sleep_level(None, rlhf_colocate.Arguments(sleep="auto"), "kv", plenty) == "kv"
+    assert rlhf_colocate.sleep_level(None, arguments_of(rlhf_colocate, sleep="auto"), "kv", plenty) == "kv"
     for asked in ("kv", "weights", "none"):
-        assert rlhf_colocate.sleep_level(None, rlhf_colocate.Arguments(sleep=asked), asked, plenty) == asked
+        assert rlhf_colocate.sleep_level(None, arguments_of(rlhf_colocate, sleep=asked), asked, plenty) == asked
 
 
 def test_trainers_free_their_memory_only_for_an_engine_that_sleeps():
@@ -286,7 +286,7 @@ def test_sync_takes_the_slowest_engines_seconds_if_all_serve_it():
     report = SimpleNamespace(version=3)
     answers = {"receive_weights": [(True, 0.5), (True, 1.5)]}
     trainers, engines = groups({"send_weights": [report, report]}, answers, engines=2)
-    handles, args = [({"GPU-a": "/a"},), ({"GPU-b": "/b"},)], rlhf_colocate.Arguments(timeout=60.0)
+    handles, args = [({"GPU-a": "/a"},), ({"GPU-b": "/b"},)], arguments_of(rlhf_colocate, timeout=60.0)
     assert rlhf_colocate.sync(trainers, engines, handles, args) == (report, 1.5)
     assert engines.called == [("receive_weights", 60.0, handles)]
     answers["receive_weights"] = [(True, 0.5), (False, 0.5)]
@@ -322,7 +322,7 @@ def test_rank_and_worker_on_different_devices_are_refused(monkeypatch):
     trainers, engines = groups({"open_channel": handles}, {"device_ids": ids, "serves_checkpoint": [True] * 2}, 4, 2)
     report = SimpleNamespace(tensors=3, nbytes=10**9, loader="replay")
     monkeypatch.setattr(rlhf_colocate, "sync", lambda *_: (report, 0.0))
-    run, args = SimpleNamespace(say=said.append), rlhf_colocate.Arguments(tensor_parallel_size=2)
+    run, args = SimpleNamespace(say=said.append), arguments_of(rlhf_colocate, tensor_parallel_size=2)
     beside = rlhf_colocate.connect(run, trainers, engines, args)
     assert beside == [({"GPU-a": "/a", "GPU-b": "/b"},), ({"GPU-c": "/c", "GPU-d": "/d"},)]
     assert [line.split() for line in said[0].splitlines()[1:3]] == [["GPU-b", "0", "0", "1"], ["GPU-a", "1", "0", "0"]]

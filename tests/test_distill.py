@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of
 from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file
 
@@ -21,6 +21,7 @@ from recipe.learning.distill import DistillConfig, DistillLearner
 from recipe.learning.objectives import reverse_kl, token_losses
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.teacher import TeacherActor, check_lengths
+from recipe.run.arguments import RunArguments
 from recipe.run.checkpoint import choose_teacher
 from recipe.tasks.tiny_model import byte_tokenizer
 
@@ -100,25 +101,25 @@ def test_model_runner_v2_is_asked_for_completions_tokens_alone():
 
 
 def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
-    def choose(**changes):
-        return choose_teacher(tmp_path, rlhf_distill.Arguments(**{"teacher": teacher} | changes), model, "cpu")
+    def choose(name, temperature=1.0):
+        return choose_teacher(tmp_path, RunArguments(), name, temperature, model, "cpu")
 
     teacher = str(shutil.copytree(model, tmp_path / "other"))
     config = json.loads((tmp_path / "other" / "config.json").read_text()) | {"vocab_size": 512}
     config |= {"quantization_config": {"quant_method": "fp8"}}  # as a model to learn, it would be refused
     (tmp_path / "other" / "config.json").write_text(json.dumps(config))
-    assert choose() == teacher
+    assert choose(teacher) == teacher
     with pytest.raises(RunError, match=r"^--teacher is missing"):
-        choose(teacher=None)
+        choose(None)
     with pytest.raises(RunError, match=r"^--temperature 0\.7: a teacher's log-probabilities are those at 1$"):
-        choose(temperature=0.7)
+        choose(teacher, temperature=0.7)
     with pytest.raises(RunError, match=r"^cannot load the model /no/such/model: no such folder"):
-        choose(teacher="/no/such/model")
+        choose("/no/such/model")
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(teacher)
     with pytest.raises(RunError, match=r"^the teacher .* has another tokenizer than .*--teacher needs the same vocab"):
-        choose()
+        choose(teacher)
 
 
 @pytest.mark.parametrize(("engine", "teacher", "longest"), [(64, 128, 64), (64, 64, 63), (64, 32, 31)])
@@ -143,8 +144,8 @@ def placed(monkeypatch):
         monkeypatch.setattr(rlhf_distill.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
         monkeypatch.setattr(rlhf_distill, "reserve", lambda bundles, _: reserved.append(bundles))
         monkeypatch.setattr(rlhf_distill, "by_node", lambda _: list(range(len(reserved[0]))))
-        _, _, args, *seats = rlhf_distill.place(rlhf_distill.Arguments(**arguments))
-        return len(reserved[0]), args.gpu_memory_utilization, *([seat.bundles for seat in each] for each in seats)
+        _, _, engine, *seats = rlhf_distill.place(arguments_of(rlhf_distill, **arguments))
+        return len(reserved[0]), engine.gpu_memory_utilization, *([seat.bundles for seat in each] for each in seats)
 
     return place
 

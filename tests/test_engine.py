@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from recipe.errors import EngineError, RunError
+from recipe.learning.sampling import SamplingConfig
 from recipe.rollouts import engine
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, engine_start, llm_options
 from recipe.rollouts.teacher import TeacherActor
@@ -27,9 +28,7 @@ from rlhf_utils import WeightSyncError
 
 @pytest.fixture
 def args():
-    args = EngineArguments(tensor_parallel_size=1)
-    args.seed = 0
-    return args
+    return EngineArguments()
 
 
 def test_options_that_vllm_refuses_are_errors_with_its_reason_alone(args, tmp_path):
@@ -125,7 +124,7 @@ def spaced_tokenizer():
 def test_text_of_a_completion_is_what_follows_the_prompt():
     from vllm.logprobs import FlatLogprobs
 
-    tokenizer, args = spaced_tokenizer(), run_arguments(group_size=2, max_tokens=9)
+    tokenizer, args = spaced_tokenizer(), sampled(group_size=2, max_tokens=9)
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     prompt, texts = "the cat", [" did n't sit on the mat .", " sat</s> on the mat"]
     ends = [(encode(texts[0]), "length"), ([*encode(texts[1]), encode("mat")[-1]], "stop")]  # a word that ends it
@@ -142,7 +141,7 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
 
     actor = EngineActor(0)
     actor.llm = llm = SimpleNamespace(get_tokenizer=lambda: tokenizer, generate=generate)
-    sampling = [[engine.sampling_options(args, 0, 0, evaluation)] for evaluation in (False, True)]
+    sampling = [[engine.sampling_options(args, 0, 0, 0, evaluation)] for evaluation in (False, True)]
     rollouts = actor.sample([encode(prompt)], sampling[0])
     assert [(r.text, r.truncated) for r in rollouts] == [(texts[0], True), (" sat on the mat", False)]
 
@@ -172,9 +171,8 @@ def test_of_a_long_prompt_only_the_end_is_decoded(monkeypatch):
     assert sum(decoded) < 1000 < len(prompt)
 
 
-def run_arguments(**changes):
-    settings = {"group_size": 1, "temperature": 1.0, "max_tokens": 64, "prompts_per_step": 2, "ignore_eos": False}
-    return SimpleNamespace(**settings | {"seed": 0} | changes)
+def sampled(**changes):
+    return SamplingConfig(**{"group_size": 1, "max_tokens": 64} | changes)
 
 
 def test_engines_share_the_prompts_and_sample_what_one_would():
@@ -189,7 +187,7 @@ def test_engines_share_the_prompts_and_sample_what_one_would():
 
         engines = type("Engines", (), {"__len__": lambda self: count})()
         engines.call = call
-        batch = complete(engines, rows, run_arguments(group_size=2), step=3)
+        batch = complete(engines, SimpleNamespace(seed=0, tools=None), rows, sampled(group_size=2), step=3)
         assert [[rollout.prompt_ids for rollout in group.rollouts] for group in batch.groups] == [
             [row.prompt_ids] * 2 for row in rows
         ]
@@ -246,12 +244,12 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch
         plain.extend(o for request in generate(prompts, slow, **options) for o in request.outputs)
         return generate(prompts, params, **options)
 
-    actor, run = EngineActor(0), run_arguments(group_size=32)
+    actor, run = EngineActor(0), sampled(group_size=32)
     actor.llm = llm
     monkeypatch.setattr(llm, "generate", generate_both)
     prompts = [llm.get_tokenizer().encode(text) for text in ("Read the sign: ", "Grüße, 世界: ")]
     options = lambda run, evaluation=False: [  # noqa: E731
-        engine.sampling_options(run, 1, i) | ({"logprobs": None} if evaluation else {}) for i in range(len(prompts))
+        engine.sampling_options(run, 0, 1, i) | ({"logprobs": None} if evaluation else {}) for i in range(len(prompts))
     ]
     rollouts, evaluated = (actor.sample(prompts, options(run, it), it) for it in (False, True))
     assert [r.completion_ids.tolist() for r in evaluated] == [r.completion_ids.tolist() for r in rollouts]
@@ -279,8 +277,8 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch
     monkeypatch.setattr(llm, "generate", generate)
     prompts = [[2 + (i + j) % 250 for j in range(61)] for i in range(128)]
     assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens < 128 * 61
-    rollouts = actor.sample(prompts, options(run_arguments(max_tokens=4)))
+    rollouts = actor.sample(prompts, options(sampled(max_tokens=4)))
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == prompts
     assert {len(rollout.completion_ids) for rollout in rollouts} <= {1, 2, 3, 4}
-    (longest,) = actor.sample([[5] * (MAX_LENGTH - 1)], options(run_arguments())[:1])
+    (longest,) = actor.sample([[5] * (MAX_LENGTH - 1)], options(sampled())[:1])
     assert len(longest.completion_ids) == 1

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from conftest import arguments_of, task_of
 from fakes import Engines
 
 import rlhf
@@ -18,7 +19,6 @@ from recipe.rollouts.evaluation import evaluate, pass_at_k
 from recipe.run.checkpoint import Models, choose_models, write_checkpoint
 from recipe.tasks import addition
 from recipe.tasks.rewards import Batch
-from recipe.tasks.task import load_task
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
 
@@ -38,7 +38,7 @@ def share(completions, answer, **_):
 
 def arguments(**changes):
     own = {"dataset": "test_evaluation:dataset", "eval_share": 0.5, "reward": ["test_evaluation:graded"]}
-    return rlhf.Arguments(**own | {"steps": 10, "eval_every": 4} | changes)
+    return arguments_of(rlhf, **own | {"steps": 10, "eval_every": 4} | changes)
 
 
 def engines(*texts):
@@ -55,21 +55,21 @@ def test_pass_at_k():
 
 def test_engines_share_the_held_out_prompts_and_answer_greedily():
     args, two = arguments(temperature=0.7), Engines(lambda *_: "1", lambda *_: "5")
-    metrics = evaluate(two, load_task(args), args, 8)
+    metrics = evaluate(two, task_of(args), args.learner, 8)
     (a,), (b,) = two.calls
     (prompts, sampling, evaluation), (others, also_sampling, also) = a, b
     assert (len(prompts), len(others)) == (2, 2)
     assert evaluation and also
-    greedy = replace(args, group_size=1, temperature=0.0)
-    assert sampling + also_sampling == [sampling_options(greedy, 0, number, True) for number in range(4)]
+    greedy = replace(args.learner, group_size=1, temperature=0.0)
+    assert sampling + also_sampling == [sampling_options(greedy, 0, 0, number, True) for number in range(4)]
     names = {"eval/reward", "eval/rewards/graded/mean", "eval/steps_done", "eval/pass@1", "time/eval"}
     assert metrics.keys() == names
 
 
 def test_samples_at_the_temperature_of_training():
     args = arguments(eval_samples=6, temperature=0.7, reward=["test_evaluation:exact"])
-    engine, held_out = engines("1", "2", "3", "4", "5", "6"), load_task(args)
-    metrics = evaluate(engine, held_out, args, 4)
+    engine, held_out = engines("1", "2", "3", "4", "5", "6"), task_of(args)
+    metrics = evaluate(engine, held_out, args.learner, 4)
     ((_, sampling, _),) = engine.calls[0]
     assert {(options["n"], options["temperature"]) for options in sampling} == {(6, 0.7)}
     right = sum(row.columns["answer"] in "123456" for row in held_out.eval_rows) / 4  # one sample of six is
@@ -87,19 +87,19 @@ def known(completions, **_):
 
 def test_completions_whose_reward_is_not_known_neither_pass_nor_fail():
     args = arguments(eval_samples=4, reward=["test_evaluation:known"])
-    task = load_task(args)
-    metrics = evaluate(engines("1", "?", "0", "?"), task, args, 4)
+    task = task_of(args)
+    metrics = evaluate(engines("1", "?", "0", "?"), task, args.learner, 4)
     assert metrics["eval/reward"] == 0.5
     assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == (0.5, 1)
     assert "eval/pass@4" not in metrics  # of no prompt are as many known
-    metrics = evaluate(engines("?"), task, args, 4)
+    metrics = evaluate(engines("?"), task, args.learner, 4)
     assert metrics.keys() == {"time/eval"}
 
 
 @pytest.mark.parametrize("step", [0, 4, 10])
 def test_reward_is_told_how_many_steps_are_done(step):
     args = arguments()
-    assert evaluate(engines("1"), load_task(args), args, step)["eval/steps_done"] == step
+    assert evaluate(engines("1"), task_of(args), args.learner, step)["eval/steps_done"] == step
 
 
 def exact(completions, answer, **_):
@@ -109,22 +109,22 @@ def exact(completions, answer, **_):
 @pytest.mark.parametrize(("pass_reward", "passes"), [(1.0, 1), (1.01, 0), (0.5, 1)])
 def test_what_passes(pass_reward, passes):
     args = arguments(pass_reward=pass_reward, reward=["test_evaluation:share"])
-    assert evaluate(engines(""), load_task(args), args, 4)["eval/pass@1"] == passes
+    assert evaluate(engines(""), task_of(args), args.learner, 4)["eval/pass@1"] == passes
 
 
 @pytest.mark.parametrize(("every", "due"), [(4, [0, 4, 8, 10]), (5, [0, 5, 10]), (0, [])])
 def test_when_it_is_due(every, due):
     args = arguments(eval_every=every)
-    task = load_task(args)
-    assert [step for step in range(11) if evaluate(engines("1"), task, args, step)] == due
+    task = task_of(args)
+    assert [step for step in range(11) if evaluate(engines("1"), task, args.learner, step)] == due
 
 
 def test_it_leaves_the_training_run_alone():
     """The same requests whatever the step, which no step of learning sends, and no metric left for the next step."""
     args = arguments()
-    task, engine = load_task(args), engines("1")
+    task, engine = task_of(args), engines("1")
     for step in (0, 4):
-        evaluate(engine, task, args, step)
+        evaluate(engine, task, args.learner, step)
     first, second = engine.calls[0]
     assert first == second
     assert task.rewards.score(Batch([]), 0, engine.session).metrics == {}
@@ -132,7 +132,7 @@ def test_it_leaves_the_training_run_alone():
 
 def test_nothing_to_evaluate_on_is_an_error():
     with pytest.raises(TaskError, match=r"^--eval-every: nothing to evaluate on"):
-        load_task(arguments(eval_share=0.0))
+        task_of(arguments(eval_share=0.0))
 
 
 def test_sums_that_are_evaluated_on_are_taught_in_neither_order():
@@ -153,13 +153,13 @@ def test_answer_and_nothing_else_is_right():
 def test_tasks_model_is_taught_once_in_the_runs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(addition, "RIGHT", 1e-4)  # one answer
     args = arguments(model="recipe.tasks.addition:build_model", seed=3)
-    models, settled = choose_models(tmp_path, args, "cpu")
+    models, config = choose_models(tmp_path, args.run, args.learner, "cpu")
     assert models == Models(*(str(tmp_path / "model"),) * 2, None)
     assert re.match(r"\d+ supervised steps have taught a small model to add", capsys.readouterr().out)
-    assert learning_rate(settled) == 1e-6  # not that of the built-in model
+    assert learning_rate(config) == 1e-6  # not that of the built-in model
 
     write_checkpoint(tmp_path, 7, lambda folder: shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True))
     monkeypatch.delattr(addition, "build_model")
-    models, _ = choose_models(tmp_path, replace(args, resume=tmp_path), "cpu")
+    models, _ = choose_models(tmp_path, replace(args.run, resume=tmp_path), args.learner, "cpu")
     checkpoint = tmp_path / "checkpoint-000007"
     assert models == Models(str(tmp_path / "model"), str(checkpoint), checkpoint)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import arguments_of
 from learners import CPU, MODELS, config, rollouts, write_model
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
@@ -256,8 +257,8 @@ def test_logits_have_the_stride_of_an_engines(monkeypatch):
 
 
 def settled(gpu, say=lambda _: None, **options):
-    trainers = SimpleNamespace(call_rank_0=lambda *_: gpu)
-    return settle_exactness(SimpleNamespace(say=say), rlhf.Arguments(**options), options["model"], trainers)
+    args, trainers = arguments_of(rlhf, **options), SimpleNamespace(call_rank_0=lambda *_: gpu)
+    return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, trainers)
 
 
 H200 = exact.GPU(90, (2, 30, 7), 8)

@@ -192,6 +192,7 @@ def test_run_goes_on_without_its_terminal(tmp_path):
 FULL_RUN = """
 import pathlib, sys
 from types import SimpleNamespace
+import rlhf
 from recipe.run.arguments import RunArguments
 from recipe.run.session import run_main
 from recipe.run.folder import RunFolder
@@ -200,7 +201,7 @@ def main(args):
     row = {name: 1.0 for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/rollout", "time/train")}
     row |= {"time/sync": 1.0, "sync/transfer": 1.0, "sync/GBps": 1.0}
     with RunFolder(args, "test") as run:
-        run.start_metrics(0, args)
+        run.start_metrics(0, rlhf.Arguments())
         run.rows.append({"step": 1, **row})
         with (run.path / "filler").open("wb", buffering=0) as file:
             try:

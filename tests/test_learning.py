@@ -9,11 +9,12 @@ import math
 import re
 import shutil
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
+from conftest import arguments_of
 from learners import CPU, LOSSES, MODELS, config, gemma2, rollouts, rounding_learner, use_sgd, vector_of, write_model
 
 import rlhf
@@ -22,6 +23,7 @@ import rlhf_distill
 import rlhf_nccl
 import rlhf_ppo
 from recipe.errors import DivergenceError, MismatchError, RunError
+from recipe.flags import flags_in
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof, learning_rate, rate_schedule
 from recipe.learning.model import micro_batch_slices
@@ -32,7 +34,7 @@ from recipe.learning.saving import STATE_FILE
 from recipe.learning.sharding import Offload
 from recipe.run import checkpoint
 from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models, last_checkpoint, replace_flags, write_checkpoint
+from recipe.run.checkpoint import Models, choose_models, last_checkpoint, write_checkpoint
 from recipe.run.folder import RunFolder
 from recipe.tasks.dataset import Row
 from recipe.tasks.rewards import Batch, Group
@@ -691,25 +693,26 @@ def test_runs_of_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
 
 
 def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
-    args = RunArguments(output=tmp_path / "run", steps=3, save_every=7)
-    args.given = ["save_every"]
+    args = arguments_of(rlhf, output=tmp_path / "run", steps=3, learning_rate=1e-4)
+    args.run.given = {"learning_rate": 1e-4}
     row = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
     row |= {"time/rollout": 1.0, "time/train": 1.0, "sync/transfer": 0.01, "sync/GBps": 0.1}
-    with RunFolder(args, "test") as run:
-        run.start_metrics(0, replace_flags(args, seed=5, save_every=8))  # a script settles what it finds
+    with RunFolder(args.run, "test") as run:
+        settled = replace(args.learner, learning_rate=1e-3, group_size=4)  # a script settles what it finds
+        run.start_metrics(0, replace(args, learner=settled))
         for step in (1, 2, 3):
             run.log_metrics(step, row)
         picture = run.draw()
     assert picture.read_bytes().startswith(b"\x89PNG")
-    settled = {"steps": 3, "seed": 5, "save_every": 7, "given": ["save_every"]}  # what was given, --resume takes over
+    settled = {"steps": 3, "group_size": 4, "learning_rate": 1e-4, "given": ["learning_rate"]}  # given: for --resume
     assert json.loads((tmp_path / "run" / "args.json").read_text()).items() >= settled.items()
     with run.metrics_file.open("a") as file:
         file.write('{"step": 4, "rew')  # a kill cut it short
     write_checkpoint(tmp_path / "run", 2, lambda folder: None)
     with pytest.raises(RunError, match="holds a run already"):
-        RunFolder(args, "test")
-    resumed = RunArguments(resume=tmp_path / "run", steps=3)
-    with RunFolder(resumed, "test") as run:
+        RunFolder(args.run, "test")
+    resumed = arguments_of(rlhf, resume=tmp_path / "run", steps=3)
+    with RunFolder(resumed.run, "test") as run:
         run.start_metrics(2, resumed)  # the checkpoint is of step 2: what came after will be done again
         run.log_metrics(3, row)
     steps = [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()]
@@ -737,9 +740,9 @@ class ActorsError(RunError):
     ],
 )
 def test_failed_run_shows_details_and_how_to_go_on(tmp_path, capsys, error, shown):
-    args = RunArguments(output=tmp_path / "run")
+    args = arguments_of(rlhf, output=tmp_path / "run")
     for begun in (False, True):
-        with pytest.raises(type(error)), RunFolder(args, "test") as run:
+        with pytest.raises(type(error)), RunFolder(args.run, "test") as run:
             if begun:  # before, its checkpoints may be what is wrong
                 run.start_metrics(0, args)
                 write_checkpoint(run.path, 1, lambda folder: None)
@@ -761,10 +764,10 @@ def test_failed_run_shows_details_and_how_to_go_on(tmp_path, capsys, error, show
 )
 def test_learning_rate_depends_on_what_learns_unless_it_is_given(model, tmp_path, changes, default, builtin):
     for name, used in ((model, default), (None, builtin)):
-        args = rlhf.Arguments(model=name, **changes)
-        _, settled = choose_models(tmp_path, args, "cpu")
+        args = arguments_of(rlhf, model=name, **changes)
+        _, settled = choose_models(tmp_path, args.run, args.learner, "cpu")
         assert learning_rate(settled) == used
-        assert args == rlhf.Arguments(model=name, **changes)  # what the user said stays as it is
+        assert args == arguments_of(rlhf, model=name, **changes)  # what the user said stays as it is
 
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
@@ -788,9 +791,9 @@ def flags(monkeypatch):
         (["--lr", "1e-3"], "unrecognized arguments: --lr 1e-3"),
         (["--updates", "2"], "unrecognized arguments: --updates 2"),
         (["--num-epochs", "0"], "argument --num-epochs: Input should be greater than or equal to 1, not 0"),
-        (["--timeout", "0"], "argument --timeout: Input should be greater than 0, not 0.0"),
+        (["--timeout", "0"], "argument --timeout: Input should be greater than 0, not 0"),
         (["--seed", "1732612345678"], "argument --seed: Input should be less than 4294967296, not 1732612345678"),
-        (["--clip-low", "2"], "argument --clip-low: Input should be less than or equal to 1, not 2.0"),
+        (["--clip-low", "2"], "argument --clip-low: Input should be less than or equal to 1, not 2"),
         (["--resume", "nowhere"], "--resume nowhere: not a run folder"),
         (["--resume", "nowhere", "--output", "here"], "--resume continues in that run's folder: it takes no --output"),
     ],
@@ -823,14 +826,30 @@ def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, give
     assert message in capsys.readouterr().err
 
 
+def test_flags_have_both_spellings_lists_grow_and_false_turns_off(flags):
+    args = flags(rlhf, "--group_size", 4, "--compile", "false", "--enforce-eager", "--tools", "a:b", "--tools", "c:d")
+    assert (args.learner.group_size, args.learner.compile, args.engine.enforce_eager) == (4, False, True)
+    assert args.tools.tools == ["a:b", "c:d"]
+    assert args.run.given.keys() == {"group_size", "compile", "enforce_eager", "tools"}
+
+
+@pytest.mark.parametrize(("script", "workers"), [(rlhf, 2), (rlhf_colocate, None), (rlhf_distill, 1), (rlhf_ppo, 1)])
+def test_script_has_defaults_of_its_own_and_what_is_given_replaces_them(flags, script, workers):
+    assert flags(script).engine.tensor_parallel_size == workers
+    assert flags(script, "--tensor-parallel-size", 4).engine.tensor_parallel_size == 4
+
+
 def test_flags_that_need_others_are_taken_with_them(flags, tmp_path):
-    assert flags(rlhf, "--lora-rank", 4, "--lora-alpha", 64, "--eval-samples", 4, "--eval-every", 5).lora_alpha == 64
+    args = flags(rlhf, "--lora-rank", 4, "--lora-alpha", 64, "--eval-samples", 4, "--eval-every", 5)
+    assert args.learner.lora_alpha == 64
     args = flags(rlhf, "--output", tmp_path, "--mismatch-correction", "icepop", "--importance-floor", 0.4)
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
-    assert flags(rlhf, "--resume", tmp_path, "--mismatch-correction", "tis").importance_floor == 0.4  # it cannot go
+    assert (
+        flags(rlhf, "--resume", tmp_path, "--mismatch-correction", "tis").learner.importance_floor == 0.4
+    )  # it cannot go
     options = '{"max_num_seqs":5,"quantization":"fp8"}'
-    assert flags(rlhf, "--engine-args", options).engine_args == options
+    assert flags(rlhf, "--engine-args", options).engine.engine_args == options
 
 
 @pytest.mark.parametrize("script", [rlhf, rlhf_ppo])
@@ -842,7 +861,7 @@ def test_help_has_every_flag_once_under_what_it_belongs_to(flags, capsys, script
     assert {"Prompts and rewards", "Which model, how many steps, where the results go"} <= set(heads)
     assert len(heads) == len(set(heads))
     names = re.findall(r"^  (--[\w-]+)", text, re.M)
-    taken = {field.name.replace("_", "-") for field in fields(script.Arguments) if field.init}
+    taken = {name.replace("_", "-") for name in flags_in(script.Arguments)}
     assert {name.removeprefix("--").removeprefix("no-") for name in names} == taken
     assert len(names) == len(set(names))
     parts = dict(zip(heads, re.split(r"^\S.*:$", text, flags=re.M)[1:], strict=True))
@@ -861,17 +880,18 @@ def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(flags, tmp_
         (rlhf_colocate, 0.4, ["--resume", run], []),
     ):
         args = flags(script, *given)
-        assert (args.group_size, args.gpu_memory_utilization) == (4, share)
-        assert set(args.given) - {"sleep"} == {"group_size", "learning_rate"}  # also one that is what the default is
-        assert args.remarks == remarks
-        with RunFolder(args, "test") as folder:
+        assert (args.learner.group_size, args.engine.gpu_memory_utilization) == (4, share)
+        # Also one that is what the default is:
+        assert set(args.run.given) - {"sleep"} == {"group_size", "learning_rate"}
+        assert args.run.remarks == remarks
+        with RunFolder(args.run, "test") as folder:
             folder.start_metrics(0, args)
-    assert flags(rlhf, "--resume", run, "--group-size", "2").group_size == 2
+    assert flags(rlhf, "--resume", run, "--group-size", "2").learner.group_size == 2
 
 
 def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys):
     args = flags(rlhf, "--output", tmp_path, "--group-size", 4, "--reward", "a:b", "c:d", "--reward-weights", 1, 2)
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
     saved = json.loads((tmp_path / "args.json").read_text())
     saved |= {"updates": 2, "lora_dropout": 0.1, "advantage": "rloo"}
@@ -880,17 +900,17 @@ def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys
     capsys.readouterr()
 
     args = flags(rlhf, "--resume", tmp_path, "--group-size", 2, "--steps", 40)
-    assert (args.group_size, args.reward, args.reward_weights) == (2, ["a:b", "c:d"], [1, 2])
-    assert args.advantage == GRPOConfig().advantage
-    with RunFolder(args, "test"):
+    assert (args.learner.group_size, args.task.reward, args.task.reward_weights) == (2, ["a:b", "c:d"], [1, 2])
+    assert args.learner.advantage == GRPOConfig().advantage
+    with RunFolder(args.run, "test"):
         pass
     assert capsys.readouterr().out.splitlines() == [
         "that run had --lora-dropout, --updates, --advantage rloo, which this script does not know: left out",
-        "not as in that run: --steps 40 (30), --group-size 2 (4)",
+        "not as in that run: --group-size 2 (4), --steps 40 (30)",
     ]
     args = flags(rlhf, "--resume", tmp_path, "--reward", "e:f")  # whose weight is another matter
-    assert (args.reward, args.reward_weights) == (["e:f"], None)
-    assert args.remarks[1:] == ["not as in that run: --reward ['e:f'] (['a:b', 'c:d'])"]
+    assert (args.task.reward, args.task.reward_weights) == (["e:f"], None)
+    assert args.run.remarks[1:] == ["not as in that run: --reward ['e:f'] (['a:b', 'c:d'])"]
 
 
 # --- Models and checkpoints of a run ----------------------------------------------------------------------------------
@@ -899,24 +919,24 @@ def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys
 def test_run_goes_on_after_folder_and_model_moved(model, tmp_path):
     run, base = tmp_path / "run", shutil.copytree(model, tmp_path / "base")
     write_checkpoint(run, 1, GRPOLearner(str(base), config(), CPU).save)
-    run, args = run.rename(tmp_path / "moved"), rlhf.Arguments(model=str(base), steps=9)
-    args.resume, last = run, str(run / "checkpoint-000001")
+    run, args = run.rename(tmp_path / "moved"), arguments_of(rlhf, model=str(base), steps=9)
+    args.run.resume, last = run, str(run / "checkpoint-000001")
     base.rename(tmp_path / "new base")
-    assert choose_models(run, args, "cpu")[0] == Models(last, last, run / last)
-    args.kl_coef = 0.1  # the model is the reference
+    assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(last, last, run / last)
+    args.learner.kl_coef = 0.1  # the model is the reference
     with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
-        choose_models(run, args, "cpu")
-    args.model = str(tmp_path / "new base")
-    assert choose_models(run, args, "cpu")[0] == Models(args.model, last, run / last)
+        choose_models(run, args.run, args.learner, "cpu")
+    args.run.model = str(tmp_path / "new base")
+    assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(args.run.model, last, run / last)
 
 
 def test_finished_run_is_not_resumed(tmp_path):
     model = build_tiny_model(tmp_path / "model")
     write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
-    args = rlhf.Arguments(model=str(model), resume=tmp_path / "run", steps=7)
+    args = arguments_of(rlhf, model=str(model), resume=tmp_path / "run", steps=7)
     with pytest.raises(RunError, match="that run has done its 7 steps: ask for more with --steps"):
-        choose_models(tmp_path / "run", args, "cpu")
-    models, _ = choose_models(tmp_path / "run", replace(args, steps=8), "cpu")
+        choose_models(tmp_path / "run", args.run, args.learner, "cpu")
+    models, _ = choose_models(tmp_path / "run", replace(args.run, steps=8), args.learner, "cpu")
     assert models.loaded.endswith("checkpoint-000007")
 
 
@@ -927,10 +947,10 @@ def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypa
     model = build_tiny_model(run / "model" if builtin else tmp_path / "default")
     monkeypatch.setattr(checkpoint, "DEFAULT_MODEL", str(model))
     write_checkpoint(run, 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
-    models, args = choose_models(run, rlhf.Arguments(resume=run, steps=8), device)
+    models, config = choose_models(run, RunArguments(resume=run, steps=8), GRPOConfig(), device)
     last = run / "checkpoint-000007"
     assert models == Models(str(model), str(last), last)
-    assert learning_rate(args) == rate
+    assert learning_rate(config) == rate
 
 
 @pytest.mark.parametrize(
@@ -969,12 +989,12 @@ def test_model_that_cannot_be_trained_is_refused_by_its_settings(model, tmp_path
     for name, changes in (("config.json", kind), (file, settings)):
         old = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps(old | changes))
-    args = rlhf.Arguments(model=str(folder))
+    args = arguments_of(rlhf, model=str(folder))
     if message:
         with pytest.raises(RunError, match=message):
-            choose_models(tmp_path, args, "cpu")
+            choose_models(tmp_path, args.run, args.learner, "cpu")
     else:
-        assert choose_models(tmp_path, args, "cpu")[0].loaded == str(folder)
+        assert choose_models(tmp_path, args.run, args.learner, "cpu")[0].loaded == str(folder)
 
 
 def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of
 from learners import CPU, build, config, on_ranks, rollouts, save, weights_of
 from pair import CORE_IN_PROCESS, Pair
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -233,18 +233,18 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
     for rank in (4, None):
         learner = GRPOLearner(model, config(lora_rank=rank), CPU)
         write_checkpoint(run if rank else tmp_path / "whole", 7, learner.save)
-    args = rlhf.Arguments(model=model, resume=run, steps=9, lora_rank=4)
+    args = arguments_of(rlhf, model=model, resume=run, steps=9, lora_rank=4)
     last = run / "checkpoint-000007"
-    assert choose_models(run, args, "cpu")[0] == Models(model, model, last)
+    assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(model, model, last)
     for change, message in (
         ({"lora_rank": 8}, "has adapters of rank 4, and --resume cannot go on with adapters of rank 8"),
         ({"lora_rank": None}, "has adapters of rank 4, and --resume cannot go on with a whole model"),
         ({"lora_alpha": 5}, "has adapters of --lora-alpha 32, not 5"),
     ):
         with pytest.raises(RunError, match=message):
-            choose_models(run, replace(args, **change), "cpu")
+            choose_models(run, args.run, replace(args.learner, **change), "cpu")
     with pytest.raises(RunError, match="has a whole model, and --resume cannot go on with adapters of rank 4"):
-        choose_models(tmp_path / "whole", replace(args, resume=tmp_path / "whole"), "cpu")
+        choose_models(tmp_path / "whole", replace(args.run, resume=tmp_path / "whole"), args.learner, "cpu")
     fewer = GRPOLearner(model, config(lora_rank=4, lora_targets=["fc1"]), CPU)
     with pytest.raises(RunError, match=r"has adapters of other --lora-targets: .*fc2"):
         fewer.load_state(last)
@@ -257,11 +257,11 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
 def test_adapters_go_on_where_their_base_is_now(model, tmp_path):
     base, run = shutil.copytree(model, tmp_path / "base"), tmp_path / "run"
     write_checkpoint(run, 7, GRPOLearner(str(base), config(**LORA), CPU).save)
-    args = rlhf.Arguments(model=str(base), resume=run, steps=9, **LORA)
+    args = arguments_of(rlhf, model=str(base), resume=run, steps=9, **LORA)
     base.rename(tmp_path / "moved")
     with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
-        choose_models(run, args, "cpu")
-    models, _ = choose_models(run, replace(args, model=str(tmp_path / "moved")), "cpu")
+        choose_models(run, args.run, args.learner, "cpu")
+    models, _ = choose_models(run, replace(args.run, model=str(tmp_path / "moved")), args.learner, "cpu")
     GRPOLearner(models.loaded, config(**LORA), CPU).load_state(models.checkpoint)
 
 

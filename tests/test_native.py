@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from conftest import cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of
 from learners import build
 from pair import engine_environment, stop
 from safetensors.torch import load_file
@@ -132,7 +132,7 @@ def test_what_needs_a_gpu_says_so(script):
 def test_one_gpu(monkeypatch, backend, workers, message):
     monkeypatch.setattr(rlhf_nccl.ray, "cluster_resources", lambda: {"GPU": 1.0})
     with pytest.raises(rlhf_nccl.RunError, match=message):
-        rlhf_nccl.place(rlhf_nccl.Arguments(backend=backend, tensor_parallel_size=workers))
+        rlhf_nccl.place(arguments_of(rlhf_nccl, backend=backend, tensor_parallel_size=workers))
 
 
 # --- The transport and the source, in this process --------------------------------------------------------------------

@@ -20,7 +20,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from conftest import ROOT, Script, cpu_only, metrics_of
+from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
 from learners import CPU, chat_tokenizer, on_ranks, rollouts, use_sgd, vector_of, weights_of
 from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file, save_file
@@ -37,13 +37,13 @@ from recipe.learning.precision import bf16_weights, freeze
 from recipe.learning.rollout import Rollout
 from recipe.learning.saving import state_files
 from recipe.learning.value_models import RewardModel
-from recipe.rollouts.reward_workers import RewardWorkers, run_reward
+from recipe.rollouts.reward_workers import RewardArguments, RewardWorkers, run_reward
 from recipe.run.arguments import RunArguments
 from recipe.run.checkpoint import CRITIC, check_critic, check_files, check_reward_model, checkpoints, choose_ppo_models
 from recipe.run.folder import RunFolder
 from recipe.run.session import RaySession
 from recipe.tasks.rewards import Batch, Group
-from recipe.tasks.task import load_task
+from recipe.tasks.task import TaskArguments, load_task
 from recipe.tasks.tiny_reward_model import build_tiny_reward_model, examples, points
 from rlhf_utils import WeightSyncError
 
@@ -450,11 +450,11 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
         check_critic(str(tmp_path), model)
     AutoConfig.for_model("granite").save_pretrained(tmp_path)
     for flag in ("critic_model", "reward_model"):
-        args = rlhf_ppo.Arguments(model=model, **{flag: str(tmp_path)})
+        args = arguments_of(rlhf_ppo, model=model, **{flag: str(tmp_path)})
         with pytest.raises(RunError, match=r"type granite, for which .* no class \.\.\.ForSequenceClassification"):
-            choose_ppo_models(tmp_path, args, "cpu")
+            choose_ppo_models(tmp_path, args.run, args.learner, args.critic_model, args.rewards.reward_model, "cpu")
     with pytest.raises(RunError, match="--kl-target multiplies --kl-coef, which is 0"):
-        choose_ppo_models(tmp_path, rlhf_ppo.Arguments(kl_target=0.1, kl_coef=0.0), "cpu")
+        choose_ppo_models(tmp_path, RunArguments(), PPOConfig(kl_target=0.1, kl_coef=0.0), None, None, "cpu")
 
 
 # --- Rewards as Ray tasks, and the placement --------------------------------------------------------------------------
@@ -519,11 +519,11 @@ def folder(tmp_path, monkeypatch):
 
 def scored(session, *reward, score=None, **changes):
     """Rewards of two completions of each of three prompts, "" and "x"."""
-    args = rlhf_ppo.Arguments(reward=[f"functions:{name}" for name in reward], dataset="data.jsonl", **changes)
-    task = load_task(args)
+    args = arguments_of(rlhf_ppo, reward=[f"functions:{name}" for name in reward], dataset="data.jsonl", **changes)
+    task = load_task(args.task, 0, 1, reward_model=args.rewards.reward_model)
     pairs = [[Rollout([5], [6], [0.0], None, text) for text in ("", "x")] for _ in task.rows]
     batch = Batch([Group(row, pair) for row, pair in zip(task.rows, pairs, strict=True)])
-    return RewardWorkers(task.rewards, score and SimpleNamespace(begin=score), args).score(batch, 0, session)
+    return RewardWorkers(task.rewards, score and SimpleNamespace(begin=score), args.rewards).score(batch, 0, session)
 
 
 @pytest.fixture
@@ -580,8 +580,8 @@ def test_reward_model_gets_content_in_parts_as_text(folder):
     answer = [{"role": "assistant", "content": "Ho"}]
     calls, session = [], SimpleNamespace(wait=lambda phase, *groups: [list(calls.values()) for calls in groups])
     model = SimpleNamespace(begin=lambda *call: calls.append(call) or {"reward_model 0": [1.0]})
-    args = rlhf_ppo.Arguments(reward=[], reward_model="x", dataset="data.jsonl")
-    workers = RewardWorkers(load_task(args).rewards, model, args)
+    task = load_task(TaskArguments(reward=[], dataset="data.jsonl"), 0, 1, reward_model="x")
+    workers = RewardWorkers(task.rewards, model, RewardArguments())
     prompts = [[{"role": "user", "content": parts}]]
     assert workers.call([{"prompts": prompts, "completions": [answer]}], session) == [{"reward_model": [1.0]}]
     assert calls == [(RewardModel.rewards, [[{"role": "user", "content": "Hi there"}]], [answer])]
@@ -601,9 +601,9 @@ def test_reward_task_that_dies_runs_again_or_is_named(session):
 
 
 def test_weights_are_for_functions_and_the_reward_model(folder):
-    args = rlhf_ppo.Arguments(reward=["functions:where"], dataset="data.jsonl", reward_weights=[1.0], reward_model="x")
+    args = TaskArguments(reward=["functions:where"], dataset="data.jsonl", reward_weights=[1.0])
     with pytest.raises(TaskError, match="1 weights for 2 rewards"):
-        load_task(args)
+        load_task(args, 0, 1, reward_model="x")
 
 
 @pytest.mark.parametrize(
@@ -626,7 +626,7 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
 
     monkeypatch.setattr("recipe.run.actors.placement_group", group)
     monkeypatch.setattr(rlhf_ppo.ray, "cluster_resources", lambda: {"GPU": float(gpus)} if gpus else {"CPU": 2.0})
-    args = rlhf_ppo.Arguments(**changes)
+    args = arguments_of(rlhf_ppo, **changes)
     device, shared, settled, seats = rlhf_ppo.place(args)
     assert device == ("cuda" if gpus else "cpu")
     assert shared == (bool(gpus) and args.placement == "colocated")
@@ -652,7 +652,7 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
 def test_too_few_gpus_is_an_error_that_says_what_fits(monkeypatch, gpus, changes, message):
     monkeypatch.setattr(rlhf_ppo.ray, "cluster_resources", lambda: {"GPU": float(gpus)})
     with pytest.raises(RunError, match=f"{message}.*lower --tensor-parallel-size"):
-        rlhf_ppo.place(rlhf_ppo.Arguments(**changes))
+        rlhf_ppo.place(arguments_of(rlhf_ppo, **changes))
 
 
 def test_expandable_segments_are_refused_on_shared_gpus(monkeypatch):

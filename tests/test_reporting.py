@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate.utils import LoggerType
-from conftest import ROOT
+from conftest import ROOT, arguments_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rlhf
@@ -52,7 +52,7 @@ def Table(columns, data, dataframe):
 
 
 def arguments(tmp_path, *report_to, **changes):
-    return rlhf.Arguments(output=tmp_path / "run", group_size=2, steps=3, report_to=list(report_to), **changes)
+    return arguments_of(rlhf, output=tmp_path / "run", group_size=2, steps=3, report_to=list(report_to), **changes)
 
 
 def batch(*rewards, prompt="3+4=", text="a|"):
@@ -80,14 +80,14 @@ def installed(monkeypatch):
 
 def test_completions_of_repeated_steps_are_dropped(tmp_path):
     args = arguments(tmp_path, "none")
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         for step in (1, 2, 3):
             run.log_step(step, batch(1.0, 0.0), REPORT, METRICS)
     with run.completions_file.open("a") as file:
         file.write('{"step": 2, "pro')  # a kill cut it short
-    args = replace(args, resume=run.path)
-    with RunFolder(args, "test") as run:
+    args = replace(args, run=replace(args.run, resume=run.path))
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(1, args)
         run.log_step(2, batch(0.0, None), REPORT, METRICS)
     rows = [json.loads(line) for line in run.completions_file.read_text().splitlines()]
@@ -103,11 +103,11 @@ def test_completions_of_repeated_steps_are_dropped(tmp_path):
 
 def test_resuming_does_not_read_all_completions_into_memory(tmp_path):
     args = arguments(tmp_path, "none")
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.completions_file.write_text((json.dumps({"step": 1, "text": "a" * 2**20}) + "\n") * 30)
-    args = replace(args, resume=run.path)
-    with RunFolder(args, "test") as run:
+    args = replace(args, run=replace(args.run, resume=run.path))
+    with RunFolder(args.run, "test") as run:
         tracemalloc.start()
         run.start_metrics(1, args)
         _, peak = tracemalloc.get_traced_memory()
@@ -118,15 +118,15 @@ def test_resuming_does_not_read_all_completions_into_memory(tmp_path):
 
 def test_rewards_metric_called_step_does_not_change_the_step(tmp_path):
     args = arguments(tmp_path, "none")
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_step(1, batch(1.0, 0.0), REPORT, METRICS | {"step": 7.0})
     assert json.loads(run.metrics_file.read_text())["step"] == 1
 
 
 def test_completions_of_ppo_have_no_advantage(tmp_path):
-    args = rlhf_ppo.Arguments(output=tmp_path / "run", report_to=["none"])
-    with RunFolder(args, "test") as run:
+    args = arguments_of(rlhf_ppo, output=tmp_path / "run", report_to=["none"])
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_step(1, batch(1.0), REPORT, METRICS)
     assert "advantage" not in json.loads(run.completions_file.read_text())
@@ -135,7 +135,7 @@ def test_completions_of_ppo_have_no_advantage(tmp_path):
 def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys):
     args, now = arguments(tmp_path, "none"), [10.0]
     monkeypatch.setattr("recipe.run.folder.time.perf_counter", lambda: now[0])
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_metrics(0, {"eval/reward": 0.25, "eval/pass@1": 0.25})
         now[0] += 3
@@ -155,7 +155,7 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys
 
 def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys):
     args = arguments(tmp_path, "none")
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         unknown = {name: value for name, value in METRICS.items() if not name.startswith("reward")}
         run.log_step(1, batch(None, None), REPORT, unknown)
@@ -175,7 +175,7 @@ def test_a_step_is_saved_before_anything_is_said_about_it(name):
 
 
 def test_samples_on_the_screen_are_cut_to_a_line_each(tmp_path, capsys):
-    with RunFolder(arguments(tmp_path, "none"), "test") as run:
+    with RunFolder(arguments(tmp_path, "none").run, "test") as run:
         run.show(batch(0.5, 1.0))
         run.show(batch(None, prompt="p" * 101, text="two\nlines " * 100))
     short, long = capsys.readouterr().out.splitlines()
@@ -188,14 +188,14 @@ def test_samples_on_the_screen_are_cut_to_a_line_each(tmp_path, capsys):
 
 def test_tensorboard_has_the_metrics_and_those_of_repeated_steps_once(tmp_path):
     args = arguments(tmp_path, "tensorboard")
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_metrics(0, {"eval/reward": 0.25})
         for step in (1, 2):
             run.log_step(step, batch(1.0, 0.0), REPORT, METRICS)
     time.sleep(1)  # events are read in the order of their files' names, which begin with the second
-    args = replace(args, resume=run.path)
-    with RunFolder(args, "test") as run:
+    args = replace(args, run=replace(args.run, resume=run.path))
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(1, args)
         run.log_step(2, batch(1.0, 0.0), REPORT, METRICS | {"reward/mean": 0.75})
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
@@ -207,7 +207,7 @@ def test_tensorboard_has_the_metrics_and_those_of_repeated_steps_once(tmp_path):
 def test_wandb_gets_metrics_and_tables_and_resumes_its_run(tmp_path, installed, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     calls, args = installed("wandb"), arguments(tmp_path, "wandb", "none")
-    with pytest.raises(ZeroDivisionError), RunFolder(args, "test") as run:
+    with pytest.raises(ZeroDivisionError), RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_step(1, batch(1.0, None), REPORT, METRICS)
         _ = 1 / 0
@@ -223,8 +223,8 @@ def test_wandb_gets_metrics_and_tables_and_resumes_its_run(tmp_path, installed, 
     assert metrics[1].items() >= {"reward/mean": 0.5, "rewards/exact/mean": 0.5, "sync/GBps": 0.1}.items()
     assert [completions[2], metrics[2]] == [1, 1]
 
-    args = replace(args, resume=run.path)
-    with RunFolder(args, "test") as run:
+    args = replace(args, run=replace(args.run, resume=run.path))
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(1, args)
     assert calls[4:] == [("init", options), ("config", config[1]), ("finish",)]
 
@@ -239,7 +239,7 @@ def test_tables_have_columns_logged_for_some_completions():
 def test_trackio_has_no_tables(tmp_path, installed, monkeypatch):
     monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
     calls, args = installed("trackio"), arguments(tmp_path, "trackio")
-    with RunFolder(args, "test") as run:
+    with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_step(1, batch(1.0, 0.0), REPORT, METRICS)
     started, config, metrics, finished = calls
@@ -260,7 +260,7 @@ def test_trackio_has_no_tables(tmp_path, installed, monkeypatch):
 def test_missing_tracker_is_one_error_and_leaves_nothing(tmp_path, monkeypatch, name, message):
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TENSORBOARD])
     with pytest.raises(RunError) as error:
-        RunFolder(arguments(tmp_path, "tensorboard", name), "test")
+        RunFolder(arguments(tmp_path, "tensorboard", name).run, "test")
     assert str(error.value).startswith(f"--report-to {name}")
     assert message in str(error.value)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SYNC, Script, assert_removed, copy, cpu_only, metrics_of, shared_memory_of
+from conftest import ROOT, SYNC, Script, arguments_of, assert_removed, copy, cpu_only, metrics_of, shared_memory_of
 from learners import build
 from pair import CORE_IN_PROCESS
 
@@ -171,7 +171,7 @@ def placed(monkeypatch):
         monkeypatch.setattr(rlhf.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
         monkeypatch.setattr(rlhf, "reserve", lambda bundles, strategy: reserved.append((bundles, strategy)))
         monkeypatch.setattr(rlhf, "by_node", lambda _: order or list(range(gpus)))
-        _, remark, trainers, engines = rlhf.place(rlhf.Arguments(**arguments))
+        _, remark, trainers, engines = rlhf.place(arguments_of(rlhf, **arguments))
         return reserved, remark, trainers, engines
 
     return place
@@ -231,7 +231,7 @@ def test_too_few_gpus_is_an_error_with_their_number(placed):
             ["--gpu-memory-utilization", "80"],
             "error: argument --gpu-memory-utilization: Input should be less than or equal to 1",
         ),
-        (["--warmup-steps", "1.5"], "error: argument --warmup-steps: invalid int value: '1.5'"),
+        (["--warmup-steps", "1.5"], "error: argument --warmup-steps: Input should be a valid integer"),
         (["--timeout", "0"], "error: argument --timeout: Input should be greater than 0, not 0"),
         (["--report-to", "nobody"], "error: --report-to nobody is none of none, "),
     ],

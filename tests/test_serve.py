@@ -19,11 +19,12 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, Script, cpu_only, metrics_of
+from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
 from torch.distributed import HashStore
 
 import rlhf_serve
 from recipe.errors import RunError
+from recipe.learning.grpo import GRPOConfig
 from recipe.rollouts import replicas
 from recipe.rollouts.engine import sampling_options
 from recipe.rollouts.replicas import Replica, ReplicaError, flags_of
@@ -161,7 +162,7 @@ def servers(monkeypatch):
 def arguments(servers: list, **options) -> rlhf_serve.Arguments:
     urls = [server.url for server in servers]
     defaults = {"engine_url": urls, "api_key": "secret", "engine_timeout": 20.0, "group_size": 2, "max_tokens": 8}
-    return rlhf_serve.Arguments(**defaults | options)
+    return arguments_of(rlhf_serve, **defaults | options)
 
 
 def pool_of(servers: list, act, **options) -> tuple:
@@ -195,7 +196,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12]]
 
 
 def sample(pool, args):
-    return pool.sample(PROMPTS, [sampling_options(args, 1, i) for i in range(len(PROMPTS))], False, True)
+    return pool.sample(PROMPTS, [sampling_options(args.learner, 0, 1, i) for i in range(len(PROMPTS))], False, True)
 
 
 def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
@@ -263,7 +264,7 @@ def test_unfinished_requests_of_a_lost_server_keep_their_seeds(servers, fault):
     rollouts, _ = pool_of(servers, act, engine_timeout=2.0 if fault == "silence" else 20.0)
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert all(rollout.versions.tolist() == [4] * len(rollout.prompt_ids) for rollout in rollouts)
-    sampling = [sampling_options(rlhf_serve.Arguments(group_size=2), 1, i) for i in range(4) for _ in range(2)]
+    sampling = [sampling_options(GRPOConfig(group_size=2), 0, 1, i) for i in range(4) for _ in range(2)]
     assert [int(rollout.completion_ids[0]) for rollout in rollouts] == [own["seed"] % 256 for own in sampling]
 
 
@@ -490,8 +491,8 @@ def test_urls_may_be_repeated_and_no_key_is_saved(monkeypatch):
     command = "rlhf_serve.py --engine-url http://a:1 --engine-url http://b:1 --api-key secret"
     monkeypatch.setattr(sys, "argv", command.split())
     args = parse(rlhf_serve.Arguments, "A script.")
-    assert (args.engine_url, args.api_key) == (["http://a:1", "http://b:1"], "secret")
-    assert "api_key" not in args.given
+    assert (args.servers.engine_url, args.servers.api_key) == (["http://a:1", "http://b:1"], "secret")
+    assert "api_key" not in args.run.given
 
 
 # A run
@@ -586,4 +587,4 @@ def test_run_outlives_its_servers_and_takes_them_in_again(script, tmp_path, faul
     print(f"{faults} faults in {len(rows())} steps; serves again after {min(seconds):.2f} to {max(seconds):.2f} s")
     steps = [json.loads(line)["step"] for line in (run / "completions.jsonl").read_text().splitlines()]
     args = rlhf_serve.Arguments()
-    assert {steps.count(row["step"]) for row in rows()} == {args.prompts_per_step * args.group_size}
+    assert {steps.count(row["step"]) for row in rows()} == {args.task.prompts_per_step * args.learner.group_size}

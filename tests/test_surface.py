@@ -17,8 +17,7 @@ from conftest import ROOT
 
 LIBRARIES = ("vllm", "transformers", "torch", "torchao", "ray", "peft")
 PUBLIC = re.compile(r"\w+\.\w+$|torch\.(?!.*\b_)")
-ARGPARSE = {"_actions", "_get_help_string", "_group_actions", "_optionals", "_StoreFalseAction"}
-PYTHON = ARGPARSE | {"_exit", "_fd", "_replace", "_resource_tracker"}
+PYTHON = {"_exit", "_fd", "_replace", "_resource_tracker"}
 
 # What imports do not show. Below each file of ours: a module, or a class in it, and what the file uses of that; of
 # functions also the parameters that it gives, the positional ones in order and, after *, those by name.

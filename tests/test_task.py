@@ -25,7 +25,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from conftest import code_of
+from conftest import code_of, task_of
 from fakes import Engines, session_without_ray
 from learners import CHAT_TEMPLATE, chat_tokenizer
 from tokenizers.normalizers import Strip
@@ -33,13 +33,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, TrainerState
 
 from recipe.errors import TaskError
+from recipe.learning.grpo import GRPOConfig
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import complete, resample
 from recipe.run.arguments import parse
 from recipe.tasks.dataset import Row
 from recipe.tasks.gsm8k import final_number
 from recipe.tasks.rewards import Batch, Group, Rewards, completion_text, reward_metrics
-from recipe.tasks.task import load_task
 from recipe.tasks.tiny_model import byte_tokenizer
 from recipe.tasks.uppercase import uppercase
 from rlhf import Arguments
@@ -56,7 +56,7 @@ def load(tmp_path, monkeypatch):
     def load_from_flags(*flags, reward="recipe.tasks.uppercase:uppercase"):
         own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
         monkeypatch.setattr(sys, "argv", ["rlhf.py", *map(str, flags), *own])
-        return load_task(parse(Arguments, "a test"))
+        return task_of(parse(Arguments, "a test"))
 
     yield load_from_flags
     for name in sys.modules.keys() - modules:
@@ -406,9 +406,9 @@ def test_gsm8k_has_both_splits_and_room_for_answers(load, monkeypatch):
     task = load("--task", "gsm8k")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert [row.prompt[-1]["content"] for row in task.eval_rows] == ["And 1000 more?"]
-    assert parse(Arguments, "a test").max_tokens == 512
+    assert parse(Arguments, "a test").learner.max_tokens == 512
     assert load("--task", "gsm8k", "--max-tokens", 9)
-    assert parse(Arguments, "a test").max_tokens == 9
+    assert parse(Arguments, "a test").learner.max_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -968,11 +968,11 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     task = load("--prompts", "rows.jsonl", "--reward", "graded:reward", "--prompts-per-step", 4)
     for row in task.rows:
         row.prompt_ids = list(map(ord, row.prompt))
-    args = Arguments(dynamic_sampling=rounds)
+    config = GRPOConfig(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        batch = task.rewards.score(complete(engines, task.draw(step), args, step), step - 1, engines.session)
-        return resample(engines, task, batch, args, step)
+        batch = task.rewards.score(complete(engines, task, task.draw(step), config, step), step - 1, engines.session)
+        return resample(engines, task, batch, config, step)
 
     def content(batch):
         return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import trl
-from conftest import code_of, cpu_only, metrics_of
+from conftest import arguments_of, code_of, cpu_only, metrics_of, task_of
 from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
 from vllm.tool_parsers import ToolParser, ToolParserManager
@@ -30,7 +30,7 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 import rlhf
 import rlhf_async
 from recipe.errors import MismatchError, TaskError
-from recipe.learning.grpo import GRPOLearner
+from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
 from recipe.learning.rollout import Rollout
 from recipe.rollouts import engine
@@ -42,7 +42,6 @@ from recipe.run.arguments import parse
 from recipe.run.session import RaySession
 from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
-from recipe.tasks.task import load_task
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
 
 # Which tokens are learned from
@@ -345,15 +344,15 @@ def converse(folder, monkeypatch):
     def run(says, evaluation=False, **flags):
         own = {"dataset": "test_tools:prompts", "reward": ["test_tools:none"], "group_size": 2, "prompts_per_step": 2}
         own |= {"max_tokens": 100, "tool_parser": "pythonic"}
-        made.args = rlhf.Arguments(**own | flags)
+        made.args = arguments_of(rlhf, **own | flags)
         if not hasattr(made, "task"):
-            made.task = load_task(made.args)
+            made.task = task_of(made.args)
             made.task.tokenize(str(folder))
-            made.task.check_lengths(256, made.args.max_tokens)
+            made.task.check_lengths(256, made.args.learner.max_tokens)
         made.tokenizer = made.task.tools.template.tokenizer
         made.engines = Engines(made.tokenizer, says)
         rows = made.task.draw(1)
-        made.batch = complete(made.engines, rows, made.args, 1, evaluation, tools=made.task.tools)
+        made.batch = complete(made.engines, made.task, rows, made.args.learner, 1, evaluation)
         made.batch = made.task.rewards.score(made.batch, 0, made.engines)
         return made.batch.rollouts
 
@@ -584,7 +583,7 @@ def test_evaluation_has_no_more_environments_than_a_step(converse, samples):
     flags = {"eval_dataset": "test_tools:held_out", "eval_every": 1, "eval_samples": samples}
     converse(says, environment="test_tools:Counter", **flags)
     before, made = Counter.made, converse.made
-    metrics = evaluate(made.engines, made.task, made.args, 0)
+    metrics = evaluate(made.engines, made.task, made.args.learner, 0)
     assert Counter.made - before == 4  # for 4 / samples of the seven prompts
     assert (metrics["eval/reward"], metrics["eval/turns/mean"]) == (1, 2)
     assert len(made.engines.turns) == 2 * (4 + 7 * samples)
@@ -669,11 +668,11 @@ def test_environment_whose_call_timed_out_is_thrown_away(converse):
 HANGS = """
 import threading
 from concurrent.futures import wait
-from test_tools import MESSAGES, Counter, load_task, rlhf
+from test_tools import MESSAGES, Counter, arguments_of, rlhf, task_of
 from recipe.tasks.dataset import Row
 from recipe.tasks.environment import together
 
-tools = load_task(rlhf.Arguments(environment="test_tools:Counter", dataset=None, reward=[])).tools
+tools = task_of(arguments_of(rlhf, environment="test_tools:Counter", dataset=None, reward=[])).tools
 Counter.__init__ = lambda self: threading.Event().wait()
 row = Row(MESSAGES, {}, "row 0")
 opening = together(tools.open(row, evaluation=False) for _ in range(2))  # one of them is there
@@ -771,7 +770,7 @@ def test_each_turn_of_a_completion_has_its_own_seed():
     """In 25 rounds of two steps, for two seeds of the run. An evaluation has others."""
     turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
     options = [
-        sampling_options(rlhf.Arguments(seed=seed, group_size=4), step, turn.number, evaluation, rounds, turn)
+        sampling_options(GRPOConfig(group_size=4), seed, step, turn.number, evaluation, rounds, turn)
         for seed in (0, 1)
         for step in (0, 1)
         for evaluation in (False, True)
@@ -902,7 +901,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
     tools = ["test_tools:hold", "test_tools:shout"]
     converse(lambda *_: "end", tools=tools)
     task = converse.made.task
-    args = rlhf_async.Arguments(group_size=2, prompts_per_step=2, steps=6, max_tokens=100, max_staleness=2)
+    args = arguments_of(rlhf_async, group_size=2, prompts_per_step=2, steps=6, max_tokens=100, max_staleness=2)
     HELD.clear()
 
     def says(text, number):
@@ -911,7 +910,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
         return "[hold()]" if number == 3 and engines.version else '[shout(text="a")]'
 
     engines = AsyncEngines(converse.made.tokenizer, says)
-    with RolloutsAhead(engines, task, args, 0) as ahead, ThreadPoolExecutor(1) as beside:
+    with RolloutsAhead(engines, task, args.ahead, args.learner, 0) as ahead, ThreadPoolExecutor(1) as beside:
         taking = beside.submit(ahead.take, 1)
         deadline = time.monotonic() + 20
         while len(engines.turns) < 3 * (4 + 3) and time.monotonic() < deadline:  # all of three steps but for the held

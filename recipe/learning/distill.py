@@ -14,8 +14,8 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge
-from transformers.hf_argparser import HfArg
 
+from ..flags import arg
 from .grpo import GRPOLearner
 from .layout import as_tensor
 from .learner import LearnerConfig
@@ -27,9 +27,8 @@ from .rollout import Rollout
 class DistillConfig(ObjectiveConfig, LearnerConfig):
     """The options of distillation."""
 
-    group_size: Annotated[int, Ge(1)] = HfArg(default=8, help="completions of each prompt (G)")
-    reward_coef: Annotated[float, Ge(0)] = HfArg(
-        default=0.0, help="weight of the rewards' advantages, which are added to the teacher's; 0: rewards only measure"
+    reward_coef: Annotated[float, Ge(0)] = arg(
+        0.0, help="weight of the rewards' advantages, which are added to the teacher's; 0: rewards only measure"
     )
 
 

@@ -24,8 +24,8 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge
-from transformers.hf_argparser import HfArg
 
+from ..flags import arg
 from .learner import LearnerConfig, PolicyLearner, Proof
 from .lora import without_adapters
 from .model import Model
@@ -37,8 +37,9 @@ from .rollout import Rollout, known_rewards, rollout_metrics
 class GRPOConfig(ObjectiveConfig, LearnerConfig):
     """GRPO's options."""
 
-    dynamic_sampling: Annotated[int, Ge(0)] = HfArg(
-        default=0,
+    group_size: Annotated[int, Ge(2)] = arg(8, help="completions of each prompt, whose rewards are compared (G)")
+    dynamic_sampling: Annotated[int, Ge(0)] = arg(
+        0,
         help="DAPO's dynamic sampling: replace prompts whose completions all have the same reward, in so many rounds at"
         " most; 0: do not",
     )

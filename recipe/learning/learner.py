@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from annotated_types import Ge, Gt
 from torch.distributed.tensor import DTensor
-from transformers.hf_argparser import HfArg
 
 from ..errors import DivergenceError, MismatchError
+from ..flags import arg
 from .layout import as_tensor
 from .lora import load_adapters
 from .model import Model, ModelConfig, RankBatch
@@ -36,29 +36,28 @@ LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as
 class LearnerConfig(ModelConfig):
     """How a model learns: the optimizer and its updates."""
 
-    learning_rate: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="AdamW's learning rate (default: 1e-6; adapters: 1e-5; the built-in model: 3e-3)"
+    learning_rate: Annotated[float | None, Gt(0)] = arg(
+        None, help="AdamW's learning rate (default: 1e-6; adapters: 1e-5; the built-in model: 3e-3)"
     )
-    adam_eps: Annotated[float, Gt(0)] = HfArg(
-        default=1e-15, help="AdamW's epsilon; the default is from ScaleRL, arXiv:2510.13786"
+    adam_eps: Annotated[float, Gt(0)] = arg(
+        1e-15, help="AdamW's epsilon; the default is from ScaleRL, arXiv:2510.13786"
     )
-    lr_scheduler: Literal["constant", "linear", "cosine"] = HfArg(
-        default="constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
+    lr_scheduler: Literal["constant", "linear", "cosine"] = arg(
+        "constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
     )
-    warmup_steps: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="number of steps at the start in which the learning rate rises from 0"
+    warmup_steps: Annotated[int, Ge(0)] = arg(
+        0, help="number of steps at the start in which the learning rate rises from 0"
     )
-    max_grad_norm: Annotated[float, Gt(0)] = HfArg(
-        default=1.0, help="a gradient whose norm is larger is scaled down to this norm"
+    max_grad_norm: Annotated[float, Gt(0)] = arg(
+        1.0, help="a gradient whose norm is larger is scaled down to this norm"
     )
-    num_epochs: Annotated[int, Ge(1)] = HfArg(default=1, help="times that a step goes through its rollouts")
-    num_mini_batches: Annotated[int, Ge(1)] = HfArg(
-        default=1,
-        help="mini-batches into which an epoch divides the rollouts, at most one for each; each makes an update",
+    num_epochs: Annotated[int, Ge(1)] = arg(1, help="times that a step goes through its rollouts")
+    num_mini_batches: Annotated[int, Ge(1)] = arg(
+        1, help="mini-batches into which an epoch divides the rollouts, at most one for each; each makes an update"
     )
-    offload_optimizer: bool = HfArg(default=False, help="keep the optimizer's state in host memory between updates")
-    max_mismatch: Annotated[float | None, Gt(0)] = HfArg(
-        default=None,
+    offload_optimizer: bool = arg(False, help="keep the optimizer's state in host memory between updates")
+    max_mismatch: Annotated[float | None, Gt(0)] = arg(
+        None,
         help="the run ends if the mean |Δ logprob| between engine and trainer exceeds this (default: the script's"
         " bound, or twice the measured rounding of bf16, if that is more)",
     )

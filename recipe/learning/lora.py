@@ -15,11 +15,11 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge
-from transformers.hf_argparser import HfArg
 
 from weight_sync.lora import LoRAWeight
 
 from ..errors import RunError
+from ..flags import arg
 from .multimodal import learning_modules
 from .precision import freeze
 from .sharding import fuses_weights, whole
@@ -34,16 +34,16 @@ ALL_LINEAR = ["all-linear"]
 class LoRAArguments:
     """LoRA adapters, which learn in place of the whole model."""
 
-    lora_rank: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="train LoRA adapters of this rank, and freeze the model (default: train all weights)"
+    lora_rank: Annotated[int | None, Ge(1)] = arg(
+        None, help="train LoRA adapters of this rank, and freeze the model (default: train all weights)"
     )
-    lora_alpha: Annotated[int, Ge(1)] = HfArg(default=32, help="LoRA's alpha: adapters are scaled by alpha / rank")
-    lora_targets: list[str] = HfArg(
-        default_factory=ALL_LINEAR.copy,
+    lora_alpha: Annotated[int, Ge(1)] = arg(32, help="LoRA's alpha: adapters are scaled by alpha / rank")
+    lora_targets: list[str] = arg(
+        ALL_LINEAR.copy,
         help="names of the layers that get adapters, such as q_proj v_proj; all-linear: all linear layers but the head",
     )
-    save_merged: bool = HfArg(
-        default=False, help="with --lora-rank: also write the model with merged adapters to each checkpoint"
+    save_merged: bool = arg(
+        False, help="with --lora-rank: also write the model with merged adapters to each checkpoint"
     )
 
 

@@ -16,9 +16,9 @@ from typing import Annotated, Literal
 import torch
 import torch.distributed as dist
 from annotated_types import Ge
-from transformers.hf_argparser import HfArg
 
 from ..errors import RunError
+from ..flags import arg
 from . import exact
 from .attention import AttentionChoice, can_share_prompts, choose_attention, random_prompts
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
@@ -28,31 +28,29 @@ from .multimodal import auto_class, is_multimodal, learning_modules
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
+from .sampling import SamplingConfig
 from .sharding import Checkpointing, as_forward, compile_blocks, load_model
 
 SPARE_SHARE = 0.1  # of a GPU's memory, for what grows later
 
 
 @dataclass
-class ModelConfig(LoRAArguments):
+class ModelConfig(LoRAArguments, SamplingConfig):
     """How the trainer's models compute."""
 
-    temperature: Annotated[float, Ge(0.01)] = HfArg(default=1.0, help="sampling temperature, at least 0.01")
-    micro_batch_tokens: Annotated[int, Ge(1)] = HfArg(
-        default=32768,
+    micro_batch_tokens: Annotated[int, Ge(1)] = arg(
+        32768,
         help="largest number of tokens in one of the trainer's forward passes, padding included; a longer sequence"
         " passes alone",
     )
-    gradient_checkpointing: Literal["auto", "true", "false"] = HfArg(
-        default="auto",
+    gradient_checkpointing: Literal["auto", "true", "false"] = arg(
+        "auto",
         help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
         " memory, up to a third more time (auto: unless the first step finds memory for the rest)",
     )
-    compile: bool = HfArg(
-        default=False, help="compile the trainer's blocks with torch.compile; the first steps take longer"
-    )
-    attention: Literal["sdpa", "eager"] | None = HfArg(
-        default=None, help="the trainer's attention implementation (default: sdpa, or eager if sdpa's logits differ)"
+    compile: bool = arg(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
+    attention: Literal["sdpa", "eager"] | None = arg(
+        None, help="the trainer's attention implementation (default: sdpa, or eager if sdpa's logits differ)"
     )
 
 

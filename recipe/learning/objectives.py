@@ -19,7 +19,9 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
-from transformers.hf_argparser import HfArg
+
+from ..flags import arg
+from .sampling import SamplingConfig
 
 CLIP = {  # by --loss: how far below and above 1 the ratio is clipped
     "grpo": (0.2, 0.28),  # clip-higher (DAPO)
@@ -34,29 +36,27 @@ STD_EPS = 1e-4  # added to a standard deviation before dividing by it
 
 
 @dataclass
-class PolicyLossConfig:
+class PolicyLossConfig(SamplingConfig):
     """The loss of the policy."""
 
     loss: ClassVar[str] = "ppo"
-    max_tokens: Annotated[int, Ge(1)] = HfArg(default=16, help="largest number of tokens in a completion (T)")
-    clip_low: Annotated[float | None, Gt(0), Le(1)] = HfArg(
-        default=None, help="the loss clips the probability ratio at 1 minus this (default: 0.2; gspo: 3e-4; cispo: 1)"
+    clip_low: Annotated[float | None, Gt(0), Le(1)] = arg(
+        None, help="the loss clips the probability ratio at 1 minus this (default: 0.2; gspo: 3e-4; cispo: 1)"
     )
-    clip_high: Annotated[float | None, Gt(0)] = HfArg(
-        default=None,
-        help="the loss clips the probability ratio at 1 plus this (default: 0.28; PPO: 0.2; gspo: 4e-4; cispo: 4)",
+    clip_high: Annotated[float | None, Gt(0)] = arg(
+        None, help="the loss clips the probability ratio at 1 plus this (default: 0.28; PPO: 0.2; gspo: 4e-4; cispo: 4)"
     )
-    mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] = HfArg(
-        default="tis",
+    mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] = arg(
+        "tis",
         help="what to do with a token's importance weight, the trainer's probability over the engine's: cap it (tis),"
         " drop tokens (icepop) or whole completions (sequence_mask) that are out of bounds, or leave it out (none); not"
         " with --loss cispo",
     )
-    importance_cap: Annotated[float | None, Ge(1)] = HfArg(
-        default=None, help="upper bound of the importance weight (default: tis 2, icepop 5, sequence_mask 3)"
+    importance_cap: Annotated[float | None, Ge(1)] = arg(
+        None, help="upper bound of the importance weight (default: tis 2, icepop 5, sequence_mask 3)"
     )
-    importance_floor: Annotated[float, Ge(0), Le(1)] = HfArg(
-        default=0.5, help="lower bound of the importance weight, with --mismatch-correction icepop"
+    importance_floor: Annotated[float, Ge(0), Le(1)] = arg(
+        0.5, help="lower bound of the importance weight, with --mismatch-correction icepop"
     )
 
 
@@ -64,20 +64,17 @@ class PolicyLossConfig:
 class ObjectiveConfig(PolicyLossConfig):
     """Advantages, losses and the KL penalty."""
 
-    group_size: Annotated[int, Ge(2)] = HfArg(
-        default=8, help="completions of each prompt, whose rewards are compared (G)"
+    advantage: Literal["grpo", "dr_grpo", "reinforce++"] = arg(
+        "grpo", help="how rewards become advantages (docs/objectives.md)"
     )
-    advantage: Literal["grpo", "dr_grpo", "reinforce++"] = HfArg(
-        default="grpo", help="how rewards become advantages (docs/objectives.md)"
+    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = arg(
+        "dapo", help="the loss of a token, and its weight in the sum of all tokens (docs/objectives.md)"
     )
-    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = HfArg(
-        default="dapo", help="the loss of a token, and its weight in the sum of all tokens (docs/objectives.md)"
+    mask_truncated_completions: bool = arg(
+        False, help="learn nothing from completions that were cut off, such as at --max-tokens"
     )
-    mask_truncated_completions: bool = HfArg(
-        default=False, help="learn nothing from completions that were cut off, such as at --max-tokens"
-    )
-    kl_coef: Annotated[float, Ge(0)] = HfArg(
-        default=0.0, help="coefficient of the KL penalty, which keeps the policy near the initial model; 0: none"
+    kl_coef: Annotated[float, Ge(0)] = arg(
+        0.0, help="coefficient of the KL penalty, which keeps the policy near the initial model; 0: none"
     )
 
 

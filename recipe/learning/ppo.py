@@ -20,8 +20,8 @@ from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le
-from transformers.hf_argparser import HfArg
 
+from ..flags import arg
 from .learner import Learner, LearnerConfig, PolicyLearner, PolicyScores, Proof, learning_rate
 from .lora import without_adapters
 from .model import Model
@@ -37,29 +37,25 @@ MAX_KL_ERROR = 0.2  # the largest relative error of the KL that adapts the coeff
 class PPOConfig(PolicyLossConfig, LearnerConfig):
     """PPO's options."""
 
-    group_size: Annotated[int, Ge(1)] = HfArg(default=8, help="completions of each prompt (G)")
-    num_mini_batches: Annotated[int, Ge(1)] = HfArg(
-        default=2, help="mini-batches into which an epoch divides the rollouts; each makes one update"
+    cliprange_value: Annotated[float, Gt(0)] = arg(
+        0.5, help="the critic's loss clips values to within ± this of the values before the step"
     )
-    cliprange_value: Annotated[float, Gt(0)] = HfArg(
-        default=0.5, help="the critic's loss clips values to within ± this of the values before the step"
+    gamma: Annotated[float, Ge(0), Le(1)] = arg(1.0, help="discount of later rewards, per token")
+    lam: Annotated[float, Ge(0), Le(1)] = arg(
+        1.0, help="lambda of GAE (advantage estimation): 1 has no bias, 0 the least variance"
     )
-    gamma: Annotated[float, Ge(0), Le(1)] = HfArg(default=1.0, help="discount of later rewards, per token")
-    lam: Annotated[float, Ge(0), Le(1)] = HfArg(
-        default=1.0, help="lambda of GAE (advantage estimation): 1 has no bias, 0 the least variance"
+    kl_coef: Annotated[float, Ge(0)] = arg(
+        0.01, help="coefficient of the KL penalty in the rewards, which keeps the policy near the initial model"
     )
-    kl_coef: Annotated[float, Ge(0)] = HfArg(
-        default=0.01, help="coefficient of the KL penalty in the rewards, which keeps the policy near the initial model"
+    kl_target: Annotated[float | None, Gt(0)] = arg(
+        None, help="KL per token to which --kl-coef is adapted after each step (default: it stays as it is)"
     )
-    kl_target: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="KL per token to which --kl-coef is adapted after each step (default: it stays as it is)"
+    kl_horizon: Annotated[int, Ge(1)] = arg(
+        10_000, help="with --kl-target: number of completions over which --kl-coef adapts"
     )
-    kl_horizon: Annotated[int, Ge(1)] = HfArg(
-        default=10_000, help="with --kl-target: number of completions over which --kl-coef adapts"
-    )
-    reward_clip: Annotated[float, Gt(0)] = HfArg(default=10.0, help="completions' rewards are clipped to ± this")
-    critic_learning_rate: Annotated[float | None, Gt(0)] = HfArg(
-        default=None, help="the critic's learning rate (default: the policy's, but at least 1e-5)"
+    reward_clip: Annotated[float, Gt(0)] = arg(10.0, help="completions' rewards are clipped to ± this")
+    critic_learning_rate: Annotated[float | None, Gt(0)] = arg(
+        None, help="the critic's learning rate (default: the policy's, but at least 1e-5)"
     )
 
 

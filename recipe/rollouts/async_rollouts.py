@@ -25,11 +25,12 @@ from typing import Annotated
 
 import numpy as np
 from annotated_types import Ge
-from transformers.hf_argparser import HfArg
 
 from rlhf_utils import WeightSyncError
 
 from ..errors import RunError
+from ..flags import arg
+from ..learning.grpo import GRPOConfig
 from ..learning.rollout import Rollout
 from ..run.actors import ActorGroup
 from ..run.session import die_with_children
@@ -55,12 +56,11 @@ PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too
 class AsyncArguments:
     """How far generation runs ahead of learning."""
 
-    max_staleness: Annotated[int, Ge(0)] = HfArg(
-        default=2,
-        help="how many steps old the weights that sampled a token may be when a step learns from it; 0: on-policy",
+    max_staleness: Annotated[int, Ge(0)] = arg(
+        2, help="how many steps old the weights that sampled a token may be when a step learns from it; 0: on-policy"
     )
-    in_flight: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="limit of the prompts whose completions are generated at a time (default: two steps')"
+    in_flight: Annotated[int | None, Ge(1)] = arg(
+        None, help="limit of the prompts whose completions are generated at a time (default: two steps')"
     )
 
 
@@ -167,10 +167,10 @@ class RolloutsAhead:
     A slow reward stops neither the engines nor the trainer.
     """
 
-    def __init__(self, engines: ActorGroup, task: Task, args, steps_done: int):
-        self.engines, self.session, self.task, self.args = engines, engines.session, task, args
+    def __init__(self, engines: ActorGroup, task: Task, args: AsyncArguments, config: GRPOConfig, steps_done: int):
+        self.engines, self.session, self.task, self.args, self.config = engines, engines.session, task, args, config
         self.last_begun, self.batches = steps_done, deque()  # the batches of the steps begun and not taken
-        self.max_in_flight = args.in_flight or 2 * args.prompts_per_step
+        self.max_in_flight = args.in_flight or 2 * task.args.prompts_per_step
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
         self.queued: deque[tuple[_PendingBatch, int]] = deque()  # groups that no engine has yet
         self.lock, self.closed = threading.RLock(), False
@@ -188,7 +188,7 @@ class RolloutsAhead:
         So they may begin with the prompts of step `step` + `max_staleness`. Raises what the reward raised; TaskError if
         it takes too long; RunError as `_with_staleness` does.
         """
-        while self.last_begun < max(step, min(step + self.args.max_staleness, self.args.steps)):
+        while self.last_begun < max(step, min(step + self.args.max_staleness, self.task.steps)):
             self.last_begun += 1
             rows = self.task.draw(self.last_begun)
             self.batches.append(self._begin(self.last_begun, rows))
@@ -200,7 +200,8 @@ class RolloutsAhead:
         def complete_and_score(rows: list[Row], round_number: int) -> Batch:
             return self._wait_for(self._begin(step, rows, round_number).result)
 
-        return self._with_staleness(replace_equal_groups(self.task, batch, self.args, step, complete_and_score), step)
+        rounds = self.config.dynamic_sampling
+        return self._with_staleness(replace_equal_groups(self.task, batch, rounds, step, complete_and_score), step)
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
         """Metrics: the shares of a step in which engines generated nothing, as they measure it, and in which the
@@ -217,8 +218,8 @@ class RolloutsAhead:
         if new >= PROOF_TOKENS:
             return []
         prompts = [group.row.prompt_ids for group in batch.groups]
-        short = replace(self.args, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
-        sampling = [sampling_options(short, step, number) for number in range(len(prompts))]
+        short = replace(self.config, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
+        sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
         return list(itertools.chain(*self.engines.call("proving", AsyncEngineActor.sample, prompts, sampling)))
 
     def _with_staleness(self, batch: Batch, step: int) -> Batch:
@@ -275,8 +276,8 @@ class RolloutsAhead:
         return await self.task.rewards.score_group(group, batch.step - 1)
 
     async def _generate(self, batch: "_PendingBatch", i: int, engine: str) -> Group:
-        row, size, actor = batch.rows[i], self.args.group_size, self.engines.actors[engine]
-        sampling = partial(sampling_options, self.args, batch.step, round_number=batch.round_number)
+        row, size, actor = batch.rows[i], self.config.group_size, self.engines.actors[engine]
+        sampling = partial(sampling_options, self.config, self.task.seed, batch.step, round_number=batch.round_number)
 
         async def sample(prompt_ids: list[int], options: dict, low_priority: bool) -> list[Rollout]:
             with self.lock:
@@ -293,7 +294,7 @@ class RolloutsAhead:
         if not self.task.tools:
             return Group(row, await sample(row.prompt_ids, sampling(i), batch.low_priority))
         conversations = [
-            Conversation(self.task.tools, row, number, self.args.max_tokens, evaluation=False)
+            Conversation(self.task.tools, row, number, self.config.max_tokens, evaluation=False)
             for number in range(i * size, (i + 1) * size)
         ]
         await asyncio.gather(*(converse([conversation], sample_turn) for conversation in conversations))

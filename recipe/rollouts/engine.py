@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,13 +16,15 @@ import numpy as np
 import psutil
 from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, ValidationError
-from transformers.hf_argparser import HfArg
 
 from rlhf_utils import WeightSyncError
 
 from ..errors import EngineError, RunError
+from ..flags import arg
 from ..functions import json_object
+from ..learning.grpo import GRPOConfig
 from ..learning.rollout import Rollout
+from ..learning.sampling import SamplingConfig
 from ..run.actors import ActorGroup
 from ..run.session import die_with_children
 from ..tasks.dataset import Row
@@ -46,20 +48,19 @@ KEPT_PREFIX_CACHE = "vLLM did not reset its prefix cache, which holds keys and v
 class EngineArguments:
     """How large an engine is, and how vLLM runs it."""
 
-    tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
-        default=2, help="GPUs that each engine is spread over (CPU: groups of cores)"
+    tensor_parallel_size: Annotated[int, Ge(1)] = arg(
+        2, help="GPUs that each engine is spread over (CPU: groups of cores)"
     )
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = HfArg(
-        default=0.8, help="fraction of each of its GPUs' memory that an engine takes"
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = arg(
+        0.8, help="fraction of each of its GPUs' memory that an engine takes"
     )
-    max_model_len: Annotated[int | None, Ge(1)] = HfArg(
-        default=None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
+    max_model_len: Annotated[int | None, Ge(1)] = arg(
+        None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
     )
-    enforce_eager: bool = HfArg(default=False, help="decode without CUDA graphs (CPU: always)")
-    engine_args: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default="{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
+    enforce_eager: bool = arg(False, help="decode without CUDA graphs (CPU: always)")
+    engine_args: Annotated[str, AfterValidator(json_object)] = arg(
+        "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
-    ignore_eos: bool = field(default=False, init=False)  # no flag: completions go on to `max_tokens`
 
 
 def unlink_shared_memory(parent: psutil.Process) -> None:
@@ -209,18 +210,17 @@ def set_environment(environment: dict[str, str]) -> None:
 
 
 def llm_options(
-    args: EngineArguments, device: str, bundles: Sequence[int], workers: int | None = None, **options
+    args: EngineArguments, device: str, bundles: Sequence[int], engines: int = 1, **options
 ) -> tuple[dict, dict[str, str]]:
     """The options of a vllm.LLM, and the environment variables that it and its workers want.
 
-    The engine's workers use these `bundles` of its placement group. On CPU, `workers` of all engines share the cores
-    (default: those of this engine). `options` are the script's own.
+    The engine's workers use these `bundles` of its placement group. On CPU, `engines` of this size share the cores.
+    `options` are the script's own.
     """
-    workers = workers or len(bundles)
+    workers = engines * len(bundles)
     options = {
-        "tensor_parallel_size": args.tensor_parallel_size,
+        "tensor_parallel_size": len(bundles),
         "max_model_len": args.max_model_len,
-        "seed": args.seed,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     } | options
     if device == "cuda":
@@ -241,7 +241,13 @@ def llm_options(
 
 
 def sampling_options(
-    args, step: int, number: int, evaluation: bool = False, round_number: int = 0, turn: Turn | None = None
+    config: SamplingConfig,
+    seed: int,
+    step: int,
+    number: int,
+    evaluation: bool = False,
+    round_number: int = 0,
+    turn: Turn | None = None,
 ) -> dict:
     """vLLM's options for `group_size` completions of the prompt of this number, in this round of a step or evaluation.
     With a `turn`, they are for one turn of the completion of this number.
@@ -251,13 +257,12 @@ def sampling_options(
     """
     # No top-p and no top-k: the log-probabilities are over the whole vocabulary, as the trainer's are.
     return {
-        "n": 1 if turn else args.group_size,
-        "temperature": args.temperature,
-        "max_tokens": turn.max_tokens if turn else args.max_tokens,
-        "ignore_eos": args.ignore_eos,
+        "n": 1 if turn else config.group_size,
+        "temperature": config.temperature,
+        "max_tokens": turn.max_tokens if turn else config.max_tokens,
         "logprobs": None if evaluation else 0,
         "detokenize": False,  # vLLM decodes token by token, and `_texts` once
-        "seed": request_seed(args.seed, evaluation, step, round_number, turn.index if turn else 0, number),
+        "seed": request_seed(seed, evaluation, step, round_number, turn.index if turn else 0, number),
     }
 
 
@@ -322,19 +327,20 @@ def in_parts(items: list, count: int) -> list[list]:
 
 def complete(
     engines: ActorGroup,
+    task: Task,
     rows: list[Row],
-    args,
+    config: SamplingConfig,
     step: int,
     evaluation: bool = False,
-    tools: Tools | None = None,
     round_number: int = 0,
 ) -> Batch:
-    """`group_size` completions of each of these rows, without rewards. The rows are divided among the engines. With
-    `tools`, completions are conversations. Rounds of a step, or of an evaluation, have other seeds each."""
-    if tools:
-        return complete_by_tools(engines, rows, args, step, evaluation, tools, round_number)
-    size, phase = args.group_size, "evaluating" if evaluation else "generating"
-    sampling = partial(sampling_options, args, step, evaluation=evaluation, round_number=round_number)
+    """`group_size` completions of each of these rows of the task, without rewards. The rows are divided among the
+    engines. If the task has tools, completions are conversations. Rounds of a step, or of an evaluation, have other
+    seeds each."""
+    sampling = partial(sampling_options, config, task.seed, step, evaluation=evaluation, round_number=round_number)
+    size, phase = config.group_size, "evaluating" if evaluation else "generating"
+    if task.tools:
+        return complete_by_tools(engines, task.tools, rows, config, sampling, evaluation, phase)
     parts = in_parts([*enumerate(rows)], len(engines))
     each = [([row.prompt_ids for _, row in part], [sampling(i) for i, _ in part], evaluation) for part in parts]
     rollouts = [*itertools.chain(*engines.call(phase, EngineActor.sample, each=each))]
@@ -342,18 +348,23 @@ def complete(
 
 
 def complete_by_tools(
-    engines: ActorGroup, rows: list[Row], args, step: int, evaluation: bool, tools: Tools, round_number: int
+    engines: ActorGroup,
+    tools: Tools,
+    rows: list[Row],
+    config: SamplingConfig,
+    sampling: Callable[..., dict],
+    evaluation: bool,
+    phase: str,
 ) -> Batch:
     """As `complete`, by conversations in lock-step. Each stays with one engine, which has its keys and values in its
     cache."""
-    size, phase = args.group_size, "evaluating" if evaluation else "generating"
+    size = config.group_size
     conversations = [
-        Conversation(tools, row, i * size + k, args.max_tokens, evaluation)
+        Conversation(tools, row, i * size + k, config.max_tokens, evaluation)
         for i, row in enumerate(rows)
         for k in range(size)
     ]
     numbers = in_parts([conversation.number for conversation in conversations], len(engines))
-    sampling = partial(sampling_options, args, step, evaluation=evaluation, round_number=round_number)
 
     async def sample(turns: list[Turn]) -> list[Rollout]:
         parts = [[turn for turn in turns if turn.number in own] for own in numbers]
@@ -369,24 +380,24 @@ def complete_by_tools(
     return Batch([group_of(conversations[i : i + size]) for i in range(0, len(conversations), size)])
 
 
-def resample(engines: ActorGroup, task: Task, batch: Batch, args, step: int) -> Batch:
+def resample(engines: ActorGroup, task: Task, batch: Batch, config: GRPOConfig, step: int) -> Batch:
     """The batch, in which groups whose rewards are all equal are replaced by groups of other prompts, in at most
     --dynamic-sampling rounds (Yu et al. 2025, arXiv:2503.14476). What is still equal after that stays."""
 
     def complete_and_score(rows: list[Row], round_number: int) -> Batch:
-        batch = complete(engines, rows, args, step, tools=task.tools, round_number=round_number)
+        batch = complete(engines, task, rows, config, step, round_number=round_number)
         return task.rewards.score(batch, step - 1, engines.session)
 
-    return replace_equal_groups(task, batch, args, step, complete_and_score)
+    return replace_equal_groups(task, batch, config.dynamic_sampling, step, complete_and_score)
 
 
 def replace_equal_groups(
-    task: Task, batch: Batch, args, step: int, complete_and_score: Callable[[list[Row], int], Batch]
+    task: Task, batch: Batch, rounds: int, step: int, complete_and_score: Callable[[list[Row], int], Batch]
 ) -> Batch:
     """As `resample`, where `complete_and_score(rows, round_number)` returns the completions of rows, with rewards. The
     step's own prompts were round 0."""
     groups, drawn, replaced = list(batch.groups), [group.row for group in batch.groups], 0
-    for round_number in range(1, args.dynamic_sampling + 1):
+    for round_number in range(1, rounds + 1):
         equal = [i for i, group in enumerate(groups) if group.is_equal]
         rows = task.draw_others(step, len(equal), drawn)
         if not rows:  # no group is equal, or all prompts have been tried

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import time
 
+from ..learning.sampling import SamplingConfig
 from ..run.actors import ActorGroup
 from ..tasks.rewards import Batch, reward_metrics
-from ..tasks.task import Task
+from ..tasks.task import Task, TaskArguments
 from .engine import complete
 
 
-def evaluate(engines: ActorGroup, task: Task, args, step: int) -> dict[str, float]:
+def evaluate(engines: ActorGroup, task: Task, config: SamplingConfig, step: int) -> dict[str, float]:
     """Metrics of completions of the held-out prompts; {} if no evaluation is due after this step.
 
     One is due before the first step, after every `eval_every` steps, and after the last one. Each prompt gets one
@@ -21,22 +22,23 @@ def evaluate(engines: ActorGroup, task: Task, args, step: int) -> dict[str, floa
     An evaluation changes nothing in training: each request has its seed, the same in every evaluation, and the engines
     drop the prompts from their caches.
     """
-    if not args.eval_every or (step % args.eval_every and step != args.steps):
+    args = task.args
+    if not args.eval_every or (step % args.eval_every and step != task.steps):
         return {}
     started, samples = time.perf_counter(), args.eval_samples or 1
-    temperature = args.temperature if args.eval_samples else 0.0
-    sampling = dataclasses.replace(args, group_size=samples, temperature=temperature)
+    temperature = config.temperature if args.eval_samples else 0.0
+    sampling = dataclasses.replace(config, group_size=samples, temperature=temperature)
     rows, groups = task.eval_rows, []
     # Each conversation has a thread and an environment: no more at a time than in a step of training.
-    at_once = max(1, args.prompts_per_step * args.group_size // samples) if task.tools else len(rows)
+    at_once = max(1, args.prompts_per_step * config.group_size // samples) if task.tools else len(rows)
     for part, first in enumerate(range(0, len(rows), at_once)):
-        batch = complete(engines, rows[first : first + at_once], sampling, 0, True, task.tools, round_number=part)
+        batch = complete(engines, task, rows[first : first + at_once], sampling, 0, True, round_number=part)
         groups += task.rewards.score(batch, step, engines.session).groups
     batch = Batch(groups, reward_metrics(groups))
     return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}
 
 
-def evaluation_metrics(batch: Batch, args) -> dict[str, float]:
+def evaluation_metrics(batch: Batch, args: TaskArguments) -> dict[str, float]:
     """The metrics of an evaluation's completions, which have rewards."""
     samples = args.eval_samples or 1
     known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in batch.groups]

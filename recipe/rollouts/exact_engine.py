@@ -7,19 +7,21 @@ without split-K, so they give the same bits as vLLM's Triton kernel, and a decod
 """
 
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from transformers.hf_argparser import HfArg
 
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 
 from ..errors import RunError
+from ..flags import arg
 from ..learning.exact import attention_backend, missing_operation
+from ..learning.model import ModelConfig
 from ..run.actors import ActorGroup, LearnerActor
-from ..run.checkpoint import replace_flags
 from ..run.folder import RunFolder
+from .engine import EngineArguments
 
 LEAST_CAPABILITY = 90  # of a GPU: on SM80, that mode replaces more operations than are known here
 LEAST_NCCL = (2, 29, 7)  # from which on vLLM's settings are for its own communicators only
@@ -27,11 +29,11 @@ ORDERED_SUMS = (4, 6, 8)  # workers for which vLLM's own all-reduce adds in the 
 
 
 @dataclass
-class ExactArguments:
+class ExactEngineArguments(EngineArguments):
     """Whether trainers compute what engines compute, bit for bit."""
 
-    exact: Literal["auto", "on", "off"] = HfArg(
-        default="auto",
+    exact: Literal["auto", "on", "off"] = arg(
+        "auto",
         help="whether trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto),"
         " or else the run ends (on), or not (off)",
     )
@@ -52,14 +54,22 @@ class ExactColocateWorkerExtension(ColocateWorkerExtension):
     """`ColocateWorkerExtension`, for an exact engine."""
 
 
-def settle_exactness(run: RunFolder, args, model: str, trainers: ActorGroup, by_nccl: bool = True):
+def settle_exactness(
+    run: RunFolder,
+    args: ExactEngineArguments,
+    config: ModelConfig,
+    model: str,
+    trainers: ActorGroup,
+    by_nccl: bool = True,
+    engine_url: Sequence[str] = (),
+) -> ExactEngineArguments:
     """The arguments, with `--exact off` if no engine of this model can be exact. Says why, or raises RunError with
     `--exact on`. `trainers` have started, and load no model yet; `by_nccl` says whether they send the weights so."""
     from transformers import AutoConfig
 
     gpu = None if args.exact == "off" else trainers.call_rank_0("starting", LearnerActor.gpu)
     if args.exact == "off" or (args.exact == "auto" and gpu is None):
-        return replace_flags(args, exact="off")
+        return replace(args, exact="off")
     workers, hidden_size = args.tensor_parallel_size, AutoConfig.from_pretrained(model).get_text_config().hidden_size
     obstacles = {
         "there is no GPU": gpu is None,
@@ -70,9 +80,9 @@ def settle_exactness(run: RunFolder, args, model: str, trainers: ActorGroup, by_
         f"NCCL adds up for {workers} workers, in an order of its own (--tensor-parallel-size)": (
             gpu and workers > 2 and (workers not in ORDERED_SUMS or workers > gpu.linked or hidden_size % 8)  # noqa: PLR2004
         ),
-        "others have started the engines (--engine-url)": getattr(args, "engine_url", None),
-        "inductor rounds in other places (--compile)": args.compile,
-        "trainers would not use the attention that was asked for (--attention)": args.attention is not None,
+        "others have started the engines (--engine-url)": engine_url,
+        "inductor rounds in other places (--compile)": config.compile,
+        "trainers would not use the attention that was asked for (--attention)": config.attention is not None,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):
@@ -82,15 +92,15 @@ def settle_exactness(run: RunFolder, args, model: str, trainers: ActorGroup, by_
     if args.exact == "on":
         raise RunError(f"--exact on: {reason}")
     run.say(f"not exact: {reason}")
-    return replace_flags(args, exact="off")
+    return replace(args, exact="off")
 
 
-def exact_options(args, model: str, extension: str) -> dict:
+def exact_options(exact: str, model: str, extension: str) -> dict:
     """vLLM's options for an engine with this worker extension of rlhf_utils, and if it is to be exact, for that. Then
     sets the environment variable that its workers inherit."""
     from transformers import AutoConfig
 
-    if args.exact == "off":
+    if exact == "off":
         return {"worker_extension_cls": f"rlhf_utils.{extension}"}
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     backend = attention_backend(AutoConfig.from_pretrained(model))

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import torch
 from pydantic import AfterValidator
-from transformers.hf_argparser import HfArg
 
 from rlhf_utils import WorkerExtension
+
+from ..flags import arg
 
 
 def torchao_config(value: str) -> str:
@@ -35,9 +36,8 @@ def torchao_config(value: str) -> str:
 class QuantizationArguments:
     """How torchao quantizes the engines' weights."""
 
-    quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = HfArg(
-        default=None,
-        help="how torchao quantizes: the JSON of its configuration, or a file with it (default: FP8; CPU: int8)",
+    quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = arg(
+        None, help="how torchao quantizes: the JSON of its configuration, or a file with it (default: FP8; CPU: int8)"
     )
 
 

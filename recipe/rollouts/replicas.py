@@ -25,16 +25,17 @@ from typing import Annotated
 
 import httpx
 import psutil
-from annotated_types import Ge, Gt
-from transformers.hf_argparser import HfArg
+from annotated_types import Gt
 
 from rlhf_utils import SyncReport
 
 from ..errors import EngineError, RunError
+from ..flags import arg
 from ..learning.rollout import Rollout
+from ..run.actors import LayoutArguments
 from ..run.session import one_line
-from .engine import EngineArguments, labelled_rollouts_of, llm_options, logged_reason, unlink_shared_memory
-from .exact_engine import exact_options
+from .engine import labelled_rollouts_of, llm_options, logged_reason, unlink_shared_memory
+from .exact_engine import ExactEngineArguments, exact_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
 SERVER = """
@@ -54,19 +55,14 @@ HOW_TO_START = (
 
 
 @dataclass
-class ServeArguments:
+class ServeArguments(LayoutArguments):
     """Which vLLM servers generate."""
 
-    engine_url: list[str] = HfArg(
-        default_factory=list, metadata={"action": "extend"}, help="URL of a vLLM server; may be given several times"
+    engine_url: list[str] = arg(list, help="URL of a vLLM server; may be given several times")
+    engine_timeout: Annotated[float, Gt(0)] = arg(
+        60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
     )
-    engines: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="servers to start, all on one machine, if there is no --engine-url"
-    )
-    engine_timeout: Annotated[float, Gt(0)] = HfArg(
-        default=60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
-    )
-    api_key: str | None = HfArg(default=None, help="the servers' --api-key (default: $VLLM_API_KEY)")
+    api_key: str | None = arg(None, help="the servers' --api-key (default: $VLLM_API_KEY)")
 
 
 class ReplicaError(Exception):
@@ -221,14 +217,14 @@ class ReplicaPool:
         """Have these replicas, which are connected, take the trainer's weights. Those that prove it `begin_serving`."""
         raise NotImplementedError
 
-    async def load(self, model: str, args, device: str) -> int:
+    async def load(self, model: str, args: ServeArguments, engine: ExactEngineArguments, device: str) -> int:
         """Reach the servers at --engine-url, or start them. Returns the tokens that a prompt and its completion may
         have."""
         from transformers import AutoTokenizer
 
         key = args.api_key or os.environ.get("VLLM_API_KEY")
         urls = list(dict.fromkeys(args.engine_url)) or [
-            self._start_server(model, args, device, i, key) for i in range(args.engines)
+            self._start_server(model, args.engines, engine, device, i, key) for i in range(args.engines)
         ]
         self.replicas = [Replica(f"engine {i}", url, key, args.engine_timeout) for i, url in enumerate(urls)]
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -369,15 +365,17 @@ class ReplicaPool:
 
     # Servers that this run starts. They end with it, and none is started again.
 
-    def _start_server(self, model: str, args: EngineArguments, device: str, number: int, api_key: str | None) -> str:
-        """Start server `number` on its part of this actor's devices. Returns its URL."""
+    def _start_server(
+        self, model: str, engines: int, args: ExactEngineArguments, device: str, number: int, api_key: str | None
+    ) -> str:
+        """Start server `number` of so many engines on its part of this actor's devices. Returns its URL."""
         from vllm.utils.network_utils import get_open_port
 
         tp, port = args.tensor_parallel_size, get_open_port()
         bundles = list(range(number * tp, (number + 1) * tp))
         options = {"enable_scale_out": True, "distributed_executor_backend": "mp"}
-        options |= exact_options(args, model, "WorkerExtension")
-        options, environment = llm_options(args, device, bundles, args.engines * tp, **options)
+        options |= exact_options(args.exact, model, "WorkerExtension")
+        options, environment = llm_options(args, device, bundles, engines, **options)
         command = [sys.executable, "-c", SERVER, "--model", model]
         command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]
         environment |= {"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_API_KEY": api_key} if api_key else {})

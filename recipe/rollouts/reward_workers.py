@@ -10,8 +10,8 @@ from typing import Annotated
 import ray
 from annotated_types import Ge
 from pydantic import AfterValidator
-from transformers.hf_argparser import HfArg
 
+from ..flags import arg
 from ..functions import json_object
 from ..learning.value_models import RewardModel
 from ..run.actors import ActorGroup
@@ -28,17 +28,17 @@ REWARD_MODEL = "reward_model"  # the name of its scores among the rewards
 class RewardArguments:
     """A reward model, and where rewards are computed."""
 
-    reward_model: str | None = HfArg(
-        default=None,
+    reward_model: str | None = arg(
+        None,
         help="a sequence classifier with one output: on the Hugging Face hub, a folder, or module:function, which is"
         " called with (folder, seed) and writes one there; its score is one more reward beside those of --reward, and"
         " its weight is the last of --reward-weights",
     )
-    reward_workers: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="Ray tasks, on any node, for each --reward; the prompts of a step are divided among them"
+    reward_workers: Annotated[int, Ge(1)] = arg(
+        1, help="Ray tasks, on any node, for each --reward; the prompts of a step are divided among them"
     )
-    reward_resources: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default='{"CPU": 0}', help="the Ray resources of each of --reward-workers, as JSON"
+    reward_resources: Annotated[str, AfterValidator(json_object)] = arg(
+        '{"CPU": 0}', help="the Ray resources of each of --reward-workers, as JSON"
     )
 
 
@@ -49,7 +49,7 @@ class RewardWorkers:
     that, and if a function raises, the run ends.
     """
 
-    def __init__(self, rewards: Rewards, reward_model: ActorGroup | None, args):
+    def __init__(self, rewards: Rewards, reward_model: ActorGroup | None, args: RewardArguments):
         self.rewards, self.reward_model = rewards, reward_model
         self.workers = args.reward_workers
         resources = json.loads(args.reward_resources)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import numpy as np
 from annotated_types import Ge
-from transformers.hf_argparser import HfArg
 
 from ..errors import RunError
+from ..flags import arg
 from ..run.actors import ActorGroup
 from ..tasks.rewards import Batch
 from ..tasks.task import Task
@@ -19,16 +19,16 @@ from .engine import EngineActor, in_parts, sampling_params
 class TeacherArguments:
     """The teacher."""
 
-    teacher: str | None = HfArg(
-        default=None,
+    teacher: str | None = arg(
+        None,
         help="the model to learn from, with the token ids of --model: on the Hugging Face hub, a folder, or"
         " module:function, which is called with (folder, seed) and writes one there",
     )
-    teacher_engines: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="the teacher's engines; the completions of a step are divided among them"
+    teacher_engines: Annotated[int, Ge(1)] = arg(
+        1, help="the teacher's engines; the completions of a step are divided among them"
     )
-    teacher_tensor_parallel_size: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="GPUs that each of the teacher's engines is spread over (CPU: groups of cores)"
+    teacher_tensor_parallel_size: Annotated[int, Ge(1)] = arg(
+        1, help="GPUs that each of the teacher's engines is spread over (CPU: groups of cores)"
     )
 
 

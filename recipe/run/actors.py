@@ -21,11 +21,11 @@ import torch
 from annotated_types import Ge
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from transformers.hf_argparser import HfArg
 
 from weight_sync.groups import device_id_of
 
 from ..errors import RunError
+from ..flags import arg
 from ..learning.exact import GPU, match_engine
 from ..learning.learner import Learner
 from ..learning.model import Model
@@ -40,12 +40,16 @@ RESERVE_SECONDS = 60  # limit for Ray to reserve a placement group
 
 @dataclass
 class LayoutArguments:
-    """How many trainers and engines there are, on separate devices."""
+    """How many engines there are."""
 
-    trainers: Annotated[int, Ge(1)] = HfArg(
-        default=1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them"
-    )
-    engines: Annotated[int, Ge(1)] = HfArg(default=1, help="engines; the prompts of a step are divided among them")
+    engines: Annotated[int, Ge(1)] = arg(1, help="engines; the prompts of a step are divided among them")
+
+
+@dataclass
+class SeparateLayoutArguments(LayoutArguments):
+    """How many trainers there are, on other devices than the engines."""
+
+    trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them")
 
 
 @dataclass(frozen=True)

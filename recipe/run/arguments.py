@@ -5,13 +5,14 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import TypeAdapter, ValidationError
-from transformers.hf_argparser import HfArg, HfArgumentParser
 
 from ..errors import TaskError
+from ..flags import Flag, arg, flags_in, flat, with_values
 from ..functions import import_module
 
 NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that a resumed run does not inherit
@@ -37,119 +38,117 @@ NEEDS = [  # flags that do nothing alone: what they need, in words, and whether 
 class RunArguments:
     """Which model, how many steps, where the results go."""
 
-    model: str | None = HfArg(
-        default=None,
+    model: str | None = arg(
+        None,
         help="a model on the Hugging Face hub, a folder, or module:function, which is called with (folder, seed) and"
         " writes a model there (default: facebook/opt-125m; CPU: a small built-in one)",
     )
-    steps: Annotated[int, Ge(1)] = HfArg(default=30, help="learning steps")
-    seed: Annotated[int, Ge(0), Lt(2**32)] = HfArg(
-        default=0, help="seed of the order of the prompts, of sampling and of the built-in model"
+    steps: Annotated[int, Ge(1)] = arg(30, help="learning steps")
+    seed: Annotated[int, Ge(0), Lt(2**32)] = arg(
+        0, help="seed of the order of the prompts, of sampling and of the built-in model"
     )
-    ray_address: str | None = HfArg(
-        default=None, help='address of a Ray cluster to join; "auto": the one on this machine (default: start Ray)'
+    ray_address: str | None = arg(
+        None, help='address of a Ray cluster to join; "auto": the one on this machine (default: start Ray)'
     )
-    output: Path | None = HfArg(default=None, help="run folder (default: a new one under runs/)")
-    save_every: Annotated[int, Ge(0)] = HfArg(
-        default=10, help="save a checkpoint every so many steps and at the end; 0: never"
-    )
-    report_to: list[str] = HfArg(
-        default_factory=lambda: ["tensorboard"],
+    output: Path | None = arg(None, help="run folder (default: a new one under runs/)")
+    save_every: Annotated[int, Ge(0)] = arg(10, help="save a checkpoint every so many steps and at the end; 0: never")
+    report_to: list[str] = arg(
+        lambda: ["tensorboard"],
         help="where metrics go, in addition to the run folder: tensorboard, wandb, trackio, mlflow or another of"
         " accelerate's trackers, or none",
     )
-    resume: Path | None = HfArg(default=None, help="folder of a run to continue from its last checkpoint")
-    timeout: Annotated[float, Gt(0)] = HfArg(
-        default=3600.0,
+    resume: Path | None = arg(None, help="folder of a run to continue from its last checkpoint")
+    timeout: Annotated[float, Gt(0)] = arg(
+        3600.0,
         help="seconds that a phase (starting, generating, learning, syncing) may take; then the run ends with an error",
     )
-    # No flags: the names of the arguments that were given, now or to the run to --resume, and remarks on the latter.
-    given: list[str] = dataclasses.field(default_factory=list, init=False)
-    remarks: list[str] = dataclasses.field(default_factory=list, init=False)
+    # No flags: the flags that were given, now or to the run to --resume, and remarks on the latter.
+    given: dict[str, object] = dataclasses.field(default_factory=dict)
+    remarks: list[str] = dataclasses.field(default_factory=list)
 
 
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """--help without "(default: None)"."""
+class Parser(argparse.ArgumentParser):
+    """The parser of these flags. --help groups them under the first lines of the classes that declare them."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if isinstance(action, argparse._StoreFalseAction):  # a --no-flag
-            return "turn this off"
-        return action.help if action.default is None else super()._get_help_string(action)
-
-
-class Parser(HfArgumentParser):
-    """The flags of a dataclass. --help groups them under the first lines of the classes that declare them."""
-
-    def __init__(self, cls: type, description: str):
-        types = {field: field.type for field in dataclasses.fields(cls)}
+    def __init__(self, flags: dict[str, Flag], description: str):
         super().__init__(
-            cls,
             description=description,
             usage="%(prog)s [--flag value ...]",
-            formatter_class=Help,
+            argument_default=argparse.SUPPRESS,  # what is not given is not there
             allow_abbrev=False,
         )
-        for field, bounded in types.items():
-            field.type = bounded  # HfArgumentParser strips the bounds, also from the classes that this one inherits
-        groups = {}
-        for action in [action for action in self._actions if action.dest != "help"]:
-            action.option_strings = [name for name in action.option_strings if "_" not in name]  # --a_b works unnamed
-            declaring = (base for base in reversed(cls.__mro__) if action.dest in vars(base).get("__annotations__", ()))
-            title = next(declaring, cls).__doc__.splitlines()[0].rstrip(".")
-            if title not in groups:
-                groups[title] = self.add_argument_group(title)
-            self._optionals._group_actions.remove(action)
-            groups[title]._group_actions.append(action)
+        self.flags, groups = flags, {}
+        for name, each in flags.items():
+            if each.title not in groups:
+                groups[each.title] = self.add_argument_group(each.title)
+            options = {"dest": name}
+            for type_ in (each.type, *get_args(each.type)):
+                if type_ is bool:
+                    options |= {"nargs": "?", "const": True}
+                elif get_origin(type_) is list:
+                    options |= {"nargs": "+", "action": "extend"}
+                elif get_origin(type_) is Literal:
+                    options |= {"choices": get_args(type_)}
+            default = "" if each.default is None else f" (default: {each.default})"
+            help_text = (each.help + default).replace("%", "%%")
+            groups[each.title].add_argument(*filter(None, (flag(name), each.alias)), help=help_text, **options)
+            if "_" in name:
+                self.add_argument(f"--{name}", help=argparse.SUPPRESS, **options)
 
-    def given(self) -> dict:
-        """The values of the flags on the command line, and no others."""
-        unset = argparse.Namespace(**{action.dest: None for action in self._actions})  # or it would get the defaults
-        return {name: value for name, value in vars(self.parse_args(namespace=unset)).items() if value is not None}
+    def check(self, values: dict, source: str = "argument") -> dict:
+        """These values of flags, or their texts, with the flags' types. One that is wrong is a usage error."""
+        checked = {}
+        for name, value in values.items():
+            try:
+                checked[name] = TypeAdapter(self.flags[name].type).validate_python(value)
+            except ValidationError as invalid:
+                error = invalid.errors()[0]
+                self.error(f"{source} {flag(name)}: {error['msg']}, not {error['input']}")
+        return checked
 
 
-def parse(cls: type[RunArguments], description: str) -> RunArguments:
+def parse(cls: type, description: str):
     """An instance of this dataclass from the command line. With --resume, the flags given to that run are the defaults.
 
     `description` is the script's docstring; its first line heads --help. Bad arguments exit with a usage error.
     """
-    adapter, parser = TypeAdapter(cls), Parser(cls, description.splitlines()[0])
-    now = given = parser.given()
-    remarks = []
+    flags, remarks = flags_in(cls), []
+    parser = Parser(flags, description.splitlines()[0])
+    now = given = parser.check(vars(parser.parse_args()))
     paths = [name for name in PATHS if os.path.exists(given.get(name, ""))]
     given |= {name: os.path.abspath(given[name]) for name in paths}  # actors, and --resume, have another working folder
     if folder := given.get("resume"):
         if "output" in given:
             parser.error("--resume continues in that run's folder: it takes no --output")
         try:
-            given, remarks = resumed(cls, json.loads((folder / "args.json").read_text()), given)
+            given, remarks = resumed(flags, json.loads((folder / "args.json").read_text()), given)
         except (OSError, ValueError, KeyError) as error:
             parser.error(f"--resume {folder}: not a run folder, which has args.json and checkpoints ({error!r})")
+    task = given.get("task", flags["task"].default if "task" in flags else "")
     try:
-        args = adapter.validate_python(task_defaults(cls, given) | given)
+        defaults = task_defaults(task, flags, given)
     except TaskError as error:
         parser.error(str(error))
-    except ValidationError as invalid:
-        error = invalid.errors()[0]
-        source = "argument" if error["loc"][0] in given else f"DEFAULTS of --task {given.get('task', cls.task)}:"
-        parser.error(f"{source} {flag(error['loc'][0])}: {error['msg']}, not {error['input']}")
+    values = parser.check(defaults, f"DEFAULTS of --task {task}:") | given
+    saved = {name: value for name, value in given.items() if name not in NOT_SAVED}
+    args = with_values(cls(), values | {"given": saved, "remarks": remarks})
     for names, need, has_it in NEEDS:
-        if (idle := [name for name in names if name in now]) and not has_it(args):  # a saved flag cannot be dropped
+        idle = [name for name in names if name in now]  # now: a saved flag cannot be dropped
+        if idle and not has_it(SimpleNamespace(**flat(args))):
             parser.error(f"{flag(idle[0])} needs {need}")
-    if options := json.loads(now.get("engine_args", "{}")).keys() & vars(args).keys():
+    if options := json.loads(now.get("engine_args", "{}")).keys() & flags.keys():
         parser.error(f"--engine-args: {min(options)} has a flag of its own, {flag(min(options))}")
-    args.given, args.remarks = [name for name in given if name not in NOT_SAVED], remarks
     return args
 
 
-def resumed(cls: type, saved: dict, now: dict) -> tuple[dict, list[str]]:
+def resumed(flags: dict[str, Flag], saved: dict, now: dict) -> tuple[dict, list[str]]:
     """The flags of a run that goes on: those given to it before, by its `saved` arguments, overridden by those given
     `now`. Also returns remarks on them for the user."""
-    types = {field.name: field.type for field in dataclasses.fields(cls)}
     before = {name: saved[name] for name in saved["given"]}
-    unknown = [flag(name) for name in sorted(before.keys() - types.keys())]
-    for name in before.keys() & types.keys() - now.keys():
+    unknown = [flag(name) for name in sorted(before.keys() - flags.keys())]
+    for name in before.keys() & flags.keys() - now.keys():
         try:
-            TypeAdapter(types[name]).validate_python(before[name])
+            before[name] = TypeAdapter(flags[name].type).validate_python(before[name])
         except ValidationError:
             unknown.append(f"{flag(name)} {before.pop(name)}")
     if {"reward", "reward_model"} & now.keys():
@@ -160,7 +159,7 @@ def resumed(cls: type, saved: dict, now: dict) -> tuple[dict, list[str]]:
         remarks.append(f"that run had {', '.join(unknown)}, which this script does not know: left out")
     if changed:
         remarks.append("not as in that run: " + ", ".join(f"{flag(n)} {now[n]} ({saved[n]})" for n in changed))
-    return {name: value for name, value in before.items() if name in types} | now, remarks
+    return {name: value for name, value in before.items() if name in flags} | now, remarks
 
 
 def flag(name: str) -> str:
@@ -168,7 +167,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def task_defaults(cls: type, given: dict) -> dict:
+def task_defaults(task: str, flags: dict[str, Flag], given: dict) -> dict:
     """What the task sets: `DEFAULTS` of the module recipe/tasks/`task`.py, or of one in the working folder.
 
     Leaves out what the `given` flags replace. A dataset replaces the task's, with its splits and its evaluation, and
@@ -177,13 +176,13 @@ def task_defaults(cls: type, given: dict) -> dict:
 
     Raises TaskError if there is no such module, or no flag for one of its defaults.
     """
-    if not (task := given.get("task", getattr(cls, "task", None))):
+    if not task:
         return {}
     is_built_in = (TASKS / f"{task}.py").exists()
     module = import_module(f"--task {task}", f"recipe.tasks.{task}" if is_built_in else task)
     if not isinstance(defaults := getattr(module, "DEFAULTS", None), dict):
         raise TaskError(f"--task {task}: {module.__file__} has no DEFAULTS")
-    if unknown := defaults.keys() - {field.name for field in dataclasses.fields(cls)}:
+    if unknown := defaults.keys() - flags.keys():
         raise TaskError(f"--task {task}: DEFAULTS has {' and '.join(sorted(unknown))}, for which there is no flag")
     if "environment" in given and "task" not in given:
         return {}

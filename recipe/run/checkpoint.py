@@ -11,7 +11,10 @@ from pathlib import Path
 
 from ..errors import RunError
 from ..functions import named_function
+from ..learning.distill import DistillConfig
+from ..learning.grpo import GRPOConfig
 from ..learning.lora import adapted_model, check_adapters
+from ..learning.ppo import PPOConfig
 from ..learning.saving import state_files
 from ..learning.sharding import wait_for_ranks
 from .arguments import RunArguments
@@ -140,8 +143,10 @@ def check_files(checkpoint: Path) -> None:
             raise RunError(f"{file} cannot be read ({first_line(error)})") from error
 
 
-def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Models, RunArguments]:
-    """The models of a new run, or of the one to resume, and the arguments with the model's learning rate.
+def choose_models(
+    run_folder: Path, args: RunArguments, config: GRPOConfig | DistillConfig | PPOConfig, device: str
+) -> tuple[Models, GRPOConfig | DistillConfig | PPOConfig]:
+    """The models of a new run, or of the one to resume, and the learner's config with the model's learning rate.
 
     Without --model, a run on CPU gets the built-in model, with its own learning rate unless one is given. A model that
     a function makes is in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume has no
@@ -150,51 +155,50 @@ def choose_models(run_folder: Path, args: RunArguments, device: str) -> tuple[Mo
     name = args.model or DEFAULT_MODEL
     built_in = (run_folder / "model").is_dir() if args.resume else device == "cpu"
     if args.model is None and built_in:
-        name = BUILTIN_BASE if args.lora_rank else BUILTIN_MODEL
-        args = replace_flags(args, learning_rate=args.learning_rate or BUILTIN_LEARNING_RATE)
+        name = BUILTIN_BASE if config.lora_rank else BUILTIN_MODEL
+        config = replace(config, learning_rate=config.learning_rate or BUILTIN_LEARNING_RATE)
     if args.resume and is_gone(name):
-        if args.lora_rank or args.kl_coef or hasattr(args, "critic_model"):  # PPO always has a reference
+        if config.lora_rank or config.kl_coef or isinstance(config, PPOConfig):  # PPO always has a reference
             raise RunError(f"the model that this run began with is no longer at {name}: --model says where it is now")
         name = str(max(checkpoints(run_folder), default=name))
     initial = load_or_make(name, run_folder / "model", args)
     checkpoint = last_checkpoint(run_folder, of_model=initial) if args.resume else None
     if checkpoint:
-        check_adapters(checkpoint, args)
+        check_adapters(checkpoint, config)
         if (done := int(checkpoint.name.rpartition("-")[2])) >= args.steps:
             raise RunError(f"that run has done its {done} steps: ask for more with --steps")
     if args.ray_address:
         folders = {path for path in (initial, str(checkpoint or initial)) if os.path.isdir(path)}
         check_nodes(sorted(folders), "GPU" if device == "cuda" else "CPU")
-    return Models(initial, initial if args.lora_rank else str(checkpoint or initial), checkpoint), args
-
-
-def replace_flags(args: RunArguments, **changes) -> RunArguments:
-    """A copy of the arguments with these values, which the script has settled: they do not count as `given`."""
-    changed = replace(args, **changes)
-    changed.given, changed.remarks = args.given, args.remarks
-    return changed
+    return Models(initial, initial if config.lora_rank else str(checkpoint or initial), checkpoint), config
 
 
 def choose_ppo_models(
-    run_folder: Path, args: RunArguments, device: str, is_chat: bool = False
-) -> tuple[dict[str, str], dict[str, Path], RunArguments]:
+    run_folder: Path,
+    args: RunArguments,
+    config: PPOConfig,
+    critic: str | None,
+    reward_model: str | None,
+    device: str,
+    is_chat: bool = False,
+) -> tuple[dict[str, str], dict[str, Path], PPOConfig]:
     """Returns the model that each actor of rlhf_ppo.py loads, by the actor's name; the folders whose training state
-    trainer and critic go on from, by the same names; and the arguments, as `choose_models` does.
+    trainer and critic go on from, by the same names; and the learner's config, as `choose_models` does.
 
-    The critic is that of the checkpoint, if it has one, or `--critic-model`, or the initial policy. With --lora-rank,
+    The critic is that of the checkpoint, if it has one, or this `critic`, or the initial policy. With --lora-rank,
     policy and critic have adapters: the checkpoint has only those, and the policy without them is the reference. A
     reward model that a function makes is in the run's folder. Raises RunError for models that do not fit each other, or
     prompts that are chat messages (`is_chat`).
     """
-    if args.kl_target and not args.kl_coef:
+    if config.kl_target and not config.kl_coef:
         raise RunError("--kl-target multiplies --kl-coef, which is 0 and stays 0: give --kl-coef a value above 0")
-    models, args = choose_models(run_folder, args, device)
-    critic, reward_model = args.critic_model or models.initial, args.reward_model
+    models, config = choose_models(run_folder, args, config, device)
+    critic = critic or models.initial
     states = {"trainer": models.checkpoint} if models.checkpoint else {}
     if models.checkpoint and (models.checkpoint / CRITIC).is_dir():
         states["critic"] = models.checkpoint / CRITIC
-        check_adapters(states["critic"], args)
-        critic = critic if args.lora_rank else str(states["critic"])
+        check_adapters(states["critic"], config)
+        critic = critic if config.lora_rank else str(states["critic"])
     check_critic(critic, models.loaded)
     if reward_model:
         reward_model = load_or_make(reward_model, run_folder / "reward_model", args, "--reward-model")
@@ -202,26 +206,28 @@ def choose_ppo_models(
     if args.ray_address:
         folders = [path for path in (critic, reward_model) if path and os.path.isdir(path)]
         check_nodes(folders, "GPU" if device == "cuda" else "CPU")
-    reference = None if args.lora_rank else models.initial
+    reference = None if config.lora_rank else models.initial
     paths = {"trainer": models.loaded, "critic": critic, "reference": reference, "reward_model": reward_model}
-    return {name: path for name, path in paths.items() if path}, states, args
+    return {name: path for name, path in paths.items() if path}, states, config
 
 
-def choose_teacher(run_folder: Path, args: RunArguments, model: str, device: str) -> str:
+def choose_teacher(
+    run_folder: Path, args: RunArguments, teacher: str | None, temperature: float, model: str, device: str
+) -> str:
     """The teacher of rlhf_distill.py: a name on the hub, or a folder. One that a function makes is in the run's folder.
 
     Raises RunError if there is none, if it cannot be loaded or has other token ids than this model, or if the student
     would sample at another temperature than the teacher's log-probabilities have.
     """
-    if not args.teacher:
+    if not teacher:
         raise RunError("--teacher is missing: which model is the student to learn from?")
-    if args.temperature != 1:
-        raise RunError(f"--temperature {args.temperature:g}: a teacher's log-probabilities are those at 1")
-    teacher = load_or_make(args.teacher, run_folder / "teacher", args, "--teacher")
-    check_vocabulary(f"the teacher {args.teacher}", teacher, model, "--teacher")
-    if args.ray_address and os.path.isdir(teacher):
-        check_nodes([teacher], "GPU" if device == "cuda" else "CPU")
-    return teacher
+    if temperature != 1:
+        raise RunError(f"--temperature {temperature:g}: a teacher's log-probabilities are those at 1")
+    path = load_or_make(teacher, run_folder / "teacher", args, "--teacher")
+    check_vocabulary(f"the teacher {teacher}", path, model, "--teacher")
+    if args.ray_address and os.path.isdir(path):
+        check_nodes([path], "GPU" if device == "cuda" else "CPU")
+    return path
 
 
 def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--model") -> str:

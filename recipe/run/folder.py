@@ -12,7 +12,6 @@ checkpoint-000010/    model or adapters in Hugging Face format, and trainer_stat
                       writes its part; the last two checkpoints are kept
 """
 
-import dataclasses
 import fcntl
 import gc
 import json
@@ -29,6 +28,8 @@ from pathlib import Path
 from rlhf_utils import SyncReport, WeightSyncError
 
 from ..errors import RunError, UserError
+from ..flags import flat
+from ..learning.grpo import GRPOConfig
 from ..learning.objectives import advantages
 from ..learning.rollout import known_rewards
 from ..tasks.dataset import content_text
@@ -126,20 +127,20 @@ class RunFolder:
         elif seconds and seconds % 10 == 0:
             self.say(f"{phase} ... {seconds} s")
 
-    def start_metrics(self, steps_done: int, args: RunArguments) -> None:
-        """Save `args`, as the script has settled them; drop metrics and completions of steps after `steps_done`; start
-        the trackers."""
+    def start_metrics(self, steps_done: int, args) -> None:
+        """Save the script's `Arguments`, as it has settled them; drop metrics and completions of steps after
+        `steps_done`; start the trackers."""
         for rows in (self.metrics_file, self.completions_file):
             _keep_rows(rows, steps_done)
         self.rows = [*map(json.loads, self.metrics_file.read_text().splitlines())]
         file = self.path / "args.json"
         before = json.loads(file.read_text()) if steps_done and file.exists() else {}
-        settled = {name: value for name, value in dataclasses.asdict(args).items() if name not in NOT_SAVED}
-        config = settled | {name: getattr(self.args, name) for name in self.args.given}  # --resume takes what was given
+        config = {name: value for name, value in flat(args).items() if name not in NOT_SAVED}
+        config |= self.args.given | {"given": [*self.args.given]}  # --resume takes what was given
         config["run_id"] = before.get("run_id") or uuid.uuid4().hex[:8]
         replace_file(file, json.dumps(config, indent=1, default=str) + "\n")
         self.trackers.start(self.path, config["run_id"], steps_done, config)
-        self.args, self.steps_done = args, steps_done
+        self.learner, self.steps_done = args.learner, steps_done
         self.began = self.logged = time.perf_counter()
 
     def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
@@ -173,9 +174,8 @@ class RunFolder:
                 if rollout.messages:
                     row["messages"] = rollout.messages
                 rows.append(row | {"rewards": rollout.rewards})
-        kind = getattr(self.args, "advantage", None)  # PPO has no such flag
-        if kind and not hasattr(self.args, "teacher"):
-            values = advantages(known_rewards(batch.rollouts), self.args.group_size, kind).tolist()
+        if isinstance(config := self.learner, GRPOConfig):
+            values = advantages(known_rewards(batch.rollouts), config.group_size, config.advantage).tolist()
             rows = [row | {"advantage": value} for row, value in zip(rows, values, strict=True)]
         return [row | rollout.extra for row, rollout in zip(rows, batch.rollouts, strict=True)]
 

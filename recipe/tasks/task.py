@@ -12,14 +12,14 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
 from pydantic import AfterValidator
-from transformers.hf_argparser import HfArg
 
 from ..errors import TaskError
+from ..flags import arg
 from ..functions import json_object
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows
 from .rewards import FROM_THE_RUN, Rewards
-from .tools import Tools
+from .tools import ToolArguments, Tools
 
 EMPTY = [{"role": "user", "content": ""}]  # the prompt where the environment's `reset` says what there is to do
 
@@ -28,68 +28,67 @@ EMPTY = [{"role": "user", "content": ""}]  # the prompt where the environment's 
 class TaskArguments:
     """Prompts and rewards."""
 
-    task: str = HfArg(
-        default="uppercase",
+    task: str = arg(
+        "uppercase",
         help="a module in recipe/tasks/ or in the working folder; its DEFAULTS are the defaults of other flags",
     )
-    dataset: str | None = HfArg(
-        default=None,
-        aliases=["--prompts"],
+    dataset: str | None = arg(
+        None,
+        alias="--prompts",
         help="a file (.jsonl, .ndjson, .csv, .tsv, .json, .parquet), a folder, a dataset on the Hugging Face hub, or"
         " module:function, which gets the split and returns rows",
     )
-    dataset_config: str | None = HfArg(default=None, help="configuration of a dataset on the hub")
-    dataset_split: str = HfArg(default="train", help='split to learn from; a slice as well: "train[:1000]"')
-    map: str | None = HfArg(
-        default=None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'
+    dataset_config: str | None = arg(None, help="configuration of a dataset on the hub")
+    dataset_split: str = arg("train", help='split to learn from; a slice as well: "train[:1000]"')
+    map: str | None = arg(
+        None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'
     )
-    eval_dataset: str | None = HfArg(
-        default=None, help="dataset to evaluate on (default: --dataset, if --eval-split is given)"
+    eval_dataset: str | None = arg(None, help="dataset to evaluate on (default: --dataset, if --eval-split is given)")
+    eval_split: str | None = arg(
+        None, help="split to evaluate on (default: none; with --eval-dataset: test, or train of a file)"
     )
-    eval_split: str | None = HfArg(
-        default=None, help="split to evaluate on (default: none; with --eval-dataset: test, or train of a file)"
+    eval_share: Annotated[float, Ge(0), Lt(1)] = arg(0.0, help="share of the prompts that is held out to evaluate on")
+    system_prompt: str | None = arg(None, help="system message of chats that begin without one")
+    chat_template_kwargs: Annotated[str, AfterValidator(json_object)] = arg(
+        "{}", help="arguments of the chat template, as JSON: '{\"enable_thinking\": false}'"
     )
-    eval_share: Annotated[float, Ge(0), Lt(1)] = HfArg(
-        default=0.0, help="share of the prompts that is held out to evaluate on"
-    )
-    system_prompt: str | None = HfArg(default=None, help="system message of chats that begin without one")
-    chat_template_kwargs: Annotated[str, AfterValidator(json_object)] = HfArg(
-        default="{}", help="arguments of the chat template, as JSON: '{\"enable_thinking\": false}'"
-    )
-    reward: list[str] | None = HfArg(
-        default=None,
+    reward: list[str] | None = arg(
+        None,
         help="reward functions, as module:function, with TRL's signature: reward(prompts, completions, **columns)"
         " returns a number or None for each completion",
-        metadata={"action": "extend"},
     )
-    reward_weights: list[float] | None = HfArg(
-        default=None, help="weights of the rewards in their sum, in the order of --reward (default: 1 each)"
+    reward_weights: list[float] | None = arg(
+        None, help="weights of the rewards in their sum, in the order of --reward (default: 1 each)"
     )
-    reward_timeout: Annotated[float, Gt(0)] = HfArg(
-        default=600.0,
+    reward_timeout: Annotated[float, Gt(0)] = arg(
+        600.0,
         help="seconds that the rewards of one prompt's completions may take; then the run ends with an error",
     )
-    eval_every: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="evaluate before the first step, after every so many steps and after the last; 0: never"
+    eval_every: Annotated[int, Ge(0)] = arg(
+        0, help="evaluate before the first step, after every so many steps and after the last; 0: never"
     )
-    eval_samples: Annotated[int, Ge(0)] = HfArg(
-        default=0, help="completions to sample for each prompt of an evaluation, for pass@k; 0: one greedy completion"
+    eval_samples: Annotated[int, Ge(0)] = arg(
+        0, help="completions to sample for each prompt of an evaluation, for pass@k; 0: one greedy completion"
     )
-    pass_reward: float = HfArg(default=1.0, help="a completion passes an evaluation if its reward is at least this")
-    prompts_per_step: Annotated[int, Ge(1)] = HfArg(
-        default=8, help="prompts of a step, each with --group-size completions"
-    )
+    pass_reward: float = arg(1.0, help="a completion passes an evaluation if its reward is at least this")
+    prompts_per_step: Annotated[int, Ge(1)] = arg(8, help="prompts of a step, each with --group-size completions")
 
 
 class Task:
     """Prompts to learn from and to evaluate on, the rewards of their completions, and the tools, if there are any."""
 
     def __init__(
-        self, rows: list[Row], eval_rows: list[Row], rewards: Rewards, args: TaskArguments, tools: Tools | None = None
+        self,
+        rows: list[Row],
+        eval_rows: list[Row],
+        rewards: Rewards,
+        args: TaskArguments,
+        seed: int,
+        steps: int,
+        tools: Tools | None = None,
     ):
         self.rows, self.eval_rows, self.rewards, self.tools = rows, eval_rows, rewards, tools
-        self.prompts_per_step, self.seed = args.prompts_per_step, args.seed
-        self.chat_template_kwargs = json.loads(args.chat_template_kwargs)
+        self.args, self.seed, self.steps = args, seed, steps
 
     @property
     def is_chat(self) -> bool:
@@ -98,7 +97,7 @@ class Task:
 
     def draw(self, step: int) -> list[Row]:
         """The rows of one step (the first is 1). Each epoch has its own order, which depends on the seed alone."""
-        count, drawn = self.prompts_per_step, []
+        count, drawn = self.args.prompts_per_step, []
         for position in range((step - 1) * count, step * count):
             epoch, index = divmod(position, len(self.rows))
             drawn.append(self.rows[_order(len(self.rows), self.seed, epoch)[index]])
@@ -121,7 +120,7 @@ class Task:
         from transformers import AutoConfig, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
-        template = ChatTemplate(tokenizer, self.chat_template_kwargs)
+        template = ChatTemplate(tokenizer, json.loads(self.args.chat_template_kwargs))
         embeddings = AutoConfig.from_pretrained(model).get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
         for row in [*self.rows, *self.eval_rows]:
@@ -177,19 +176,28 @@ def _order(count: int, seed: int, epoch: int) -> list[int]:
     return random.Random(f"{seed} {epoch}").sample(range(count), count)
 
 
-def load_task(args: TaskArguments) -> Task:
-    """The task that these arguments describe. Raises TaskError, which names the row, flag or function that is wrong."""
-    # Not every script has these flags.
-    reward_models = ["reward_model"] if getattr(args, "reward_model", None) else []
-    environment = getattr(args, "environment", None)
-    tools = Tools(args) if environment or getattr(args, "tools", None) else None
+def load_task(
+    args: TaskArguments,
+    seed: int,
+    steps: int,
+    tool_args: ToolArguments | None = None,
+    reward_model: str | None = None,
+    needs_reward: bool = True,
+) -> Task:
+    """The task that these arguments describe, of a run with so many steps.
+
+    Raises TaskError, which names the row, flag or function that is wrong.
+    """
+    reward_models = ["reward_model"] if reward_model else []
+    environment = tool_args.environment if tool_args else None
+    tools = Tools(tool_args) if tool_args and (environment or tool_args.tools) else None
     if not args.dataset and (not environment or tools.rows_choose):
         chooses = f"--environment {environment} names several, of which each row of a dataset chooses one"
         raise TaskError(f"--dataset is missing: {chooses if environment else f'--task {args.task} has no default'}")
-    if not args.reward and not reward_models and not (tools and tools.rewards) and not getattr(args, "teacher", None):
+    if needs_reward and not args.reward and not reward_models and not (tools and tools.rewards):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
-    rows = _load(args, args.dataset, args.dataset_split)
-    eval_rows = _load_eval_rows(args, rows)
+    rows = _load(args, args.dataset, args.dataset_split, environment)
+    eval_rows = _load_eval_rows(args, rows, seed, environment)
     if args.eval_every and not eval_rows:
         raise TaskError("--eval-every: nothing to evaluate on without --eval-dataset, --eval-split or --eval-share")
     held_out = {_key(row, environment) for row in eval_rows}
@@ -202,7 +210,7 @@ def load_task(args: TaskArguments) -> Task:
         args.reward or [],
         args.reward_weights,
         first_rows,
-        args.steps,
+        steps,
         reward_models,
         more_arguments,
         args.reward_timeout,
@@ -212,27 +220,25 @@ def load_task(args: TaskArguments) -> Task:
     print(f"{len(train_rows)} prompts of {args.dataset or environment}; reward: {rewards}")
     if (left_out := len(rows) - len(train_rows)) and not args.eval_share:
         print(f"{left_out} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
-    return Task(train_rows, eval_rows, rewards, args, tools)
+    return Task(train_rows, eval_rows, rewards, args, seed, steps, tools)
 
 
-def _load_eval_rows(args: TaskArguments, rows: list[Row]) -> list[Row]:
+def _load_eval_rows(args: TaskArguments, rows: list[Row], seed: int, environment: str | None) -> list[Row]:
     """The rows to evaluate on: of another dataset or split, or a part of these rows. Equal prompts stay together."""
     if args.eval_dataset or args.eval_split:
         if args.eval_share:
             raise TaskError("--eval-share holds out a part of --dataset: not with --eval-dataset or --eval-split")
         name = args.eval_dataset or args.dataset
-        return _load(args, name, args.eval_split or ("train" if file_ending(name) else "test"))
+        return _load(args, name, args.eval_split or ("train" if file_ending(name) else "test"), environment)
     if not args.eval_share:
         return []
-    environment = getattr(args, "environment", None)
     prompts = sorted({_key(row, environment) for row in rows})
-    held_out = set(random.Random(f"{args.seed} eval").sample(prompts, max(1, round(args.eval_share * len(prompts)))))
+    held_out = set(random.Random(f"{seed} eval").sample(prompts, max(1, round(args.eval_share * len(prompts)))))
     return [row for row in rows if _key(row, environment) in held_out]
 
 
-def _load(args: TaskArguments, name: str | None, split: str) -> list[Row]:
+def _load(args: TaskArguments, name: str | None, split: str, environment: str | None) -> list[Row]:
     """The rows of this dataset. An environment needs neither prompts nor a dataset: it says what there is to do."""
-    environment = getattr(args, "environment", None)
     if name:
         config, default_prompt = args.dataset_config if name == args.dataset else None, EMPTY if environment else None
         rows = load_rows(name, config, split, args.map, [*FROM_THE_RUN, "environments"], default_prompt)

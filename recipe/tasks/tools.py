@@ -21,10 +21,10 @@ from functools import partial
 from typing import Annotated
 
 from annotated_types import Ge, Gt
-from transformers.hf_argparser import HfArg
 from transformers.utils import get_json_schema
 
 from ..errors import TaskError
+from ..flags import arg
 from ..functions import failed, named_function, named_value
 from .chat_template import ChatTemplate
 from .dataset import Row
@@ -35,17 +35,17 @@ from .environment import Environment
 class ToolArguments:
     """Tools that the policy calls, and environments that it acts in."""
 
-    tools: list[str] | None = HfArg(
-        default=None, help="module:function, with types and a Google-style docstring; prompts must be chat messages"
+    tools: list[str] | None = arg(
+        None, help="module:function, with types and a Google-style docstring; prompts must be chat messages"
     )
-    environment: str | None = HfArg(
-        default=None, help="module:factory of environments as TRL has them, or a dict of such; their methods are tools"
+    environment: str | None = arg(
+        None, help="module:factory of environments as TRL has them, or a dict of such; their methods are tools"
     )
-    tool_parser: str = HfArg(default="hermes", help="vLLM's parser of the calls (vllm serve's --tool-call-parser)")
-    max_tool_iterations: Annotated[int | None, Ge(0)] = HfArg(
-        default=None, help="turns of a conversation whose calls are answered (default: no limit but --max-tokens)"
+    tool_parser: str = arg("hermes", help="vLLM's parser of the calls (vllm serve's --tool-call-parser)")
+    max_tool_iterations: Annotated[int | None, Ge(0)] = arg(
+        None, help="turns of a conversation whose calls are answered (default: no limit but --max-tokens)"
     )
-    tool_timeout: Annotated[float, Gt(0)] = HfArg(default=60.0, help="seconds that a call of a tool may take")
+    tool_timeout: Annotated[float, Gt(0)] = arg(60.0, help="seconds that a call of a tool may take")
 
 
 class Tools:
