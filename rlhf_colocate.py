@@ -217,7 +217,7 @@ def main(args: Arguments) -> None:
         for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock(session)
             batch = complete(engines, task, task.draw(step), args.learner, step)
-            batch = task.rewards.score(batch, step - 1, session)
+            batch = task.rewards.compute(batch, step - 1, session)
             if args.learner.dynamic_sampling:
                 batch = resample(engines, task, batch, args.learner, step)
             clock.end("rollout")
@@ -236,7 +236,7 @@ def main(args: Arguments) -> None:
 
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
-        batch = task.rewards.score(batch, args.run.steps, session)
+        batch = task.rewards.compute(batch, args.run.steps, session)
         engines.call("sleeping", Engine.sleep, level)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)

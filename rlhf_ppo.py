@@ -271,7 +271,7 @@ def main(args: Arguments) -> None:
             batch = complete(engine, task, task.draw(step), args.learner, step)
             clock.end("rollout")
             engine.call("sleeping", Engine.sleep, args.sleep)
-            batch = task.rewards.score(batch, step - 1, session)
+            batch = task.rewards.compute(batch, step - 1, session)
             clock.end("reward")
             known = batch.known_rollouts()
             turns = [
@@ -300,7 +300,7 @@ def main(args: Arguments) -> None:
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
         engine.call("sleeping", Engine.sleep, args.sleep)
-        batch = task.rewards.score(batch, args.run.steps, session)
+        batch = task.rewards.compute(batch, args.run.steps, session)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
 

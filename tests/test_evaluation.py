@@ -127,7 +127,7 @@ def test_it_leaves_the_training_run_alone():
         evaluate(engine, task, args.learner, step)
     first, second = engine.calls[0]
     assert first == second
-    assert task.rewards.score(Batch([]), 0, engine.session).metrics == {}
+    assert task.rewards.compute(Batch([]), 0, engine.session).metrics == {}
 
 
 def test_nothing_to_evaluate_on_is_an_error():

@@ -87,7 +87,7 @@ def rewards(monkeypatch):
 
 
 def score(rewards, *groups, steps_done=0):
-    return rewards.score(Batch(list(groups)), steps_done, session_without_ray())
+    return rewards.compute(Batch(list(groups)), steps_done, session_without_ray())
 
 
 def sums(batch):
@@ -971,7 +971,7 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     config = GRPOConfig(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        batch = task.rewards.score(complete(engines, task, task.draw(step), config, step), step - 1, engines.session)
+        batch = task.rewards.compute(complete(engines, task, task.draw(step), config, step), step - 1, engines.session)
         return resample(engines, task, batch, config, step)
 
     def content(batch):

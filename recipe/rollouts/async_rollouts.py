@@ -197,11 +197,11 @@ class RolloutsAhead:
     def resample(self, batch: Batch, step: int) -> Batch:
         """As `recipe.rollouts.engine.resample`, by groups that go before all others."""
 
-        def complete_and_score(rows: list[Row], round_number: int) -> Batch:
+        def complete_and_reward(rows: list[Row], round_number: int) -> Batch:
             return self._wait_for(self._begin(step, rows, round_number).result)
 
         rounds = self.config.dynamic_sampling
-        return self._with_staleness(replace_equal_groups(self.task, batch, rounds, step, complete_and_score), step)
+        return self._with_staleness(replace_equal_groups(self.task, batch, rounds, step, complete_and_reward), step)
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
         """Metrics: the shares of a step in which engines generated nothing, as they measure it, and in which the
@@ -273,7 +273,7 @@ class RolloutsAhead:
             with self.lock:
                 self.in_flight[engine] -= 1
                 self._dispatch([])
-        return await self.task.rewards.score_group(group, batch.step - 1)
+        return await self.task.rewards.compute_group(group, batch.step - 1)
 
     async def _generate(self, batch: "_PendingBatch", i: int, engine: str) -> Group:
         row, size, actor = batch.rows[i], self.config.group_size, self.engines.actors[engine]
@@ -303,7 +303,7 @@ class RolloutsAhead:
 
 @dataclass
 class _PendingBatch:
-    """Rows of a step whose completions are generated and scored, group by group. `result` is the batch."""
+    """Rows of a step whose completions are generated and rewarded, group by group. `result` is the batch."""
 
     step: int
     rows: list[Row]

@@ -384,17 +384,17 @@ def resample(engines: ActorGroup, task: Task, batch: Batch, config: GRPOConfig, 
     """The batch, in which groups whose rewards are all equal are replaced by groups of other prompts, in at most
     --dynamic-sampling rounds (Yu et al. 2025, arXiv:2503.14476). What is still equal after that stays."""
 
-    def complete_and_score(rows: list[Row], round_number: int) -> Batch:
+    def complete_and_reward(rows: list[Row], round_number: int) -> Batch:
         batch = complete(engines, task, rows, config, step, round_number=round_number)
-        return task.rewards.score(batch, step - 1, engines.session)
+        return task.rewards.compute(batch, step - 1, engines.session)
 
-    return replace_equal_groups(task, batch, config.dynamic_sampling, step, complete_and_score)
+    return replace_equal_groups(task, batch, config.dynamic_sampling, step, complete_and_reward)
 
 
 def replace_equal_groups(
-    task: Task, batch: Batch, rounds: int, step: int, complete_and_score: Callable[[list[Row], int], Batch]
+    task: Task, batch: Batch, rounds: int, step: int, complete_and_reward: Callable[[list[Row], int], Batch]
 ) -> Batch:
-    """As `resample`, where `complete_and_score(rows, round_number)` returns the completions of rows, with rewards. The
+    """As `resample`, where `complete_and_reward(rows, round_number)` returns the completions of rows, with rewards. The
     step's own prompts were round 0."""
     groups, drawn, replaced = list(batch.groups), [group.row for group in batch.groups], 0
     for round_number in range(1, rounds + 1):
@@ -403,7 +403,7 @@ def replace_equal_groups(
         if not rows:  # no group is equal, or all prompts have been tried
             break
         drawn = drawn + rows
-        completed = complete_and_score(rows, round_number)
+        completed = complete_and_reward(rows, round_number)
         unequal = [group for group in completed.groups if not group.is_equal]
         for i, group in zip(equal, unequal, strict=False):
             groups[i] = group

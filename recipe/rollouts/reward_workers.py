@@ -18,7 +18,7 @@ from ..run.actors import ActorGroup
 from ..run.session import RaySession
 from ..tasks.dataset import without_parts
 from ..tasks.environment import together
-from ..tasks.rewards import Batch, Rewards, Scores, reward_metrics
+from ..tasks.rewards import Batch, RewardCall, Rewards, reward_metrics
 from .engine import in_parts
 
 REWARD_MODEL = "reward_model"  # the name of its scores among the rewards
@@ -57,11 +57,11 @@ class RewardWorkers:
         options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "scheduling_strategy": "SPREAD"}
         self.task = ray.remote(run_reward).options(**options)
 
-    def score(self, batch: Batch, steps_done: int, session: RaySession) -> Batch:
-        """As `Rewards.score`."""
-        scores = [Scores(self.rewards, group, steps_done) for group in batch.groups]
-        returned = self.call([own.arguments for own in scores], session)
-        groups = [own.scored(values) for own, values in zip(scores, returned, strict=True)]
+    def compute(self, batch: Batch, steps_done: int, session: RaySession) -> Batch:
+        """As `Rewards.compute`."""
+        calls = [RewardCall(self.rewards, group, steps_done) for group in batch.groups]
+        returned = self.call([call.arguments for call in calls], session)
+        groups = [call.rewarded(values) for call, values in zip(calls, returned, strict=True)]
         return Batch(groups, batch.metrics | reward_metrics(groups))
 
     def call(self, groups: list[dict], session: RaySession) -> list[dict[str, list]]:

@@ -120,22 +120,22 @@ class Rewards:
     def __str__(self) -> str:
         return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items()) or "none"
 
-    def score(self, batch: Batch, steps_done: int, session) -> Batch:
+    def compute(self, batch: Batch, steps_done: int, session) -> Batch:
         """This batch, with rewards and their metrics. The `session` waits, which is a RaySession.
 
         If a function returns None for a completion, its sum is that of the others. If all do, its reward is None.
         Raises TaskError if a function fails, returns anything but a finite number or None for each completion, or takes
         longer than --reward-timeout.
         """
-        scoring = together(self.score_group(group, steps_done) for group in batch.groups)
-        session.wait_for_thread(scoring, self.phase)
-        groups = scoring.result()
+        computing = together(self.compute_group(group, steps_done) for group in batch.groups)
+        session.wait_for_thread(computing, self.phase)
+        groups = computing.result()
         return Batch(groups, batch.metrics | reward_metrics(groups))
 
-    async def score_group(self, group: Group, steps_done: int) -> Group:
+    async def compute_group(self, group: Group, steps_done: int) -> Group:
         """This group, with rewards."""
-        scores = Scores(self, group, steps_done)
-        return scores.scored(await self.call(scores.arguments))
+        call = RewardCall(self, group, steps_done)
+        return call.rewarded(await self.call(call.arguments))
 
     async def call(self, arguments: dict) -> dict[str, list]:
         """The values that each function returns, by name. Coroutines run in one event loop, each other function in a
@@ -171,7 +171,7 @@ class Rewards:
         return sum(parts) if parts else None
 
 
-class Scores:
+class RewardCall:
     """The rewards of one group: the `arguments` of the functions, and what these log."""
 
     def __init__(self, rewards: Rewards, group: Group, steps_done: int):
@@ -190,7 +190,7 @@ class Scores:
         if group.environments:
             self.arguments["environments"] = [environment.instance for environment in group.environments]
 
-    def scored(self, returned: dict[str, list]) -> Group:
+    def rewarded(self, returned: dict[str, list]) -> Group:
         """The group with these rewards, by name."""
         by_name = {name: _checked(name, values, self.group) for name, values in returned.items()}
         by_rollout = [{name: values[i] for name, values in by_name.items()} for i in range(len(self.group.rollouts))]
