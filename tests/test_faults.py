@@ -155,7 +155,7 @@ run_main(main, RunArguments())
     ("number", "to"),
     [
         (signal.SIGTERM, os.kill),
-        (signal.SIGHUP, os.kill),
+        pytest.param(signal.SIGHUP, os.kill, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, os.killpg, marks=pytest.mark.slow),
     ],
 )

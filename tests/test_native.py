@@ -117,12 +117,10 @@ def test_worker_that_fails_in_mid_transfer_ends_the_run(script, tmp_path, fault,
         assert 'raise ValueError("this worker cannot load")' in (tmp_path / "run" / "run.log").read_text()
 
 
-@cpu_only
-def test_what_needs_a_gpu_says_so(script):
-    run = script("rlhf_nccl.py", "--quantization", "fp8")
-    text = run.finish(60)
-    run.assert_failed_cleanly(text, [])
-    assert text.splitlines()[-1] == "error: --backend ipc and --quantization fp8 want a GPU, and Ray sees none"
+def test_what_needs_a_gpu_says_so(monkeypatch):
+    monkeypatch.setattr(rlhf_nccl.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(rlhf_nccl.RunError, match="--backend ipc and --quantization fp8 want a GPU"):
+        rlhf_nccl.place(arguments_of(rlhf_nccl, quantization="fp8"))
 
 
 @pytest.mark.parametrize(

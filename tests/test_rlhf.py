@@ -6,6 +6,7 @@ pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; two ranks an
 
 import json
 import random
+import re
 import runpy
 import shutil
 import sys
@@ -17,7 +18,9 @@ from learners import build
 from pair import CORE_IN_PROCESS
 
 from recipe.errors import RunError
+from recipe.run.arguments import RunArguments
 from recipe.run.checkpoint import last_checkpoint, write_checkpoint
+from recipe.run.session import RaySession
 from recipe.tasks.tiny_model import build_tiny_model
 
 pytestmark = cpu_only
@@ -247,19 +250,18 @@ def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "/no/such/model"], "cannot load the model /no/such/model: no such folder"),
-        (["--ray-address", "127.0.0.1:1"], "cannot reach Ray at 127.0.0.1:1"),
-        (["--ray-address", "[::1]:1"], "cannot reach Ray at [::1]:1"),
-    ],
-)
-def test_what_is_missing_ends_the_run_before_actors_start(script, arguments, message):
-    run = script("rlhf.py", *arguments)
+def test_model_that_is_missing_ends_the_run_before_actors_start(script):
+    run = script("rlhf.py", "--model", "/no/such/model")
     text = run.finish(60)
     run.assert_failed_cleanly(text, [])
-    assert message in text.splitlines()[-1]
+    assert "cannot load the model /no/such/model: no such folder" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1"])
+def test_ray_that_is_missing_is_named(address):
+    session = RaySession(RunArguments(ray_address=address), None)
+    with pytest.raises(RunError, match="^cannot reach Ray at " + re.escape(address)), session:
+        pass
 
 
 def test_resume_refuses_another_model(tmp_path):
