@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from conftest import shared_memory_of
 import torch.multiprocessing as mp
 from fakes import ColocatedWorker, Engine, PlainSender, Receiving, random_tensors, same_bits
 
@@ -101,7 +102,8 @@ def test_fifty_syncs_leave_memory_and_files_as_they_were():
     assert not os.stat(channel.folder).st_mode & 0o077  # nobody else reaches the socket, nor the pickles on it
     receiving = Receiving(ColocatedWorker(Engine(), channel.handles), syncs=60)
     sender, tensors = WeightSender(channel), {"w": torch.randn(1 << 20), "b": torch.randn(7)}
-    process, shared = psutil.Process(), set(os.listdir("/dev/shm"))
+    process = psutil.Process()
+    shared = shared_memory_of([process])
     for _ in range(10):
         sender.send_weights(tensors.items())
     before = process.memory_info().rss, process.num_fds()
@@ -111,7 +113,7 @@ def test_fifty_syncs_leave_memory_and_files_as_they_were():
         assert same_bits(receiving.worker.weight_model.weights["w"], tensors["w"])
     assert process.memory_info().rss - before[0] < 64 << 20  # 50 copies of the weights are 200 MiB
     assert process.num_fds() == before[1]
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert shared_memory_of([process]) <= shared
     assert not os.path.exists(channel.folder)
 
 
