@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import shared_memory_of
 import torch.multiprocessing as mp
+from conftest import shared_memory_of
 from fakes import ColocatedWorker, Engine, PlainSender, Receiving, random_tensors, same_bits
 
 from rlhf_utils import (
