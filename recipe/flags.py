@@ -25,7 +25,7 @@ def arg(default, help: str, alias: str = ""):
 
 def section(cls: type, **own):
     """A field of a script's `Arguments` for the flags of this dataclass. `own` are defaults that only this script has,
-    or `arg`s, if their help is another as well."""
+    or `arg`s where the help differs as well."""
     fields = {name: value for name, value in own.items() if isinstance(value, dataclasses.Field)}
     own |= {name: value.default for name, value in fields.items()}
     own_help = {name: value.metadata["help"] for name, value in fields.items()}

@@ -38,7 +38,7 @@ class Whole(Model):
 
 
 def sharded(weights, rank, ranks):
-    """What a rank holds of these weights: rows, of a LoRAWeight rows of its base. Of "plain" ones all."""
+    """What a rank holds of these weights: rows, and of a LoRAWeight rows of its base."""
 
     def part(tensor):
         return ShardedPart(FakeDTensor(tensor, rank, ranks), 0, tensor.shape)

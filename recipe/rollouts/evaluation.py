@@ -32,7 +32,7 @@ def evaluate(engines: ActorGroup, task: Task, config: SamplingConfig, step: int)
     # Each conversation has a thread and an environment: no more at a time than in a step of training.
     at_once = max(1, args.prompts_per_step * config.group_size // samples) if task.tools else len(rows)
     for part, first in enumerate(range(0, len(rows), at_once)):
-        batch = complete(engines, task, rows[first : first + at_once], sampling, 0, True, round_number=part)
+        batch = complete(engines, task, rows[first : first + at_once], sampling, 0, evaluation=True, round_number=part)
         groups += task.rewards.compute(batch, step, engines.session).groups
     batch = Batch(groups, reward_metrics(groups))
     return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}

@@ -121,7 +121,7 @@ class Rewards:
         return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items()) or "none"
 
     def compute(self, batch: Batch, steps_done: int, session) -> Batch:
-        """This batch, with rewards and their metrics. The `session` waits, which is a RaySession.
+        """This batch, with rewards and their metrics. The main thread waits by `session`, a RaySession.
 
         If a function returns None for a completion, its sum is that of the others. If all do, its reward is None.
         Raises TaskError if a function fails, returns anything but a finite number or None for each completion, or takes
