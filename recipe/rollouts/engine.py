@@ -335,8 +335,8 @@ def complete(
     round_number: int = 0,
 ) -> Batch:
     """`group_size` completions of each of these rows of the task, without rewards. The rows are divided among the
-    engines. If the task has tools, completions are conversations. Each round of a step, or of an evaluation, has seeds of
-    its own."""
+    engines. If the task has tools, completions are conversations. Each round of a step, or of an evaluation, has its
+    own seeds."""
     sampling = partial(sampling_options, config, task.seed, step, evaluation=evaluation, round_number=round_number)
     size, phase = config.group_size, "evaluating" if evaluation else "generating"
     if task.tools:
