@@ -523,7 +523,7 @@ def scored(session, *reward, score=None, **changes):
     task = load_task(args.task, 0, 1, reward_model=args.rewards.reward_model)
     pairs = [[Rollout([5], [6], [0.0], None, text) for text in ("", "x")] for _ in task.rows]
     batch = Batch([Group(row, pair) for row, pair in zip(task.rows, pairs, strict=True)])
-    return RewardWorkers(task.rewards, score and SimpleNamespace(begin=score), args.rewards).score(batch, 0, session)
+    return RewardWorkers(task.rewards, score and SimpleNamespace(begin=score), args.rewards).compute(batch, 0, session)
 
 
 @pytest.fixture
