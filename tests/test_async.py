@@ -567,7 +567,7 @@ class Pair:
 def pair(model):
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE"):
+        for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"):
             patch.setenv(name, "")  # so that what the engine sets goes again
         patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8")  # or it grows with each new length of a prompt
         patch.setattr(async_rollouts, "die_with_children", lambda unless: None)  # this process is not an actor

@@ -102,7 +102,7 @@ def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
     gpu, cpu = llm_options(args, "cuda", [1, 2])[1], llm_options(args, "cpu", [0])[1]
     assert gpu == {"VLLM_RAY_BUNDLE_INDICES": "1,2"}
-    assert cpu.keys() == {"VLLM_CPU_OMP_THREADS_BIND", "TORCH_COMPILE_DISABLE"}
+    assert cpu.keys() == {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"}
     assert os.environ == {"CUDA_VISIBLE_DEVICES": ""}
     engine.set_environment(gpu)
     assert os.environ == gpu  # an actor without GPUs of its own sees those of vLLM's workers
@@ -216,7 +216,7 @@ def test_weights_are_served_if_every_worker_says_so():
 @pytest.fixture
 def llm(tmp_path, monkeypatch, args):
     """A real engine of the built-in model, with the options that all scripts give it on a CPU."""
-    options, environment = llm_options(args, "cpu", [0], distributed_executor_backend="uni")
+    options, environment = llm_options(args, "cpu", [0])
     for name, value in (CORE_IN_PROCESS | environment).items():
         monkeypatch.setenv(name, value)
     from vllm import LLM

@@ -43,7 +43,7 @@ KILLS = [
         "generating 2 kill VLLM::EngineCore",
         "the engine died while generating",
     ),
-    ("rlhf_async.py", "learning 2 kill VLLM::Worker", f"{NOTICED}|{IN_SYNC}"),
+    ("rlhf_async.py", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
 ]
 OTHERS = [
     (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),

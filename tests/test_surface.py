@@ -23,6 +23,8 @@ PYTHON = {"_exit", "_fd", "_replace", "_resource_tracker"}
 # functions also the parameters that it gives, the positional ones in order and, after *, those by name.
 # First, after !, what nobody would miss: names that are assigned, or looked up with a default.
 SURFACE = """
+recipe/rollouts/engine.py
+! vllm.v1.executor.uniproc_executor: UniProcExecutor
 recipe/rollouts/exact_engine.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant

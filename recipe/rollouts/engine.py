@@ -39,6 +39,7 @@ UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # h
 LOG_PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] ?)?", re.MULTILINE)
 RAISED = re.compile(r"^((?:[\w.]*(?:Error|Exception)|\S+\.py: error): .*(?:\n  (?!File ).*)*)", re.MULTILINE)
 DECODED_BEFORE = 256  # tokens of a prompt that are decoded with each completion
+IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on CPU, vLLM takes "mp" for "uni"
 # vLLM's default compiles the model as well, for a longer start and no faster rollouts.
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 KEPT_PREFIX_CACHE = "vLLM did not reset its prefix cache, which holds keys and values of the old weights"
@@ -229,12 +230,18 @@ def llm_options(
         hardware |= {"gpu_memory_utilization": args.gpu_memory_utilization}
         hardware |= {"enforce_eager": args.enforce_eager, "compilation_config": DECODE_GRAPHS}
     else:
-        # vLLM has no Ray executor on CPU. Its workers are child processes of this actor, each bound to its cores.
+        # vLLM has no Ray executor on CPU. One worker computes in its engine's process: that starts sooner. Several are
+        # that process's children, each bound to its cores.
         cores = sorted(os.sched_getaffinity(0))
         cores_of_workers = [cores[bundle % workers :: workers] or cores for bundle in bundles]
-        environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, ids)) for ids in cores_of_workers)}
-        environment["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
-        hardware = {"dtype": "float32", "distributed_executor_backend": "mp", "kv_cache_memory_bytes": 256 << 20}
+        environment = {"TORCH_COMPILE_DISABLE": "1"}  # compiling takes longer than such a run
+        if len(bundles) == 1:
+            executor = IN_ENGINE_PROCESS
+            environment["OMP_NUM_THREADS"] = str(len(cores_of_workers[0]))
+        else:
+            executor = "mp"
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores_of_workers)
+        hardware = {"dtype": "float32", "distributed_executor_backend": executor, "kv_cache_memory_bytes": 256 << 20}
         # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         hardware |= {"enforce_eager": True, "enable_chunked_prefill": False}
     return hardware | options | json.loads(args.engine_args), environment

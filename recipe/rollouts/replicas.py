@@ -373,8 +373,9 @@ class ReplicaPool:
 
         tp, port = args.tensor_parallel_size, get_open_port()
         bundles = list(range(number * tp, (number + 1) * tp))
-        options = {"enable_scale_out": True, "distributed_executor_backend": "mp"}
-        options |= exact_options(args.exact, model, "WorkerExtension")
+        options = {"enable_scale_out": True} | exact_options(args.exact, model, "WorkerExtension")
+        if device == "cuda":
+            options["distributed_executor_backend"] = "mp"
         options, environment = llm_options(args, device, bundles, engines, **options)
         command = [sys.executable, "-c", SERVER, "--model", model]
         command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]
