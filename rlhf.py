@@ -66,7 +66,7 @@ class Engine(EngineActor):
 
     def receive_weights(self, timeout: float) -> bool:
         """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
-        self.reset_prefix_cache()  # now: the engine generates nothing until the sync
+        self.reset_caches()  # now: the engine generates nothing until the sync
         return self.take_weights(timeout)
 
 
@@ -130,7 +130,7 @@ def main(args: Arguments) -> None:
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers)
+        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers, images=task.has_images)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.call_rank_0("starting", Trainer.address)
         loading = trainers.begin(Trainer.load, address, models, args, device)

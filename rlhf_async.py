@@ -134,7 +134,7 @@ def main(args: Arguments) -> None:
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers)
+        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers, images=task.has_images)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         address = trainers.call_rank_0("starting", Trainer.address)
         loading = trainers.begin(Trainer.load, address, models, args, device)

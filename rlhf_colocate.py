@@ -199,7 +199,9 @@ def main(args: Arguments) -> None:
         run.say("no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake" if device == "cpu" else "")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers, by_nccl=False)
+        args.engine = settle_exactness(
+            run, args.engine, args.learner, models.loaded, trainers, by_nccl=False, images=task.has_images
+        )
         engines = ActorGroup(session, "engine", Engine, engine_seats)
         max_model_len = start(engines, models.loaded, args, device)
         address = trainers.call_rank_0("loading", Trainer.address)

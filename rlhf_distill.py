@@ -76,7 +76,7 @@ class Engine(EngineActor):
 
     def receive_weights(self, timeout: float) -> bool:
         """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
-        self.reset_prefix_cache()  # now: the engine generates nothing until the sync
+        self.reset_caches()  # now: the engine generates nothing until the sync
         return self.take_weights(timeout)
 
 
@@ -150,6 +150,7 @@ def place(args: Arguments) -> tuple[str, str, ExactEngineArguments, list[Seat], 
 
 def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=False)
+    task.refuse_images("a teacher scores text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)

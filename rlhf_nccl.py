@@ -104,7 +104,7 @@ class Engine(EngineActor):
     def resume(self) -> str:
         """Resume generation with the new weights. Returns their version."""
         self.llm.wake_up(tags=["scheduling"])
-        self.reset_prefix_cache()
+        self.reset_caches()
         return self.llm.get_weight_version()
 
 

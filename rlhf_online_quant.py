@@ -79,7 +79,7 @@ class Engine(EngineActor):
 
     def receive_weights(self, timeout: float) -> bool:
         """Wait for a sync and take part in it. Returns whether every worker serves exactly what was sent."""
-        self.reset_prefix_cache()  # now: the engine generates nothing until the sync
+        self.reset_caches()  # now: the engine generates nothing until the sync
         return self.take_weights(timeout)
 
     def compare_weights(self) -> None:

@@ -238,6 +238,7 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
 
 def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, reward_model=args.rewards.reward_model)
+    task.refuse_images("a critic reads text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         device, shared, args, seats = place(args)

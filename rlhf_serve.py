@@ -180,6 +180,7 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
 
 def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    task.refuse_images("servers get token ids alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         device, trainer_seats, engine_seats = place(args)

@@ -354,10 +354,11 @@ class Engines:
         assert method is EngineActor.sample
         return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
 
-    def sample(self, answer, calls, prompts, sampling, evaluation):
+    def sample(self, answer, calls, prompts, sampling, evaluation, images):
         from recipe.learning.rollout import Rollout
 
         calls.append((prompts, sampling, evaluation))
+        assert images == [None] * len(prompts)
         return [
             Rollout(ids, [1], [0.0], None, answer("".join(map(chr, ids)), i))
             for ids, options in zip(prompts, sampling, strict=True)

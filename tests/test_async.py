@@ -60,7 +60,7 @@ class Engines:
     def actor(self, number: int):
         return SimpleNamespace(sample=SimpleNamespace(remote=lambda *args: self.sample(number, *args)))
 
-    def sample(self, number, prompts, sampling, evaluation=False, waits=False) -> Future:
+    def sample(self, number, prompts, sampling, evaluation=False, images=None, waits=False) -> Future:
         self.calls.append(SimpleNamespace(engine=number, prompts=prompts, sampling=sampling, waits=waits))
         answer = Future()
         answer.future = lambda: answer
@@ -455,7 +455,7 @@ def held(monkeypatch):
 def test_what_waits_comes_after_all_that_does_not(held):
     async def run():
         held.llm.goes_on.set()
-        waiting = await held.sample([[5], [6]], [{}, {}], False, True)
+        waiting = await held.sample([[5], [6]], [{}, {}], False, None, True)
         proof = await held.sample([[7]], [{}])
         assert [rollout.versions.tolist() for rollout in waiting + proof] == [[4]] * 3
         assert held.llm.begun == [[5], [6], [7]]

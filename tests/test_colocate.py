@@ -161,7 +161,7 @@ class RecordedLLM:
     """What an engine asks of vLLM while it sleeps, wakes and is synced, in order."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.llm_engine = [], self
 
     def __getattr__(self, name):
         def call(*args, **kwargs):
@@ -195,7 +195,7 @@ def test_engine_sleeps_and_wakes_in_the_order_of_least_memory(level, expected):
         assert 0 < waking < 1
         calls = ", ".join(engine.llm.calls)
         sync = "collective_rpc receive_weights ({'GPU-a': '/a'}, 60.0), collective_rpc check_weights_changed"
-        assert calls.replace(sync, "SYNC") == f"reset_prefix_cache, {expected}"
+        assert calls.replace(sync, "SYNC") == f"reset_prefix_cache, reset_encoder_cache, {expected}"
     engine.llm.calls.clear()
     engine.receive_weights(60.0, {})  # without a sleep before
     assert not any("wake_up" in call for call in engine.llm.calls)

@@ -146,10 +146,11 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
     assert [(r.text, r.truncated) for r in rollouts] == [(texts[0], True), (" sat on the mat", False)]
 
     llm.reset_prefix_cache = lambda: asked.append("reset") or True
+    llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: asked.append("images"))
     assert [r.text for r in actor.sample([encode(prompt)], sampling[1], True)] == [r.text for r in rollouts]
-    assert asked == [0, None, "reset"]
+    assert asked == [0, None, "reset", "images"]
     assert actor.sample([], []) == []  # there are more engines than prompts
-    assert len(asked) == 3
+    assert len(asked) == 4
 
     llm.reset_prefix_cache = lambda: False
     with pytest.raises(RunError, match="vLLM did not reset its prefix cache"):
@@ -193,7 +194,7 @@ def test_engines_share_the_prompts_and_sample_what_one_would():
         ]
         return [
             (prompt, options["seed"])
-            for prompts, sampling, _ in asked[-1]
+            for prompts, sampling, *_ in asked[-1]
             for prompt, options in zip(prompts, sampling, strict=True)
         ]
 

@@ -34,6 +34,7 @@ from recipe.learning.exact import missing_operation
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.layout import SHARED
 from recipe.learning.learner import MERGED
+from recipe.tasks.colour import TEMPLATE
 from recipe.tasks.tiny_model import byte_tokenizer
 from weight_sync.lora import LoRAWeight, materialized
 
@@ -42,6 +43,7 @@ QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<
 GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 GEMMA_TOKENS |= {f"newlines_{count}": "\n" * count for count in range(1, 5)}  # vLLM looks for them
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+INTERLEAVED = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_interleaved": True}}
 LINEAR = {f"linear_{name}": 32 for name in ("key_head_dim", "value_head_dim")}  # attention, of a half of the layers
 LINEAR |= {
     "linear_num_key_heads": 2,
@@ -51,14 +53,14 @@ LINEAR |= {
 LINEAR |= {"tie_word_embeddings": True}  # which vLLM reads here
 LINEAR |= {"rope_parameters": MROPE["rope_parameters"] | {"partial_rotary_factor": 1.0}}
 TOWER = {"hidden_size": 64, "intermediate_size": 96}
-QWEN_TOWER = TOWER | {"depth": 1, "num_heads": 2, "out_hidden_size": 128}
+QWEN_TOWER = TOWER | {"depth": 1, "patch_size": 14, "num_heads": 2, "out_hidden_size": 128}
 IMAGES = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 4}
 # By transformers' name: the special tokens, the language model, the tower, the images that its processor makes.
 FAMILIES = {
     "Qwen2_5_VL": (QWEN_TOKENS, MROPE, QWEN_TOWER | {"fullatt_block_indexes": [0]}, IMAGES),
     "Qwen3VL": (
         QWEN_TOKENS,
-        MROPE,
+        INTERLEAVED,
         QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         IMAGES,
     ),
@@ -97,6 +99,8 @@ def build(family: str, folder, loudness: float = LOUDNESS) -> str:
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(model_config)
     for parameter in model.parameters():
+        if not parameter.any() and parameter.dim() > 1:  # Gemma's projector begins with zeros
+            torch.nn.init.normal_(parameter, std=0.02)
         parameter.data.mul_(loudness if parameter.dim() > 1 else 1)
     model.save_pretrained(folder)
     if family == "Gemma3":
@@ -109,6 +113,8 @@ def build(family: str, folder, loudness: float = LOUDNESS) -> str:
         images, videos = transformers.Qwen2VLImageProcessor(**images), transformers.Qwen2VLVideoProcessor(**images)
         name = family.replace("Qwen3_5", "Qwen3VL")  # which has its processor
         processor = getattr(transformers, f"{name}Processor")(images, tokenizer, videos)
+    start = "<start_of_image>" if family == "Gemma3" else "<|vision_start|><|image_pad|><|vision_end|>"
+    processor.tokenizer.chat_template = TEMPLATE.replace("<image>", start)
     processor.save_pretrained(folder)
     return str(folder)
 

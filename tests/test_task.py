@@ -130,12 +130,14 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
                 '{"text": "Hi"}',
                 '["Hi"]',
                 '[{"type": "text", "text": 1}]',
-                '[{"type": "text", "text": "Hi"}, {"type": "image"}]',
-                '[{"type": "image_url", "image_url": {"url": "x.png"}, "text": "Hi"}]',
+                '[{"type": "video", "text": "Hi"}]',
             )
         ),
-        ('{"prompt": "a", "images": []}\n{"prompt": "a", "images": ["x.png"]}\n', "row 1 of train: .* column 'images'"),
-        ('{"prompt": "a", "image": {"path": "x.png"}}\n', "row 0 of train: .* column 'image'"),
+        (
+            '{"prompt": "a", "images": []}\n{"prompt": "a", "images": ["x.png"]}\n',
+            "row 1 .* with images is chat",
+        ),
+        ('{"prompt": "a", "image": {"path": "x.png"}}\n', "row 0 of train: a prompt with images is chat messages"),
         ("\n", "has no prompts"),
         ("", "has no prompts"),
         ('{"text": "a", "answer": 1}\n', "among answer, text: --map can make one"),
@@ -400,7 +402,7 @@ def test_gsm8k_has_both_splits_and_room_for_answers(load, monkeypatch):
 
     def load_dataset(path, name, split):
         asked.append((path, name, split))
-        return [GSM8K[split == "test"]]
+        return datasets.Dataset.from_list([GSM8K[split == "test"]])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = load("--task", "gsm8k")

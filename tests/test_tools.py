@@ -163,13 +163,13 @@ class Engines:
 
     def begin(self, method, each):
         assert method is EngineActor.sample
-        return dict(enumerate(answered([*map(self.sampled, prompts, sampling)]) for prompts, sampling, _ in each))
+        return dict(enumerate(answered([*map(self.sampled, prompts, sampling)]) for prompts, sampling, *_ in each))
 
     answers = RaySession.answers
 
     def sampled(self, prompt_ids, sampling) -> Rollout:
         *_, index, number = PLACES[sampling["seed"]]
-        turn = Turn(prompt_ids, number, index, sampling["max_tokens"])
+        turn = Turn(prompt_ids, None, number, index, sampling["max_tokens"])
         self.turns.append(turn)
         self.seeds.append(sampling["seed"])
         said = self.says(self.tokenizer.decode(prompt_ids), number)
@@ -768,7 +768,7 @@ def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch,
 
 def test_each_turn_of_a_completion_has_its_own_seed():
     """In 25 rounds of two steps, for two seeds of the run. An evaluation has others."""
-    turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
+    turns = [Turn([1], None, number, index, 50) for number in range(32) for index in range(4)]
     options = [
         sampling_options(GRPOConfig(group_size=4), seed, step, turn.number, evaluation, rounds, turn)
         for seed in (0, 1)
@@ -878,7 +878,7 @@ class AsyncEngines(Engines):
         super().__init__(tokenizer, says, count=1)
         self.actors = {"engine": SimpleNamespace(sample=SimpleNamespace(remote=self.remote))}
 
-    def remote(self, prompts, sampling, evaluation, waits):
+    def remote(self, prompts, sampling, evaluation, images, waits):
         sampled = self.sampled(*prompts, *sampling)
         arrays = {name: np.array(getattr(sampled, name)) for name in ("completion_ids", "logprobs")}
         arrays["versions"] = np.full(len(sampled.completion_ids), self.version, np.int32)

@@ -56,8 +56,9 @@ def lay_out(rollouts: list[Rollout], share_prompts: bool) -> Layout:
 
 
 def is_long(rollout: Rollout) -> bool:
-    """Whether the prompt is long enough to pass once for its group."""
-    return len(rollout.prompt_ids) >= SHARED_TOKENS
+    """Whether the prompt is long enough to pass once for its group. None with images does: the model makes their
+    positions itself."""
+    return not rollout.images and len(rollout.prompt_ids) >= SHARED_TOKENS
 
 
 def separate_rows(rollouts: list[Rollout]) -> Layout:
@@ -88,7 +89,7 @@ def one_row(rollouts: list[Rollout]) -> Layout:
 
 def prompt_key(rollout: Rollout) -> bytes:
     """Equal for rollouts of equal prompts."""
-    return np.asarray(rollout.prompt_ids, np.int64).tobytes()
+    return np.asarray(rollout.prompt_ids, np.int64).tobytes() + (rollout.images.key if rollout.images else b"")
 
 
 def shared_attention(attend: Callable, module, query, key, value, attention_mask=None, **options):

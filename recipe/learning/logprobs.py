@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .multimodal import states_with_images
+
 CHUNK = 1024  # states whose logits are in memory at one time: 0.6 GB in fp32 for a vocabulary of 150,000
 
 
@@ -33,7 +35,10 @@ def token_scores(
 
     This calls the trunk by itself: call it by `as_forward` (sharding.py), since the model may be sharded.
     """
-    output = model.get_decoder()(**inputs, use_cache=False)
+    if "pixels" in inputs:
+        output = states_with_images(model, **inputs)
+    else:
+        output = model.get_decoder()(**inputs, use_cache=False)
 
     def score(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return score_logits(_head(model, type(output), states, targets), targets, temperature, entropy)

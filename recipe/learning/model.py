@@ -24,7 +24,7 @@ from .attention import AttentionChoice, can_share_prompts, choose_attention, ran
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
 from .logprobs import scores_of_logits, token_scores
 from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
-from .multimodal import auto_class, is_multimodal, learning_modules
+from .multimodal import auto_class, image_inputs, is_multimodal, learning_modules
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
@@ -48,6 +48,7 @@ class ModelConfig(LoRAArguments, SamplingConfig):
         help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
         " memory, up to a third more time (auto: unless the first step finds memory for the rest)",
     )
+    train_vision: bool = arg(False, help="of a multimodal model, all weights learn, and not the language model's alone")
     compile: bool = arg(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
     attention: Literal["sdpa", "eager"] | None = arg(
         None, help="the trainer's attention implementation (default: sdpa, or eager if sdpa's logits differ)"
@@ -162,14 +163,15 @@ class Model:
         rows, tensor_rows = [], []  # of a filler, row B of the tensors
         micro_batches = {True: [], False: []}
         for with_learning, slices in micro_batches.items():
-            groups = defaultdict(list)  # rows by the prompt that they share; by b"" if they share none
+            groups = defaultdict(list)  # rows by the prompt, or its images, that they share; by b"" if they share none
             for row in sorted(range(len(rollouts)), key=lambda row: -lengths[row]):
                 if learned[row] == with_learning:
-                    shares = self.shares_prompts and is_long(rollouts[row])
-                    groups[prompt_key(rollouts[row]) if shares else b""].append(row)
+                    together = rollouts[row].images or (self.shares_prompts and is_long(rollouts[row]))
+                    groups[prompt_key(rollouts[row]) if together else b""].append(row)
             sizes = []
             for key, group in groups.items():
-                shared_tokens = len(rollouts[group[0]].prompt_ids) if key else 0
+                shares_prompt = key and not rollouts[group[0]].images
+                shared_tokens = len(rollouts[group[0]].prompt_ids) if shares_prompt else 0
                 fillers = -len(group) % self.ranks
                 filled_group = group + fillers * [group[-1]]
                 # Each size is that of the first rank's rollout, which is the longest: all ranks slice alike.
@@ -250,12 +252,14 @@ class Model:
     def _prepare(self, module, learns: bool, seed: int) -> None:
         """Freeze what does not learn, or give the model adapters; compile its blocks, and checkpoint them."""
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if self.config.train_vision and (self.config.lora_rank or not is_multimodal(module.config.model_type)):
+            raise RunError("--train-vision is for multimodal models, without adapters")
         if not learns:
             freeze(module, dtype)
         elif self.config.lora_rank:
             torch.manual_seed(seed)  # the same adapters on all ranks
             add_adapters(module, self.config, dtype, self.new_head)
-        else:
+        elif not self.config.train_vision:
             freeze(module, dtype, *learning_modules(module, self.new_head))
         if self.config.compile:
             compile_blocks(module)
@@ -324,9 +328,13 @@ class Model:
         tensors = (*layout.tokens(rows, columns), rows, columns)
         # Without waiting for the micro-batch before: a blocking copy would leave the GPU idle until the next launch.
         targets, states_at, rows, columns = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        inputs = layout.inputs_on(self.device)
+        if images := rollouts[0].images:  # of all of them: a micro-batch has one group
+            inputs["pixels"] = image_inputs(self.processor, images, self.device)
+            inputs["prompt_length"] = len(rollouts[0].prompt_ids)
         with self.autocast():
             score = as_forward(self.module, function)
-            scores = score(layout.inputs_on(self.device), targets, states_at, *args)
+            scores = score(inputs, targets, states_at, *args)
         zeros = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if values is None else zeros.index_put((rows, columns), values) for values in scores)
 
@@ -335,17 +343,17 @@ def micro_batch_slices(sizes: list[tuple[bytes, int, int]], max_tokens: int) -> 
     """Slices of sequences with these sizes: each has at most `max_tokens`, padding included, or a single sequence.
 
     A size is a group's key, the tokens that the group shares, and the sequence's own tokens. A group's sequences are
-    neighbours, and the first is the longest. Those of the group b"" share nothing, and are in slices of their own.
+    neighbours, and the first is the longest. A group that shares no tokens is in slices of its own.
     """
-    slices, begin, tokens, group, width = [], 0, 0, None, 0
+    slices, begin, tokens, group, group_shares, width = [], 0, 0, None, 0, 0
     for row, (key, shared_tokens, own_tokens) in enumerate(sizes):
         new_group = key != group
         added = shared_tokens + own_tokens if new_group else width
-        if row > begin and (tokens + added > max_tokens or (new_group and b"" in (key, group))):
+        if row > begin and (tokens + added > max_tokens or (new_group and 0 in (shared_tokens, group_shares))):
             slices.append(slice(begin, row))
             begin, tokens, new_group, added = row, 0, True, shared_tokens + own_tokens
         if new_group:
-            group, width = key, own_tokens
+            group, group_shares, width = key, shared_tokens, own_tokens
         tokens += added
     return [*slices, slice(begin, len(sizes))] if sizes else []
 

@@ -1,9 +1,15 @@
-"""Checkpoints that take more than text, such as Qwen2.5-VL and Gemma 3. Their language model learns, from text.
+"""Checkpoints that take more than text, such as Qwen2.5-VL and Gemma 3. Their language model learns, from text and
+images.
 
-Towers and projectors stay as they were loaded. They are sent, checked and saved with the rest.
+Towers and projectors stay as they were loaded, unless --train-vision has them learn as well. They are sent, checked and
+saved with the rest.
 """
 
+import inspect
+
 import torch
+
+from ..images import Images
 
 
 def is_multimodal(model_type: str) -> bool:
@@ -22,5 +28,45 @@ def auto_class(config):
 
 
 def learning_modules(model, new_head: str | None = None) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """What of a model may learn: its language model, and the submodule `new_head` or else its own head."""
+    """What of a model learns from text: its language model, and the submodule `new_head` or else its own head."""
     return model.get_decoder(), model.get_submodule(new_head) if new_head else model.get_output_embeddings()
+
+
+def image_inputs(processor, images: Images, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the model's tower takes of these images, as the engine prepares them."""
+    inputs = processor.image_processor(images=images.decoded(), return_tensors="pt")
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+
+
+def states_with_images(
+    model, input_ids: torch.Tensor, pixels: dict[str, torch.Tensor], prompt_length: int
+) -> torch.Tensor:
+    """The output of the model's trunk for sequences [rows, S] that begin with the same prompt, of `prompt_length`, with
+    the images of `pixels`. Its tower encodes them once."""
+    trunk, rows = model.base_model, len(input_ids)
+    encoded = trunk.get_image_features(**pixels, return_dict=True)
+    for name in ("pooler_output", "deepstack_features"):
+        if encoded.get(name) is not None:
+            encoded[name] = _repeated(encoded[name], rows)
+    # A sampled token may be the one that stands for a feature. Then the model sees padding, and embeds the token.
+    seen = input_ids.clone()
+    seen[:, prompt_length:].masked_fill_(seen[:, prompt_length:] == model.config.image_token_id, 0)
+    of_images = (seen == model.config.image_token_id).int()
+    taken = inspect.signature(trunk.forward).parameters
+    inputs = {name: torch.cat([tensor] * rows) for name, tensor in pixels.items() if name != "pixel_values"}
+    inputs |= {"mm_token_type_ids": of_images, "token_type_ids": of_images}
+    inputs = {name: tensor for name, tensor in inputs.items() if name in taken}
+    embedding = model.get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda *_: (input_ids,))
+    try:
+        return trunk(input_ids=seen, mm_encoder_outputs={"image": encoded}, **inputs, use_cache=False)
+    finally:
+        hook.remove()
+
+
+def _repeated(features, rows: int):
+    """These features of images, so many times: a tensor [images, ...], a tensor for each image, or of several layers a
+    list of either."""
+    if isinstance(features, torch.Tensor):
+        return torch.cat([features] * rows)
+    return features * rows if isinstance(features, tuple) else [_repeated(layer, rows) for layer in features]

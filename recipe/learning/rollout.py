@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..images import Images
 from .objectives import advantages, known_std
 
 
@@ -34,6 +35,7 @@ class Rollout:
     sampled: Sequence[bool] | None = None  # which tokens the policy sampled, and learns from; None: all
     prompt: list[dict] | None = None  # messages, with what the environment's reset returned; None: the row's
     messages: list[dict] | None = None  # the conversation after the prompt
+    images: Images | None = None  # of the prompt, for which `prompt_ids` have a token for each feature
 
     @property
     def mask(self) -> np.ndarray:

@@ -18,6 +18,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +31,7 @@ from rlhf_utils import WeightSyncError
 
 from ..errors import RunError
 from ..flags import arg
+from ..images import Images
 from ..learning.grpo import GRPOConfig
 from ..learning.rollout import Rollout
 from ..run.actors import ActorGroup
@@ -41,12 +43,15 @@ from ..tasks.task import Task
 from .conversation import Conversation, Turn, converse, group_of
 from .engine import (
     KEPT_PREFIX_CACHE,
+    engine_prompt,
     engine_start,
+    in_parts,
     labelled_rollouts_of,
     replace_equal_groups,
     sampling_options,
     sampling_params,
     set_environment,
+    with_images,
 )
 
 PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too much to have a bound
@@ -91,23 +96,28 @@ class AsyncEngineActor:
         return self.llm.model_config.max_model_len
 
     async def sample(
-        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, low_priority: bool = False
+        self,
+        prompts: list[list[int]],
+        sampling: list[dict],
+        evaluation: bool = False,
+        images: Sequence[Images | None] | None = None,
+        low_priority: bool = False,
     ) -> list[Rollout]:
         """As `EngineActor.sample`, with the version of each token's weights.
 
         Prompts of `low_priority` wait behind all others in vLLM's queue.
         """
-        calls = [self._generate(ids, options, low_priority) for ids, options in zip(prompts, sampling, strict=True)]
+        inputs = map(engine_prompt, prompts, images or [None] * len(prompts))
+        calls = [self._generate(*request, low_priority) for request in zip(inputs, sampling, strict=True)]
         requests = await asyncio.gather(*calls)
         if evaluation:
             await self.llm.reset_prefix_cache()  # vLLM does not while it generates for others; the next sync does
         return labelled_rollouts_of(requests, self.llm.get_tokenizer())
 
-    async def _generate(self, prompt_ids: list[int], options: dict, low_priority: bool):
-        from vllm import TokensPrompt
+    async def _generate(self, prompt: dict, options: dict, low_priority: bool):
         from vllm.sampling_params import RequestOutputKind
 
-        prompt, params = TokensPrompt(prompt_token_ids=prompt_ids), sampling_params(options)
+        params = sampling_params(options)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         self._count(+1)
         try:
@@ -218,9 +228,16 @@ class RolloutsAhead:
         if new >= PROOF_TOKENS:
             return []
         prompts = [group.row.prompt_ids for group in batch.groups]
+        images = [group.rollouts[0].images for group in batch.groups]
         short = replace(self.config, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
         sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
-        return list(itertools.chain(*self.engines.call("proving", AsyncEngineActor.sample, prompts, sampling)))
+        of_engines = self.engines.call("proving", AsyncEngineActor.sample, prompts, sampling, False, images)
+        return [
+            rollout
+            for rollouts in of_engines
+            for own, image in zip(in_parts(rollouts, len(prompts)), images, strict=True)
+            for rollout in with_images(own, image)
+        ]
 
     def _with_staleness(self, batch: Batch, step: int) -> Batch:
         """This batch of a step, with metrics of how many steps old its tokens are. Raises RunError if a token's label
@@ -279,11 +296,13 @@ class RolloutsAhead:
         row, size, actor = batch.rows[i], self.config.group_size, self.engines.actors[engine]
         sampling = partial(sampling_options, self.config, self.task.seed, batch.step, round_number=batch.round_number)
 
+        images = row.images and row.images.read()
+
         async def sample(prompt_ids: list[int], options: dict, low_priority: bool) -> list[Rollout]:
             with self.lock:
                 if self.closed:
                     raise RunError("the run has ended")
-                call = actor.sample.remote([prompt_ids], [options], False, low_priority)
+                call = actor.sample.remote([prompt_ids], [options], False, [images], low_priority)
             return (await self.session.answers("generating", {engine: call}))[0]
 
         async def sample_turn(turns: list[Turn]) -> list[Rollout]:
@@ -292,7 +311,7 @@ class RolloutsAhead:
             return await sample(turn.prompt_ids, sampling(turn.number, turn=turn), low_priority)
 
         if not self.task.tools:
-            return Group(row, await sample(row.prompt_ids, sampling(i), batch.low_priority))
+            return Group(row, with_images(await sample(row.prompt_ids, sampling(i), batch.low_priority), images))
         conversations = [
             Conversation(self.task.tools, row, number, self.config.max_tokens, evaluation=False)
             for number in range(i * size, (i + 1) * size)

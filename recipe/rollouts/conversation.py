@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import TaskError
+from ..images import Images
 from ..learning.rollout import Rollout
 from ..tasks.dataset import Row, content_text
 from ..tasks.environment import Environment
@@ -25,6 +26,7 @@ class Turn:
     """What an engine is to continue."""
 
     prompt_ids: list[int]
+    images: Images | None
     number: int  # of the completion in the step
     index: int  # of the turn in the completion
     max_tokens: int
@@ -41,6 +43,7 @@ class Conversation:
         self.tools, self.row, self.number, self.evaluation = tools, row, number, evaluation
         self.max_tokens = max_tokens
         self.prompt, self.prompt_ids, self.schemas = row.prompt, row.prompt_ids, tools.schemas_of(row)
+        self.images = row.images and row.images.read()
         self.messages: list[dict] = []
         self.ids: list[int] = []  # the completion's
         self.parts: list[Rollout] = []  # what was sampled and what was answered, in turns
@@ -66,7 +69,7 @@ class Conversation:
     @property
     def turn(self) -> Turn:
         """The next turn."""
-        return Turn(self.prompt_ids + self.ids, self.number, self.turns, self.room)
+        return Turn(self.prompt_ids + self.ids, self.images, self.number, self.turns, self.room)
 
     @property
     def room(self) -> int:
@@ -144,7 +147,7 @@ class Conversation:
         """The whole completion, without rewards."""
         versions = [part.versions for part in self.parts]
         return Rollout(
-            np.array(self.prompt_ids, np.int32),
+            self.parts[0].prompt_ids,  # as the engine took them: with a token for each feature of an image
             np.array(self.ids, np.int32),
             np.concatenate([part.logprobs for part in self.parts]).astype(np.float32),
             text=self.tools.template.tokenizer.decode(self.ids, skip_special_tokens=True),
@@ -153,6 +156,7 @@ class Conversation:
             sampled=np.concatenate([part.mask for part in self.parts]),
             prompt=self.prompt,
             messages=self.messages,
+            images=self.images,
         )
 
 

@@ -22,6 +22,7 @@ from rlhf_utils import WeightSyncError
 from ..errors import EngineError, RunError
 from ..flags import arg
 from ..functions import json_object
+from ..images import Images
 from ..learning.grpo import GRPOConfig
 from ..learning.rollout import Rollout
 from ..learning.sampling import SamplingConfig
@@ -118,28 +119,33 @@ class EngineActor:
         die_with_children(unless=lambda: self.leaving)
         return self.llm.model_config.max_model_len
 
-    def sample(self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False) -> list[Rollout]:
+    def sample(
+        self,
+        prompts: list[list[int]],
+        sampling: list[dict],
+        evaluation: bool = False,
+        images: Sequence[Images | None] | None = None,
+    ) -> list[Rollout]:
         """The completions of prompts, given as token ids, in order and without rewards. `sampling` has the options of
-        each prompt.
+        each prompt, and `images` its images, for each of which it has a token.
 
         After an `evaluation`, the prefix cache is reset: a run that is resumed there has none, and must compute the
         same.
         """
         if not prompts:
             return []
-        from vllm import TokensPrompt
-
-        requests = self.llm.generate(
-            [TokensPrompt(prompt_token_ids=ids) for ids in prompts], [*map(sampling_params, sampling)], use_tqdm=False
-        )
+        inputs = [*map(engine_prompt, prompts, images or [None] * len(prompts))]
+        requests = self.llm.generate(inputs, [*map(sampling_params, sampling)], use_tqdm=False)
         if evaluation:
-            self.reset_prefix_cache()
+            self.reset_caches()
         return rollouts_of(requests, self.llm.get_tokenizer())
 
-    def reset_prefix_cache(self) -> None:
-        """Drop the keys and values of the old weights. Raises RunError if vLLM does not."""
+    def reset_caches(self) -> None:
+        """Drop the keys and values of the old weights, and what their tower made of images. Raises RunError if vLLM
+        does not."""
         if not self.llm.reset_prefix_cache():
             raise RunError(KEPT_PREFIX_CACHE)
+        self.llm.llm_engine.reset_encoder_cache()
 
     def take_weights(self, *args) -> bool:
         """Have every worker take part in a sync, with these arguments of `receive_weights`. Returns whether all of them
@@ -162,7 +168,7 @@ class EngineActor:
     def sleep(self, level: str) -> None:
         """Drop the prefix cache, and release memory until `wake`: that of the KV cache ("kv"), that of the weights as
         well ("weights"), or none ("none"). Nothing is generated until then, so the prefix cache stays empty."""
-        self.reset_prefix_cache()
+        self.reset_caches()
         if level == "weights":
             self.llm.sleep(level=2)  # which keeps no copy of the weights: a sync brings them
             self.slept = True
@@ -285,6 +291,14 @@ def sampling_params(options: dict):
     return SamplingParams(flat_logprobs=True, **options)  # lists instead of an object per token
 
 
+def engine_prompt(ids: list[int], images: Images | None):
+    """The vllm.TokensPrompt of these ids. It has the `images` decoded."""
+    from vllm import TokensPrompt
+
+    data = {"multi_modal_data": {"image": images.decoded()}} if images else {}
+    return TokensPrompt(prompt_token_ids=ids, **data)
+
+
 def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
     """The completions of finished vllm.RequestOutputs, in order, without rewards."""
     outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
@@ -349,9 +363,19 @@ def complete(
     if task.tools:
         return complete_by_tools(engines, task.tools, rows, config, sampling, evaluation, phase)
     parts = in_parts([*enumerate(rows)], len(engines))
-    each = [([row.prompt_ids for _, row in part], [sampling(i) for i, _ in part], evaluation) for part in parts]
+    images = [row.images and row.images.read() for row in rows]
+    each = [
+        ([row.prompt_ids for _, row in part], [sampling(i) for i, _ in part], evaluation, [images[i] for i, _ in part])
+        for part in parts
+    ]
     rollouts = [*itertools.chain(*engines.call(phase, EngineActor.sample, each=each))]
-    return Batch([Group(row, rollouts[i * size : (i + 1) * size]) for i, row in enumerate(rows)])
+    of_rows = [rollouts[i * size : (i + 1) * size] for i in range(len(rows))]
+    return Batch([Group(row, with_images(own, image)) for row, own, image in zip(rows, of_rows, images, strict=True)])
+
+
+def with_images(rollouts: list[Rollout], images: Images | None) -> list[Rollout]:
+    """These rollouts of one prompt, with its images."""
+    return [replace(rollout, images=images) for rollout in rollouts] if images else rollouts
 
 
 def complete_by_tools(
@@ -376,7 +400,13 @@ def complete_by_tools(
     async def sample(turns: list[Turn]) -> list[Rollout]:
         parts = [[turn for turn in turns if turn.number in own] for own in numbers]
         each = [
-            ([t.prompt_ids for t in part], [sampling(t.number, turn=t) for t in part], evaluation) for part in parts
+            (
+                [turn.prompt_ids for turn in part],
+                [sampling(turn.number, turn=turn) for turn in part],
+                evaluation,
+                [turn.images for turn in part],
+            )
+            for part in parts
         ]
         calls = engines.begin(EngineActor.sample, each=each)
         return [*itertools.chain(*await engines.session.answers(phase, calls))]

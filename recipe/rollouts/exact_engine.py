@@ -62,9 +62,11 @@ def settle_exactness(
     trainers: ActorGroup,
     by_nccl: bool = True,
     engine_url: Sequence[str] = (),
+    images: bool = False,
 ) -> ExactEngineArguments:
     """The arguments, with `--exact off` if no engine of this model can be exact. Says why, or raises RunError with
-    `--exact on`. `trainers` have started, and load no model yet; `by_nccl` says whether they send the weights so."""
+    `--exact on`. `trainers` have started, and load no model yet; `by_nccl` says whether they send the weights so,
+    and `images` whether prompts have some."""
     from transformers import AutoConfig
 
     gpu = None if args.exact == "off" else trainers.call_rank_0("starting", LearnerActor.gpu)
@@ -80,6 +82,7 @@ def settle_exactness(
         f"NCCL adds up for {workers} workers, in an order of its own (--tensor-parallel-size)": (
             gpu and workers > 2 and (workers not in ORDERED_SUMS or workers > gpu.linked or hidden_size % 8)  # noqa: PLR2004
         ),
+        "prompts have images": images,
         "others have started the engines (--engine-url)": engine_url,
         "inductor rounds in other places (--compile)": config.compile,
         "trainers would not use the attention that was asked for (--attention)": config.attention is not None,

@@ -25,6 +25,9 @@ class ChatTemplate:
     def prompt_ids(self, messages: list[dict], tools: list[dict] | None, origin: str) -> list[int]:
         """The tokens of chat messages. After them, a completion begins or, if the last message is the assistant's, goes
         on with it. `tools` are the schemas that the template describes to the model."""
+        if not self.tokenizer.chat_template:
+            model = self.tokenizer.name_or_path
+            raise TaskError(f"{origin}: the prompt is chat messages, and {model} has no chat template")
         goes_on = messages[-1]["role"] == "assistant"
         options = {"tools": tools or None, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..errors import TaskError
 from ..functions import failed, named_function
+from ..images import PART_TYPES, PLACE, Images, take_images
 
 # By a file's ending, its format as `datasets` calls it. A .gz may follow.
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".json": "json", ".parquet": "parquet"}
@@ -26,7 +27,8 @@ class Row:
     prompt: str | list[dict]
     columns: dict
     origin: str
-    prompt_ids: list[int] = field(default_factory=list)  # what the engine gets, and the trainer learns on
+    prompt_ids: list[int] = field(default_factory=list)  # what the engine gets, with one token for each image
+    images: Images | None = None  # of the prompt, which has a place for each
 
     @property
     def text(self) -> str:
@@ -44,11 +46,12 @@ def content_text(content: str | list[dict] | None) -> str:
 
 
 def without_parts(prompt: str | list[dict]) -> str | list[dict]:
-    """This prompt or completion, with the content of each message as one text: templates may print parts as Python
-    does, or leave them out."""
+    """This prompt or completion, with the content of each message without images as one text: templates may print
+    parts as Python does, or leave them out."""
     if isinstance(prompt, str):
         return prompt
-    return [m | {"content": content_text(m["content"])} if isinstance(m.get("content"), list) else m for m in prompt]
+    in_text = [isinstance(m.get("content"), list) and PLACE not in m["content"] for m in prompt]
+    return [m | {"content": content_text(m["content"])} if flat else m for m, flat in zip(prompt, in_text, strict=True)]
 
 
 def load_rows(
@@ -110,36 +113,39 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
             f'{origin}: no usable "prompt" (a text, or a list of chat messages with "role" and "content") among'
             f" {', '.join(sorted(map(str, record))) or 'no columns'}: --map can make one"
         )
-    for message in prompt if is_chat else ():
-        if not _is_text(content := message.get("content", "")):
-            raise TaskError(
-                f"{origin}: the content {content!r} of a message is neither a text nor a list of"
-                ' {"type": "text", "text": "..."}: the model gets text alone, and no images'
-            )
-    for name in ("image", "images"):  # which TRL gives to the model
-        if record.get(name) is not None and not (isinstance(record[name], list) and not record[name]):
-            raise TaskError(
-                f"{origin}: the model gets text alone, and this row has a column {name!r}: --map can drop it"
-            )
+    images, columns = None, {name: value for name, value in record.items() if name != "prompt"}
+    if is_chat:
+        for message in prompt:
+            if not _is_content(content := message.get("content", "")):
+                raise TaskError(
+                    f"{origin}: the content {content!r} of a message is neither a text nor a list of"
+                    ' {"type": "text", "text": "..."} and {"type": "image"}'
+                )
+        prompt, images = take_images(record | {"prompt": prompt}, origin)
+    elif record.get("images") or record.get("image"):
+        raise TaskError(f"{origin}: a prompt with images is chat messages, and not a text: --map can make them")
+    if images:
+        columns = {name: value for name, value in columns.items() if name != "image"} | {"images": images}
     try:
         json.dumps(prompt, ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError) as error:
         raise TaskError(f"{origin}: the prompt is not Unicode text, or not JSON ({error})") from error
     if taken := record.keys() & set(reserved):
         raise TaskError(f"{origin}: a reward gets {' and '.join(sorted(taken))} from the run itself")
-    return Row(prompt, {name: value for name, value in record.items() if name != "prompt"}, origin)
+    return Row(prompt, columns, origin, images=images)
 
 
 def _is_message(message) -> bool:
     return isinstance(message, dict) and "role" in message and bool(message.keys() & {"content", "tool_calls"})
 
 
-def _is_text(content) -> bool:
-    """Whether this content of a message is a text, or a text in parts."""
+def _is_content(content) -> bool:
+    """Whether this content of a message is a text, or parts that are texts and images."""
     return isinstance(content, str) or (
         isinstance(content, list)
         and all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            isinstance(part, dict)
+            and (part.get("type") in PART_TYPES or (part.get("type") == "text" and isinstance(part.get("text"), str)))
             for part in content
         )
     )
@@ -181,10 +187,23 @@ def _records(name: str, config: str | None, split: str) -> list[dict | JSONLine]
             files = datasets.load_dataset_builder(**source, **local).config.data_files if ending or local else {}
             if files and all(file_ending(file) in AS_TEXT for of_split in files.values() for file in of_split):
                 return _read_split(files, split)
-            return list(datasets.load_dataset(**source, split=split, **local))
+            rows = datasets.load_dataset(**source, split=split, **local)
+            return list(rows.cast(_encoded_images(rows.features)))
         except Exception as error:  # which errors `datasets` and its hub client raise depends on their versions
             cause = str(error.__cause__ or error).strip().partition("\n")[0]
             raise TaskError(f"cannot load the dataset {name}: {type(error).__name__}: {cause}") from error
+
+
+def _encoded_images(features):
+    """These features of a dataset, with images as files have them: decoded, they are ten times as large."""
+    from datasets import Features, Image, List
+
+    def encoded(feature):
+        if isinstance(feature, Image):
+            return Image(decode=False)
+        return List(encoded(feature.feature)) if isinstance(feature, List) else feature
+
+    return Features({name: encoded(feature) for name, feature in features.items()})
 
 
 def _read_split(files: dict[str, list[str]], split: str) -> list[dict | JSONLine]:

@@ -187,6 +187,8 @@ class RewardCall:
             "log_extra": self._log_extra,
             "log_metric": lambda name, value: self.logged[name].append(float(value)),
         }
+        if row.images:
+            self.arguments["images"] = [row.images.decoded()] * len(rollouts)
         if group.environments:
             self.arguments["environments"] = [environment.instance for environment in group.environments]
 

@@ -16,6 +16,7 @@ from pydantic import AfterValidator
 from ..errors import TaskError
 from ..flags import arg
 from ..functions import json_object
+from ..learning.multimodal import is_multimodal
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows
 from .rewards import FROM_THE_RUN, Rewards
@@ -95,6 +96,11 @@ class Task:
         """Whether a prompt is chat messages."""
         return not all(isinstance(row.prompt, str) for row in [*self.rows, *self.eval_rows])
 
+    @property
+    def has_images(self) -> bool:
+        """Whether a prompt has images."""
+        return any(row.images for row in [*self.rows, *self.eval_rows])
+
     def draw(self, step: int) -> list[Row]:
         """The rows of one step (the first is 1). Each epoch has its own order, which depends on the seed alone."""
         count, drawn = self.args.prompts_per_step, []
@@ -121,20 +127,13 @@ class Task:
 
         tokenizer = AutoTokenizer.from_pretrained(model)
         template = ChatTemplate(tokenizer, json.loads(self.args.chat_template_kwargs))
-        embeddings = AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        config = AutoConfig.from_pretrained(model)
+        embeddings = config.get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
+        if not is_multimodal(config.model_type):
+            self.refuse_images(f"{model} takes text alone")
         for row in [*self.rows, *self.eval_rows]:
-            if isinstance(row.prompt, str):
-                if self.tools:
-                    raise TaskError(f"{row.origin}: --tools and --environment are for chat messages, not for a text")
-                row.prompt_ids = tokenizer.encode(row.prompt)
-                if appends_end:  # some tokenizers do: after it, a completion would begin a new text
-                    row.prompt_ids.pop()
-            elif tokenizer.chat_template:
-                schemas = self.tools.schemas_of(row) if self.tools else row.columns.get("tools")
-                row.prompt_ids = template.prompt_ids(row.prompt, schemas, row.origin)
-            else:
-                raise TaskError(f"{row.origin}: the prompt is chat messages, and {model} has no chat template")
+            row.prompt_ids = self._prompt_ids(row, template, appends_end)
             if not row.prompt_ids:
                 raise TaskError(f"{row.origin}: the model's tokenizer makes no token of the prompt {row.text!r}")
             if max(row.prompt_ids) >= embeddings:
@@ -146,6 +145,21 @@ class Task:
             self.tools.prepare(template)
         if max_model_len:
             self.check_lengths(max_model_len)
+
+    def _prompt_ids(self, row: Row, template: ChatTemplate, appends_end: bool) -> list[int]:
+        if not isinstance(row.prompt, str):
+            schemas = self.tools.schemas_of(row) if self.tools else row.columns.get("tools")
+            return template.prompt_ids(row.prompt, schemas, row.origin)
+        if self.tools:
+            raise TaskError(f"{row.origin}: --tools and --environment are for chat messages, not for a text")
+        ids = template.tokenizer.encode(row.prompt)
+        return ids[:-1] if appends_end else ids  # some tokenizers do: after it, a completion would begin a new text
+
+    def refuse_images(self, reason: str) -> None:
+        """Raise TaskError for the first row with images."""
+        for row in [*self.rows, *self.eval_rows]:
+            if row.images:
+                raise TaskError(f"{row.origin}: the prompt has images, and {reason}: --map can drop them")
 
     def check_lengths(self, max_model_len: int, max_tokens: int = 0) -> str:
         """Returns a line to print if there may be no room for a completion of `max_tokens`: the engine takes at most
@@ -163,7 +177,9 @@ class Task:
                     f"{row.origin}: the prompt {row.text[:30]!r}... has {longest} tokens, and the engine takes"
                     f" {max_model_len} with the completion's: --max-model-len"
                 )
-        if longest + max_tokens <= max_model_len:
+        if (
+            longest + max_tokens <= max_model_len or self.has_images
+        ):  # of a prompt with images, the engine counts tokens
             return ""
         return (
             f"\nthe engine takes {max_model_len} tokens: after the longest prompt, of {longest}, a completion ends at"
@@ -254,4 +270,5 @@ def _load(args: TaskArguments, name: str | None, split: str, environment: str | 
 
 def _key(row: Row, environment: str | None) -> str:
     """A text that is equal for equal prompts; with an environment, for rows that are equal to its `reset`."""
-    return json.dumps([row.prompt, row.columns if environment else None], sort_keys=True, default=str)
+    images = row.images and row.images.key.hex()
+    return json.dumps([row.prompt, images, row.columns if environment else None], sort_keys=True, default=str)

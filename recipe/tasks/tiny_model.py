@@ -11,6 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
+from ..learning.multimodal import auto_class
+
 # vLLM's attention on CPU needs a head size of at least 32.
 HIDDEN_SIZE, HEADS, LAYERS, MAX_LENGTH = 128, 4, 2, 256
 END = "</s>"  # the token that ends a text
@@ -19,11 +21,13 @@ NO_LABEL = -100  # of a position whose token is not taught, as transformers has 
 
 
 class Part(NamedTuple):
-    """A part of a text that `teach` takes: whether its tokens are taught, and whether they count as an answer."""
+    """A part of a text that `teach` takes: whether its tokens are taught, whether they count as an answer, and its
+    image, for each of whose features it has a token."""
 
     text: str
     taught: bool = False
     counts: bool = False
+    image: object = None  # a PIL.Image.Image
 
 
 def build_tiny_base(folder: str | Path, seed: int = 0) -> Path:
@@ -75,22 +79,27 @@ def teach(folder: Path, example: Callable[[], list[Part]], target: float) -> int
     it learns from them. The steps end when it gets a share `target` of the examples right, on average over the last ten
     steps or so. Examples without tokens that count are left out of that.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, processor = AutoTokenizer.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     steps, right, threads = 0, 0.0, torch.get_num_threads()
     torch.set_num_threads(1)  # there is no work for more
     while right < target:
-        rows = []  # of tokens: id, label, whether it counts
-        for parts in (example() for _ in range(BATCH)):
+        examples, rows = [example() for _ in range(BATCH)], []  # of tokens: id, label, whether it counts
+        for parts in examples:
             tokens = [(i, part) for part in parts for i in tokenizer.encode(part.text)]
             rows.append(torch.tensor([(i, i if part.taught else NO_LABEL, part.counts) for i, part in tokens]))
         ids, labels, counts = (
             torch.nn.utils.rnn.pad_sequence([row[:, k] for row in rows], batch_first=True, padding_value=padding)
             for k, padding in enumerate((0, NO_LABEL, 0))
         )
-        output = model(input_ids=ids, labels=labels)
+        inputs, images = {}, [part.image for parts in examples for part in parts if part.image]
+        if images:
+            inputs = processor.image_processor(images, return_tensors="pt")
+            inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+        output = model(input_ids=ids, labels=labels, **inputs)
         wrong = counts[:, 1:].bool() & (output.logits[:, :-1].argmax(-1) != ids[:, 1:])
         right_now = 1 - wrong.any(1)[counts.any(1)].float().mean()
         right, steps = 0.9 * right + 0.1 * float(right_now), steps + 1

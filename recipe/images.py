@@ -1,0 +1,110 @@
+"""Images in prompts: which a row has, and how they are read.
+
+They stay compressed, as files have them, on their way to engines and trainers, which decode them.
+"""
+
+import hashlib
+import io
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .errors import TaskError
+
+PLACE = {"type": "image"}  # a part of a message: the row's next image
+PART_TYPES = ("image", "image_url")  # of parts that are, or stand for, an image
+
+
+@dataclass(frozen=True)
+class Images:
+    """A row's images, in the order of its prompt: addresses, or the contents of files. Errors name its `origin`."""
+
+    files: tuple[str | bytes, ...]
+    origin: str
+
+    def read(self) -> "Images":
+        """These images as contents of files. Raises TaskError if one cannot be read."""
+        return replace(self, files=tuple(file if isinstance(file, bytes) else self._read(file) for file in self.files))
+
+    def decoded(self) -> list:
+        """These images as PIL.Image.Images in RGB. Raises TaskError if one cannot be read or decoded."""
+        return [self._opened(file, "RGB") for file in self.read().files]
+
+    def check(self) -> None:
+        """Raise TaskError if an image is not there or is none. Those that a network has, and pixels, are not read."""
+        for file in self.files:
+            if isinstance(file, bytes) or not file.startswith(("http://", "https://")):
+                self._opened(file if isinstance(file, bytes) else self._read(file))
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal images."""
+        return hashlib.blake2b(repr(self.files).encode()).digest()
+
+    def _read(self, address: str) -> bytes:
+        import fsspec
+
+        try:
+            with fsspec.open(address) as file:
+                return file.read()
+        except Exception as error:  # which errors there are depends on the address
+            raise TaskError(
+                f"{self.origin}: the image {address[:200]} cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _opened(self, content: bytes, mode: str | None = None):
+        from PIL import Image
+
+        try:
+            image = Image.open(io.BytesIO(content))
+            return image.convert(mode) if mode else image
+        except Exception as error:  # which errors there are depends on the decoder
+            raise TaskError(f"{self.origin}: an image cannot be decoded: {error}") from error
+
+
+def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:
+    """The messages of a row, with `PLACE` for each image, and its images.
+
+    A row has them in the columns `images` and `image`, as for TRL, or in the parts of its messages. If no message has a
+    place for those of a column, the first of the user begins with them. Raises TaskError if there are more places or
+    fewer, or as `Images.check` does.
+    """
+    columns = [record[name] for name in ("images", "image") if record.get(name)]
+    given = [image for column in columns for image in (column if isinstance(column, list) else [column])]
+    messages, placed, places, rest = [], [], 0, iter(given)
+    for message in record["prompt"]:
+        if isinstance(content := message.get("content"), list):
+            own = [_own(part) for part in content if part["type"] in PART_TYPES]
+            places += own.count(None)
+            placed += [next(rest, None) if image is None else image for image in own]
+            content = [PLACE if part["type"] in PART_TYPES else part for part in content]
+        messages.append(message if content is None else message | {"content": content})
+    if given and not placed:
+        number = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        text = messages[number]["content"]
+        parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
+        messages[number] = messages[number] | {"content": [PLACE] * len(given) + parts}
+        placed, places = given, len(given)
+    if places != len(given):
+        raise TaskError(f"{origin}: {len(given)} images, and messages with places for {places}")
+    if not placed:
+        return messages, None
+    images = Images(tuple(_file(image, origin) for image in placed), origin)
+    images.check()
+    return messages, images
+
+
+def _own(part: dict):
+    return next((part[name] for name in (part["type"], "url", "path") if part.get(name)), None)
+
+
+def _file(image, origin: str) -> str | bytes:
+    """An image, in whatever form a row has it, as an address or as a file's content."""
+    if isinstance(image, dict):  # of a part's "image_url", or of a column of `datasets`
+        image = image.get("url") or image.get("bytes") or image.get("path")
+    if hasattr(image, "save"):  # a PIL.Image.Image
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return file.getvalue()
+    if not isinstance(image, (str, bytes)):
+        raise TaskError(f"{origin}: {image!r} is no image: neither an address, nor a file's content, nor PIL's")
+    return image

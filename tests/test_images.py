@@ -1,0 +1,345 @@
+"""Images in prompts: which a row has, the learner on several families, and runs with an engine.
+
+pytest tests/test_images.py             without an engine, and a short run
+pytest tests/test_images.py -m slow     more runs
+"""
+
+import asyncio
+import base64
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, cpu_only, metrics_of
+from learners import CPU, assert_same, config, on_ranks, use_sgd, weights_of
+from PIL import Image
+from test_multimodal import build, of_language_model
+
+from recipe.errors import RunError, TaskError
+from recipe.images import PLACE, Images, take_images
+from recipe.learning.grpo import GRPOLearner
+from recipe.learning.rollout import Rollout
+from recipe.rollouts import conversation
+from recipe.rollouts.conversation import Conversation
+from recipe.tasks.colour import squares
+from recipe.tasks.dataset import Row
+from recipe.tasks.task import TaskArguments, load_task
+from recipe.tasks.tiny_model import build_tiny_model
+
+RED, BLUE = (Image.new("RGB", (28, 28), colour) for colour in ("red", "blue"))
+
+
+def png(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def colours(images):
+    return [image.getpixel((0, 0)) for image in images.decoded()]
+
+
+# --- Rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paths(tmp_path):
+    RED.save(tmp_path / "red.png")
+    BLUE.save(tmp_path / "blue.png")
+    return [str(tmp_path / "red.png"), str(tmp_path / "blue.png")]
+
+
+TEXT = {"type": "text", "text": "?"}
+
+
+def user(*parts):
+    return {"role": "user", "content": [*parts]}
+
+
+def test_images_come_from_columns_and_from_parts_of_messages(paths):
+    red, system, plain = paths[0], {"role": "system", "content": "!"}, {"role": "user", "content": "?"}
+    url = "data:image/png;base64," + base64.b64encode(png(BLUE)).decode()
+    parts = {"type": "image", "url": red}, {"type": "image_url", "image_url": {"url": url}}
+    for record in (
+        {"prompt": [system, plain], "images": paths},
+        {"prompt": [system, plain], "images": [RED, png(BLUE)]},
+        {"prompt": [system, plain], "images": [{"bytes": None, "path": red}, {"bytes": png(BLUE), "path": "-"}]},
+        {"prompt": [system, user(PLACE, PLACE, TEXT)], "images": paths},
+        {"prompt": [system, user({"type": "image", "image": red}, PLACE, TEXT)], "image": BLUE},
+        {"prompt": [system, user(*parts, TEXT)]},
+    ):
+        messages, images = take_images(record, "row 1")
+        assert messages == [system, user(PLACE, PLACE, TEXT)]
+        assert colours(images) == [(255, 0, 0), (0, 0, 255)]
+    assert take_images({"prompt": [plain], "images": []}, "row 1") == ([plain], None)
+
+
+def test_what_is_wrong_with_an_image_names_its_row(paths, tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    question = user(PLACE, TEXT)
+    for images, message in (
+        ([*paths], "^row 1: 2 images, and messages with places for 1$"),
+        ([], "^row 1: 0 images, and messages with places for 1$"),
+        ([str(tmp_path / "none.png")], "^row 1: the image .*none.png cannot be read: FileNotFoundError: "),
+        ([str(tmp_path / "text.png")], "^row 1: an image cannot be decoded: "),
+        ([7], "^row 1: 7 is no image: "),
+    ):
+        with pytest.raises(TaskError, match=message):
+            take_images({"prompt": [question], "images": images}, "row 1")
+    _, cut = take_images({"prompt": [question], "images": [png(Image.effect_noise((99, 99), 9))[:-999]]}, "row 1")
+    with pytest.raises(TaskError, match=r"^row 1: an image cannot be decoded: "):
+        cut.decoded()
+    _, far = take_images({"prompt": [question], "images": ["http://127.0.0.1:9/a.png"]}, "row 1")
+    with pytest.raises(TaskError, match=r"^row 1: the image http://127.0.0.1:9/a.png cannot be read: "):
+        far.read()
+
+
+def task_of(folder, rows, **flags):
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_task(TaskArguments(dataset=str(file), reward=["recipe.tasks.colour:exact"], **flags), 0, 1)
+
+
+def test_equal_questions_about_other_images_are_other_prompts(paths, tmp_path):
+    question = [{"role": "user", "content": "?"}]
+    rows = [{"prompt": question, "images": [path], "answer": ""} for path in paths]
+    task = task_of(tmp_path, rows, eval_share=0.5)
+    assert sorted(colours(row.images) for row in (*task.rows, *task.eval_rows)) == [[(0, 0, 255)], [(255, 0, 0)]]
+
+
+def test_model_that_takes_text_alone_gets_no_images(paths, tmp_path):
+    tiny_model = build_tiny_model(tmp_path / "model")
+    task = task_of(tmp_path, [{"prompt": [{"role": "user", "content": "?"}], "images": paths, "answer": ""}])
+    with pytest.raises(TaskError, match=r"row 0 of train: the prompt has images, and .* takes text alone"):
+        task.tokenize(str(tiny_model))
+    with pytest.raises(TaskError, match=r"row 0 of train: a prompt with images is chat messages, and not a text"):
+        task_of(tmp_path, [{"prompt": "?", "images": paths, "answer": ""}])
+    with pytest.raises(RunError, match=r"^--train-vision is for multimodal models, without adapters$"):
+        GRPOLearner(str(tiny_model), config(train_vision=True), CPU)
+
+
+def test_images_of_datasets_stay_as_files_have_them(tmp_path, paths):
+    import datasets
+
+    rows = {"prompt": [[{"role": "user", "content": "?"}]], "images": [[RED, BLUE]], "answer": [""]}
+    features = datasets.Features(
+        {
+            "prompt": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+            "images": datasets.List(datasets.Image()),
+            "answer": datasets.Value("string"),
+        }
+    )
+    datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "data.parquet")
+    args = TaskArguments(dataset=str(tmp_path / "data.parquet"), reward=["recipe.tasks.colour:exact"])
+    (row,) = load_task(args, 0, 1).rows
+    assert [type(file) for file in row.images.files] == [bytes, bytes]
+    assert colours(row.images) == [(255, 0, 0), (0, 0, 255)]
+
+
+def test_conversation_keeps_its_images_and_the_engines_prompt(paths, monkeypatch):
+    monkeypatch.setattr(conversation, "parse", lambda *_: {"role": "assistant", "content": ""})
+
+    async def open_environment(row, evaluation):
+        return None, None
+
+    template = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: ""))
+    tools = SimpleNamespace(schemas_of=lambda row: [], max_model_len=None, open=open_environment, template=template)
+    tools.args = SimpleNamespace(max_tool_iterations=None)
+    row = Row([user(PLACE, TEXT)], {}, "row 1", [7, 8], Images((paths[0],), "row 1"))
+    talk = Conversation(tools, row, 0, 9, evaluation=False)
+    asyncio.run(talk.start())
+    assert talk.turn.prompt_ids == [7, 8]  # with one token for the image: the engine expands it again in each turn
+    assert colours(talk.turn.images) == [(255, 0, 0)]
+    asyncio.run(talk.take(Rollout([7, 7, 7, 8], [5], [-1.0])))
+    assert talk.turn.prompt_ids == [7, 8, 5]
+    rollout = talk.rollout()
+    assert rollout.prompt_ids == [7, 7, 7, 8]
+    assert colours(rollout.images) == [(255, 0, 0)]
+
+
+# --- The learner ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["Qwen2_5_VL", "Qwen3VL", "Gemma3"])
+def model(request, tmp_path_factory):
+    return build(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def asked(processor, images):
+    """What a prompt with these images is for the model, expanded by its processor."""
+    messages = [{"role": "user", "content": [PLACE] * len(images) + [TEXT]}]
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    return processor(text=[text], images=images, return_tensors="pt")
+
+
+def groups(learner, count=3):
+    """Two groups: of one image and of two. One completion has the token that stands for a feature."""
+    processor, token = learner.model.processor, learner.model.module.config.image_token_id
+    rng, batch = torch.Generator().manual_seed(0), []
+    noise = [Image.effect_noise((28 * k, 28), 50).convert("RGB") for k in (1, 2)]
+    for number, images in enumerate([[RED], [BLUE, noise[number_of(processor)]]]):
+        files = Images(tuple(map(png, images)), "row 1")
+        prompt = asked(processor, images)["input_ids"][0].tolist()
+        for i in range(count):
+            ids = torch.randint(2, 200, (3 + i,), generator=rng).tolist()
+            ids[1] = token if i == number else ids[1]
+            batch.append(Rollout(prompt, ids, [0.0] * len(ids), float(i), images=files))
+    logprobs = learner.model.score_all(batch)[0]
+    return [replace(r, logprobs=row[: len(r.completion_ids)].tolist()) for r, row in zip(batch, logprobs, strict=True)]
+
+
+def number_of(processor):
+    return int("Qwen" in type(processor).__name__)  # Gemma's images are of one size
+
+
+def test_scores_are_those_of_transformers_and_the_tower_runs_once_a_group(model):
+    learner = GRPOLearner(model, config(), CPU)
+    module, batch = learner.model.module, groups(learner)
+    encoded, encode = [], module.base_model.get_image_features
+    module.base_model.get_image_features = lambda *args, **options: encoded.append(1) or encode(*args, **options)
+    logprobs = learner.model.score_all(batch)[0]
+    assert len(encoded) == 2
+    del module.base_model.get_image_features
+    for rollout, own in zip(batch, logprobs, strict=True):
+        inputs = asked(learner.model.processor, rollout.images.decoded())
+        assert inputs.pop("input_ids")[0].tolist() == list(rollout.prompt_ids)
+        inputs.pop("attention_mask")
+        if module.config.image_token_id in rollout.completion_ids:
+            continue  # transformers takes it for an image's
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+        for name in inputs.keys() & {"mm_token_type_ids", "token_type_ids"}:
+            padding = (0, len(rollout.completion_ids))
+            inputs[name] = torch.nn.functional.pad(inputs[name], padding)
+        with torch.no_grad():
+            logits = module(input_ids=ids, **inputs, use_cache=False).logits[0]
+        expected = logits[len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+        torch.testing.assert_close(own[: len(expected)], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_other_images_have_other_scores(model):
+    learner = GRPOLearner(model, config(), CPU)
+    batch = groups(learner)[:3]
+    other = [replace(rollout, images=Images((png(BLUE),), "row 1")) for rollout in batch]
+    ours, others = (learner.model.score_all(rollouts)[0] for rollouts in (batch, other))
+    assert (ours - others).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_towers_learn_if_they_are_to(model, train_vision):
+    learner = GRPOLearner(model, config(train_vision=train_vision, group_size=3), CPU)
+    before = {name: parameter.clone() for name, parameter in learner.model.module.named_parameters()}
+    learner.learn(groups(learner))
+    changed = {n for n, parameter in learner.model.module.named_parameters() if not parameter.equal(before[n])}
+    assert any(not of_language_model(name) for name in changed) == train_vision
+    assert any(of_language_model(name) for name in changed)
+
+
+def learn(folder, batches):
+    for model, batch in batches.items():
+        learner = GRPOLearner(model, config(group_size=3, max_grad_norm=0.01, train_vision=True), CPU)
+        use_sgd(learner)
+        results = [learner.learn(batch)], weights_of(learner)
+        if learner.model.rank == 0:
+            torch.save(results, Path(model) / f"images-{learner.model.ranks}.pt")
+
+
+def test_two_ranks_learn_from_images_what_one_learns(tmp_path):
+    batches = {}
+    for family in ("Qwen3VL", "Gemma3"):
+        model = build(family, tmp_path / family, loudness=1)
+        learner = GRPOLearner(model, config(), CPU)
+        text = Rollout([5, 6], [7, 8], [0.0] * 2)  # beside groups with images
+        text = replace(text, logprobs=learner.model.score_all([text])[0][0].tolist())
+        batches[model] = groups(learner) + [replace(text, reward=float(i)) for i in range(3)]
+    learn(tmp_path, batches)
+    on_ranks(2, learn, tmp_path, batches)
+    for model in batches:
+        assert_same([torch.load(f"{model}/images-{ranks}.pt") for ranks in (1, 2)], atol=1e-4)
+
+
+# --- Runs with an engine ----------------------------------------------------------------------------------------------
+
+SIZE = ["--tensor-parallel-size", 1, "--prompts-per-step", 4, "--group-size", 4, "--max-tokens", 8, "--output", "run"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Questions about images, as a file of JSON lines."""
+    folder = tmp_path_factory.mktemp("data")
+    lines = []
+    for i, row in enumerate(squares("train")[:12]):
+        row["images"][0].save(folder / f"{i}.png")
+        lines.append(json.dumps(row | {"images": [str(folder / f"{i}.png")]}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder / "rows.jsonl"
+
+
+@cpu_only
+@pytest.mark.slow
+def test_run_of_the_built_in_task_learns_colours(script, tmp_path):
+    text = script("rlhf.py", "--task", "colour", "--tensor-parallel-size", 1, "--output", "run").finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    before, after = map(float, re.search(r"eval (\S+) -> (\S+)$", text.strip()).groups())
+    assert before < 0.6
+    assert after > 0.9
+    assert max(row.get("logprobs/mismatch", 0) for row in metrics_of(tmp_path / "run")) < 1e-5
+
+
+@cpu_only
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "family", "flags"),
+    [
+        ("rlhf_async.py", "Qwen2_5_VL", ["--train-vision"]),
+        ("rlhf_colocate.py", "Qwen3VL", ["--train-vision", "--engines", 2]),
+        ("rlhf_nccl.py", "Gemma3", []),
+    ],
+)
+def test_every_sync_is_proven_by_answers_about_images(script, tmp_path, data, name, family, flags):
+    model = build(family, tmp_path / "model")
+    task = ["--dataset", data, "--reward", "recipe.tasks.colour:exact", "--model", model, "--steps", 3]
+    text = script(name, *task, *SIZE, "--learning-rate", 1e-3, *flags).finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert max(row["logprobs/mismatch"] for row in metrics_of(tmp_path / "run")) < 1e-5
+
+
+@cpu_only
+@pytest.mark.slow
+def test_engine_that_keeps_what_a_tower_made_is_found(script, tmp_path, data):
+    forgetful = (ROOT / "rlhf.py").read_text().replace("self.reset_caches()", "self.llm.reset_prefix_cache()")
+    (tmp_path / "forgetful.py").write_text(forgetful)
+    reward = "def length(completions, **_): return [len(messages[0]['content']) for messages in completions]"
+    (tmp_path / "functions.py").write_text(reward)
+    task = ["--dataset", data, "--dataset-split", "train[:4]", "--reward", "functions:length", "--steps", 3]
+    model = build("Qwen2_5_VL", tmp_path / "model")
+    flags = ["--model", model, "--train-vision", "--learning-rate", 1e-2, *SIZE]
+    text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT)).finish()
+    assert text.splitlines()[-1].startswith("error: the engine's log-probabilities are "), text
+
+
+@cpu_only
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-model-len", 6], "longer than the maximum model length of 6"),
+        (["--engine-args", '{"limit_mm_per_prompt": {"image": 0}}'], "At most 0 image"),
+    ],
+)
+def test_images_that_an_engine_cannot_take_end_the_run(script, tmp_path, data, flags, message):
+    task = [
+        "--dataset",
+        data,
+        "--reward",
+        "recipe.tasks.colour:exact",
+        "--model",
+        build("Qwen2_5_VL", tmp_path / "model"),
+    ]
+    text = script("rlhf.py", *task, *SIZE, *flags).finish()
+    assert message in text.splitlines()[-1], text
