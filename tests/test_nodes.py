@@ -131,8 +131,8 @@ def test_run_over_two_nodes_ends_with_the_cable_and_resumes(hosts, tmp_path):
 
         run = start_run(hosts, tmp_path, "--output", "run", "--save-every", "1", "--steps", "10000")
         run.wait_for("step     2/")
-        where = {title: place_of(hosts, title) for title in ("ray::Trainer", "ray::Engine", "VLLM::Worker")}
-        assert where["ray::Trainer"] != where["ray::Engine"] == where["VLLM::Worker"], where
+        where = {title: place_of(hosts, title) for title in ("ray::Trainer", "ray::Engine", "VLLM::EngineCore")}
+        assert where["ray::Trainer"] != where["ray::Engine"] == where["VLLM::EngineCore"], where
         hosts.plug("down")
         cut = time.monotonic()
         text = run.finish()
