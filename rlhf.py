@@ -30,7 +30,7 @@ from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateLayoutArguments, StepClock, by_node, reserve, seat
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
@@ -48,7 +48,7 @@ class Arguments:
 
     run: RunArguments = section(RunArguments)
     engine: ExactEngineArguments = section(ExactEngineArguments)
-    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    actors: SeparateActorArguments = section(SeparateActorArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     learner: GRPOConfig = section(GRPOConfig)
@@ -59,7 +59,7 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         options = exact_options(args.engine.exact, model, "WorkerExtension")
-        return self.load(model, *llm_options(args.engine, device, bundles, args.layout.engines, **options))
+        return self.load(model, *llm_options(args.engine, device, bundles, args.actors.engines, **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
@@ -75,7 +75,7 @@ class Trainer(LearnerActor):
     recipe/run/actors.py has the LearnerProtocol."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        run, torch_device = args.run, self.join(address, args.layout.trainers, device, args.engine.exact)
+        run, torch_device = args.run, self.join(address, args.actors.trainers, device, args.engine.exact)
         proof = Proof(MAX_MISMATCH[device], args.engine.exact, args.engine.tensor_parallel_size)
         self.learner = GRPOLearner(
             models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
@@ -96,7 +96,7 @@ class Trainer(LearnerActor):
 def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
     """Reserve the topology. Returns the device, a remark on it, and the seats of trainers and engines."""
     gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
-    trainers, engines = args.layout.trainers, args.layout.engines
+    trainers, engines = args.actors.trainers, args.actors.engines
     wanted = trainers + engines * tp
     if 0 < gpus < wanted:
         raise RunError(

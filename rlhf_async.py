@@ -35,7 +35,7 @@ from recipe.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, Rol
 from recipe.rollouts.engine import llm_options
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateLayoutArguments, StepClock, by_node, reserve, seat
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
@@ -53,7 +53,7 @@ class Arguments:
 
     run: RunArguments = section(RunArguments)
     engine: ExactEngineArguments = section(ExactEngineArguments)
-    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    actors: SeparateActorArguments = section(SeparateActorArguments)
     ahead: AsyncArguments = section(AsyncArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
@@ -65,7 +65,7 @@ class Engine(AsyncEngineActor):
 
     async def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         options = exact_options(args.engine.exact, model, "WorkerExtension")
-        return await self.load(model, *llm_options(args.engine, device, bundles, args.layout.engines, **options))
+        return await self.load(model, *llm_options(args.engine, device, bundles, args.actors.engines, **options))
 
     async def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         await self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
@@ -79,7 +79,7 @@ class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner, which sends what it has of the weights."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        run, torch_device = args.run, self.join(address, args.layout.trainers, device, args.engine.exact)
+        run, torch_device = args.run, self.join(address, args.actors.trainers, device, args.engine.exact)
         proof = Proof(MAX_MISMATCH[device], args.engine.exact, args.engine.tensor_parallel_size)
         self.learner = GRPOLearner(
             models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
@@ -100,7 +100,7 @@ class Trainer(LearnerActor):
 def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
     """Reserve the topology. Returns the device, a remark on it, and the seats of trainers and engines."""
     gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
-    trainers, engines = args.layout.trainers, args.layout.engines
+    trainers, engines = args.actors.trainers, args.actors.engines
     wanted = trainers + engines * tp
     if 0 < gpus < wanted:
         raise RunError(

@@ -42,8 +42,8 @@ from recipe.rollouts.engine import EngineActor, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
 from recipe.run.actors import (
+    ActorArguments,
     ActorGroup,
-    LayoutArguments,
     LearnerActor,
     Seat,
     StepClock,
@@ -79,8 +79,8 @@ class Arguments:
             None, help="GPUs that an engine is spread over (default: 2; with an odd number of GPUs, or none: 1)"
         ),
     )
-    layout: LayoutArguments = section(
-        LayoutArguments, engines=arg(None, help="engines (default: as many as the GPUs hold; CPU: 2 workers in all)")
+    actors: ActorArguments = section(
+        ActorArguments, engines=arg(None, help="engines (default: as many as the GPUs hold; CPU: 2 workers in all)")
     )
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
@@ -107,7 +107,7 @@ class Engine(EngineActor):
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE / args.engines_per_gpu)
         share = args.engine.gpu_memory_utilization / args.engines_per_gpu
         engine = replace(args.engine, gpu_memory_utilization=share)
-        max_model_len = self.load(model, *llm_options(engine, device, bundles, args.layout.engines, **options))
+        max_model_len = self.load(model, *llm_options(engine, device, bundles, args.actors.engines, **options))
         self.remember_weights()
         self.sleep(args.sleep)  # the trainers load next
         return max_model_len
@@ -131,7 +131,7 @@ class Trainer(LearnerActor):
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
         run, exact, tp = args.run, args.engine.exact, args.engine.tensor_parallel_size
-        torch_device = self.join(address, args.layout.engines * tp, device, exact)
+        torch_device = self.join(address, args.actors.engines * tp, device, exact)
         proof = Proof(MAX_MISMATCH[device], exact, tp)
         self.learner = GRPOLearner(
             models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
@@ -170,7 +170,7 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     if gpus:
         refuse_expandable_segments()
     tp = args.engine.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
-    engines = args.layout.engines or max(1, (gpus or 2) // tp)
+    engines = args.actors.engines or max(1, (gpus or 2) // tp)
     wanted, available = engines * tp, gpus or int(resources["CPU"])
     if wanted > available:
         raise RunError(
@@ -178,8 +178,8 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
             f" {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
         )
     sleep = args.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
-    layout, engine = replace(args.layout, engines=engines), replace(args.engine, tensor_parallel_size=tp)
-    args = replace(args, layout=layout, engine=engine, sleep=sleep)
+    actors, engine = replace(args.actors, engines=engines), replace(args.engine, tensor_parallel_size=tp)
+    args = replace(args, actors=actors, engine=engine, sleep=sleep)
     group = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
     bundles = by_node(group)  # so that an engine spans as few nodes as possible
     share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
@@ -248,15 +248,15 @@ def main(args: Arguments) -> None:
 def start(engines: ActorGroup, model: str, args: Arguments, device: str) -> int:
     """Start the engines; those of a GPU one after another, since vLLM measures the free memory. Returns the tokens that
     a prompt and its completion may have."""
-    before: list[ray.ObjectRef | None] = [None] * args.layout.engines
+    before: list[ray.ObjectRef | None] = [None] * args.actors.engines
     for actor, (bundles,) in zip(engines.actors.values(), engines.bundles, strict=True):
-        before.append(actor.start.remote(model, args, device, bundles, before[-args.layout.engines]))
-    calls = dict(zip(engines.actors, before[args.layout.engines :], strict=True))
+        before.append(actor.start.remote(model, args, device, bundles, before[-args.actors.engines]))
+    calls = dict(zip(engines.actors, before[args.actors.engines :], strict=True))
     return engines.session.wait("starting", calls)[0][0]
 
 
 def connect(run: RunFolder, trainers: ActorGroup, engines: ActorGroup, args: Arguments) -> list[tuple[dict[str, str]]]:
-    """Check that each trainer rank shares its device with a worker, print the layout, and sync once.
+    """Check that each trainer rank shares its device with a worker, print the topology, and sync once.
 
     Returns for each engine the handles of the ranks beside its workers, by device id.
     """

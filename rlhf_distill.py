@@ -37,7 +37,7 @@ from recipe.rollouts.engine import EngineActor, complete, in_parts, llm_options
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
 from recipe.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateLayoutArguments, StepClock, by_node, reserve, seat
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models, choose_teacher
 from recipe.run.folder import RunFolder
@@ -56,7 +56,7 @@ class Arguments:
 
     run: RunArguments = section(RunArguments)
     engine: ExactEngineArguments = section(ExactEngineArguments, tensor_parallel_size=1)
-    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    actors: SeparateActorArguments = section(SeparateActorArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     teacher: TeacherArguments = section(TeacherArguments)
@@ -69,7 +69,7 @@ class Engine(EngineActor):
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
         options = exact_options(args.engine.exact, model, "WorkerExtension")
-        return self.load(model, *llm_options(args.engine, device, bundles, args.layout.engines, **options))
+        return self.load(model, *llm_options(args.engine, device, bundles, args.actors.engines, **options))
 
     def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, rank_offset, world_size))
@@ -93,7 +93,7 @@ class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner, which sends what it has of the weights."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        run, torch_device = args.run, self.join(address, args.layout.trainers, device, args.engine.exact)
+        run, torch_device = args.run, self.join(address, args.actors.trainers, device, args.engine.exact)
         proof = Proof(MAX_MISMATCH[device], args.engine.exact, args.engine.tensor_parallel_size)
         self.learner = DistillLearner(
             models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
@@ -116,7 +116,7 @@ def place(args: Arguments) -> tuple[str, str, ExactEngineArguments, list[Seat], 
     and the seats of trainers, engines and teachers."""
     gpus, engine = int(ray.cluster_resources().get("GPU", 0)), args.engine
     tp = engine.tensor_parallel_size
-    trainers, engines = args.layout.trainers, args.layout.engines
+    trainers, engines = args.actors.trainers, args.actors.engines
     workers, teacher_workers = engines * tp, args.teacher.teacher_engines * args.teacher.teacher_tensor_parallel_size
     wanted, apart = trainers + max(workers, teacher_workers), trainers + workers + teacher_workers
     if 0 < gpus < wanted:

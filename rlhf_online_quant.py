@@ -34,7 +34,7 @@ from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample, set_environment
 from recipe.rollouts.evaluation import evaluate
 from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateLayoutArguments, StepClock, by_node, reserve, seat
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
 from recipe.run.arguments import RunArguments, parse
 from recipe.run.checkpoint import Models, choose_models
 from recipe.run.folder import RunFolder
@@ -54,7 +54,7 @@ class Arguments:
 
     run: RunArguments = section(RunArguments)
     engine: EngineArguments = section(EngineArguments)
-    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    actors: SeparateActorArguments = section(SeparateActorArguments)
     quantization: QuantizationArguments = section(QuantizationArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
@@ -66,7 +66,7 @@ class Engine(EngineActor):
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
         options = {"worker_extension_cls": "recipe.rollouts.quantization.QuantizedWorkerExtension", "dtype": "bfloat16"}
-        options, environment = llm_options(args.engine, device, bundles, args.layout.engines, **options)
+        options, environment = llm_options(args.engine, device, bundles, args.actors.engines, **options)
         set_environment(environment)  # the next line imports vLLM
         torchao_options, self.quantization = quantize_by_torchao(args.quantization.quantization_config)
         return self.load(model, torchao_options | options, environment)
@@ -90,7 +90,7 @@ class Trainer(LearnerActor):
     """A Ray actor around one rank of the learner, which sends what it has of the weights."""
 
     def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        run, torch_device = args.run, self.join(address, args.layout.trainers, device)
+        run, torch_device = args.run, self.join(address, args.actors.trainers, device)
         proof = Proof(MAX_MISMATCH[device])
         self.learner = GRPOLearner(
             models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
@@ -114,7 +114,7 @@ class Trainer(LearnerActor):
 def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
     """Reserve the topology. Returns the device, a remark on it, and the seats of trainers and engines."""
     gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
-    trainers, engines = args.layout.trainers, args.layout.engines
+    trainers, engines = args.actors.trainers, args.actors.engines
     wanted = trainers + engines * tp
     if 0 < gpus < wanted:
         raise RunError(

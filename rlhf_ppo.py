@@ -325,8 +325,8 @@ def take_turns(phase: str, shared: bool, turns: list[tuple]) -> list:
 
 
 def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], args: Arguments) -> tuple:
-    """Print the layout, connect the trainer with the engine's workers, and sync once. Each rank sends to the worker on
-    its device or, split, the one rank to all workers, in a group. Returns the arguments of `receive_weights`."""
+    """Print the topology, connect the trainer with the engine's workers, and sync once. Each rank sends to the worker
+    on its device or, split, the one rank to all workers, in a group. Returns the arguments of `receive_weights`."""
     devices = {name: group.call("connecting", Rank.device_id) for name, group in models.items()}
     devices["engine"] = engine.agreed("connecting", Engine.device_ids)
     lines = [f"{'device':40}  actor"]

@@ -60,7 +60,7 @@ from recipe.learning.named_tensors import NamedTensors  # noqa: E402
 from recipe.learning.sharding import join_ranks  # noqa: E402
 from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment  # noqa: E402
 from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
-from recipe.run.actors import ActorGroup, Seat, SeparateLayoutArguments, by_node, reserve, seat  # noqa: E402
+from recipe.run.actors import ActorGroup, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
 from recipe.run.folder import RunFolder  # noqa: E402
 from recipe.run.session import RaySession, run_main  # noqa: E402
@@ -78,7 +78,7 @@ from weight_sync.buckets import dtype_name  # noqa: E402
 from weight_sync.groups import shared_buffer  # noqa: E402
 
 CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
-LAYOUTS = {
+TOPOLOGIES = {
     "nccl": "{trainers} trainer -> {engines} x TP={tp}, NCCL",
     "ipc": "{trainers} trainer and {engines} x TP={tp} on the same devices",
 }
@@ -104,9 +104,9 @@ class Arguments:
         gpu_memory_utilization=arg(0.1, help="share of the GPU that must be free when the engine starts"),
         max_model_len=arg(256, help="tokens of a sequence (the engine generates none)"),
     )
-    layout: SeparateLayoutArguments = section(SeparateLayoutArguments)
+    actors: SeparateActorArguments = section(SeparateActorArguments)
     shape: Literal[tuple(SHAPES)] = arg("tiny", help="shape of the model")
-    topology: Literal[tuple(LAYOUTS)] = arg(
+    topology: Literal[tuple(TOPOLOGIES)] = arg(
         "nccl",
         help="trainers and engines on separate GPUs (nccl; CPU: gloo), or on the same (ipc; CPU: shared memory; then"
         " there are engines for all GPUs of the trainers)",
@@ -131,7 +131,7 @@ class BenchEngine(EngineActor):
         options |= {"dtype": "bfloat16"} if args.quantized else {}
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
-        options, environment = llm_options(args.engine, device, bundles, args.layout.engines, **options)
+        options, environment = llm_options(args.engine, device, bundles, args.actors.engines, **options)
         environment["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE if ipc else 1)
         if ipc and device == "cuda" and len(bundles) == 1:  # this actor has a share of the GPU, and runs the worker
             environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
@@ -197,7 +197,7 @@ class BenchTrainer:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         if device == "cpu":
-            torch.set_num_threads(max(1, os.cpu_count() // args.layout.trainers))
+            torch.set_num_threads(max(1, os.cpu_count() // args.actors.trainers))
         torch.manual_seed(0)
         self.device, self.topology, self.group = torch.device(device, 0), args.topology, None
         # On CPU, which all ranks share, the index names the worker beside this rank.
@@ -205,7 +205,7 @@ class BenchTrainer:
             self.device if device == "cuda" else torch.device("cpu", self.rank % args.engine.tensor_parallel_size)
         )
         self.engines, self.thread = [Watched(engine) for engine in engines if not self.rank], ThreadPoolExecutor(1)
-        join_ranks(*address, self.rank, args.layout.trainers, self.device)
+        join_ranks(*address, self.rank, args.actors.trainers, self.device)
         dtype = getattr(torch, args.trainer_dtype)
         with self.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=dtype)
@@ -214,7 +214,7 @@ class BenchTrainer:
             add_adapters(model, LoRAArguments(lora_rank=args.lora_rank), dtype)
             for parameter in adapter_parameters(model):
                 torch.nn.init.normal_(parameter, std=0.02)
-        if args.layout.trainers > 1:
+        if args.actors.trainers > 1:
             fully_shard(self.model)
         self.named_tensors = NamedTensors(self.model)
 
@@ -380,7 +380,7 @@ def place_together(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     """Place each trainer rank beside a worker. Returns what `rlhf.place` does, without a remark."""
     device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     share, tp = {"num_gpus": GPU_SHARE if device == "cuda" else 0}, args.engine.tensor_parallel_size
-    group = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.layout.trainers, "PACK")
+    group = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.actors.trainers, "PACK")
     bundles = by_node(group)
     workers = [bundles[begin : begin + tp] for begin in range(0, len(bundles), tp)]
     engine_seats = [seat(group, each[0], each, **(share if tp == 1 else {})) for each in workers]
@@ -426,7 +426,7 @@ class Bench:
 
     @property
     def workers(self) -> int:
-        return self.args.layout.engines * self.args.engine.tensor_parallel_size
+        return self.args.actors.engines * self.args.engine.tensor_parallel_size
 
     def release(self) -> None:
         self.ask_workers("release")
@@ -438,19 +438,19 @@ class Bench:
         if not self.ipc:
             address, tp = self.address(), self.args.engine.tensor_parallel_size
             joining = self.trainer.begin(BenchTrainer.join, *address, ranks, self.workers)
-            offsets = [(ranks + i * tp,) for i in range(self.args.layout.engines)]
+            offsets = [(ranks + i * tp,) for i in range(self.args.actors.engines)]
             world_size, join_group = ranks + self.workers, BenchEngine.init_weight_update_group
             following = self.engine.begin(join_group, *address, world_size, each=offsets)
             self.trainer.session.wait("connecting", joining, following)
 
     def open_sender(self, replay: bool) -> None:
-        self.reconnect(self.args.layout.trainers)
+        self.reconnect(self.args.actors.trainers)
         handles, tp = (
             self.trainer.call("connecting", BenchTrainer.open_sender, replay),
             self.args.engine.tensor_parallel_size,
         )
         # An engine gets those of the ranks beside its workers.
-        self.handles = [dict(ChainMap(*handles[i * tp :][:tp])) for i in range(self.args.layout.engines)]
+        self.handles = [dict(ChainMap(*handles[i * tp :][:tp])) for i in range(self.args.actors.engines)]
 
     def staging(self) -> tuple[int, int]:
         return self.ask_trainer(BenchTrainer.staging), max(self.ask_workers("staging"))
@@ -476,24 +476,24 @@ class Bench:
 
 
 def main(args: Arguments) -> None:
-    if args.lora_rank and args.layout.trainers > 1:
+    if args.lora_rank and args.actors.trainers > 1:
         raise RunError("--lora-rank is for one trainer")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     if args.topology == "ipc":
-        tp = args.engine.tensor_parallel_size if args.layout.trainers > 1 else 1
-        if args.layout.engines > 1 or args.layout.trainers % tp:
+        tp = args.engine.tensor_parallel_size if args.actors.trainers > 1 else 1
+        if args.actors.engines > 1 or args.actors.trainers % tp:
             raise RunError("--topology ipc takes no --engines: there are --trainers / --tensor-parallel-size of them")
-        args.engine.tensor_parallel_size, args.layout.engines = tp, args.layout.trainers // tp
+        args.engine.tensor_parallel_size, args.actors.engines = tp, args.actors.trainers // tp
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # vLLM's native engine pickles its handles
     with RunFolder(args.run, "sync") as run, RaySession(args.run, run.progress) as session:
         bench = Bench(run, session, args)
-        layout = LAYOUTS[args.topology].format(**asdict(args.layout), tp=args.engine.tensor_parallel_size)
-        others_apply = args.layout.trainers == args.layout.engines == 1 and not args.lora_rank
+        where = TOPOLOGIES[args.topology].format(**asdict(args.actors), tp=args.engine.tensor_parallel_size)
+        others_apply = args.actors.trainers == args.actors.engines == 1 and not args.lora_rank
         bench.open_sender(replay=False)
         bench.run_ours("reload")
         bench.nbytes = bench.ask_trainer(BenchTrainer.last_report).nbytes
         run.say(
-            f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {layout}, CUDA graphs {bench.graphs}"
+            f"{args.shape}, {bench.nbytes / 1e9:.3f} GB from {args.trainer_dtype}, {where}, CUDA graphs {bench.graphs}"
         )
         bench.reference = bench.ask_workers("digest")
         bench.reconnect(ranks=1)

@@ -1,6 +1,6 @@
 """rlhf_colocate.py as a user runs it on CPU, and what of it needs GPUs as far as that can be seen without them.
 
-pytest tests/test_colocate.py            placement, sleep, layout
+pytest tests/test_colocate.py            placement, sleep, topology
 pytest tests/test_colocate.py -m slow    the default run
 """
 
@@ -83,7 +83,7 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
             return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
     args, trainer_seats, engine_seats = place()
-    assert (args.layout.engines, args.engine.tensor_parallel_size) == (2, 2)
+    assert (args.actors.engines, args.engine.tensor_parallel_size) == (2, 2)
     trainers, group = [Actor.options(**seat.options).remote() for seat in trainer_seats], group_of(trainer_seats)
     # As vLLM's Ray executor places its workers.
     workers = [
@@ -108,7 +108,7 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
 )
 def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
     args, trainers, engines = place(**given)
-    assert (args.layout.engines, args.engine.tensor_parallel_size) == settled
+    assert (args.actors.engines, args.engine.tensor_parallel_size) == settled
     assert len(trainers) == 4
     assert [len(seat.bundles) for seat in engines] == [settled[1]] * settled[0]
     assert sorted(bundle for seat in engines for bundle in seat.bundles) == [0, 1, 2, 3]
@@ -117,7 +117,7 @@ def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
 
 def test_engines_of_the_same_gpus_share_bundles(ray_with_four_gpus):
     args, trainers, engines = place(engines_per_gpu=2)
-    assert (args.layout.engines, len(trainers), len(engines)) == (2, 4, 4)
+    assert (args.actors.engines, len(trainers), len(engines)) == (2, 4, 4)
     assert [seat.bundles for seat in engines[:2]] == [seat.bundles for seat in engines[2:]]
     assert sorted(bundle for seat in engines[:2] for bundle in seat.bundles) == [0, 1, 2, 3]
     ray.util.remove_placement_group(group_of(trainers))

@@ -32,7 +32,7 @@ from rlhf_utils import SyncReport
 from ..errors import EngineError, RunError
 from ..flags import arg
 from ..learning.rollout import Rollout
-from ..run.actors import LayoutArguments
+from ..run.actors import ActorArguments
 from ..run.session import one_line
 from .engine import labelled_rollouts_of, llm_options, logged_reason, unlink_shared_memory
 from .exact_engine import ExactEngineArguments, exact_options
@@ -55,7 +55,7 @@ HOW_TO_START = (
 
 
 @dataclass
-class ServeArguments(LayoutArguments):
+class ServeArguments(ActorArguments):
     """Which vLLM servers generate."""
 
     engine_url: list[str] = arg(list, help="URL of a vLLM server; may be given several times")

@@ -39,14 +39,14 @@ RESERVE_SECONDS = 60  # limit for Ray to reserve a placement group
 
 
 @dataclass
-class LayoutArguments:
+class ActorArguments:
     """How many engines there are."""
 
     engines: Annotated[int, Ge(1)] = arg(1, help="engines; the prompts of a step are divided among them")
 
 
 @dataclass
-class SeparateLayoutArguments(LayoutArguments):
+class SeparateActorArguments(ActorArguments):
     """How many trainers there are, on other devices than the engines."""
 
     trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them")
