@@ -104,18 +104,18 @@ def place(args: Arguments) -> tuple[str, str, list[Seat], list[Seat]]:
             f" {gpus}: lower --tensor-parallel-size, or use rlhf_colocate.py, which shares GPUs"
         )
     if gpus:
-        group = reserve([{"GPU": 1}] * wanted, "PACK")
-        bundles = by_node(group)  # so that an engine spans as few nodes as possible
-        trainer_seats = [seat(group, bundle, num_gpus=1) for bundle in bundles[:trainers]]
+        placement = reserve([{"GPU": 1}] * wanted, "PACK")
+        bundles = by_node(placement)  # so that an engine spans as few nodes as possible
+        trainer_seats = [seat(placement, bundle, num_gpus=1) for bundle in bundles[:trainers]]
         engine_bundles = [bundles[begin : begin + tp] for begin in range(trainers, wanted, tp)]
-        engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles]
+        engine_seats = [seat(placement, workers[0], workers) for workers in engine_bundles]
         remark = f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more" if gpus > wanted else ""
         return "cuda", remark, trainer_seats, engine_seats
-    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / engines}] * engines, "SPREAD")
-    trainer_seats = [seat(group, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
+    placement = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / engines}] * engines, "SPREAD")
+    trainer_seats = [seat(placement, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
     # An engine's workers are processes of its actor; by their numbers, llm_options divides the cores among them.
     engine_workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
-    engine_seats = [seat(group, trainers + i, workers) for i, workers in enumerate(engine_workers)]
+    engine_seats = [seat(placement, trainers + i, workers) for i, workers in enumerate(engine_workers)]
     remark = f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them"
     return "cpu", remark, trainer_seats, engine_seats
 

@@ -180,12 +180,12 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     sleep = args.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
     actors, engine = replace(args.actors, engines=engines), replace(args.engine, tensor_parallel_size=tp)
     args = replace(args, actors=actors, engine=engine, sleep=sleep)
-    group = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
-    bundles = by_node(group)  # so that an engine spans as few nodes as possible
+    placement = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
+    bundles = by_node(placement)  # so that an engine spans as few nodes as possible
     share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
-    trainer_seats = [seat(group, bundle, **share) for bundle in bundles]
+    trainer_seats = [seat(placement, bundle, **share) for bundle in bundles]
     engine_bundles = [bundles[begin : begin + tp] for begin in range(0, wanted, tp)]
-    engine_seats = [seat(group, workers[0], workers) for workers in engine_bundles * args.engines_per_gpu]
+    engine_seats = [seat(placement, workers[0], workers) for workers in engine_bundles * args.engines_per_gpu]
     return "cuda" if gpus else "cpu", args, trainer_seats, engine_seats
 
 

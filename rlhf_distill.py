@@ -129,21 +129,21 @@ def place(args: Arguments) -> tuple[str, str, ExactEngineArguments, list[Seat], 
         if gpus < apart:
             remark = "engines and teacher share GPUs: each takes half of --gpu-memory-utilization"
             engine = replace(engine, gpu_memory_utilization=engine.gpu_memory_utilization / 2)
-        group = reserve([{"GPU": 1}] * (wanted if gpus < apart else apart), "PACK")
-        bundles = by_node(group)  # so that an engine spans as few nodes as possible
-        trainer_seats = [seat(group, bundle, num_gpus=1) for bundle in bundles[:trainers]]
+        placement = reserve([{"GPU": 1}] * (wanted if gpus < apart else apart), "PACK")
+        bundles = by_node(placement)  # so that an engine spans as few nodes as possible
+        trainer_seats = [seat(placement, bundle, num_gpus=1) for bundle in bundles[:trainers]]
         engine_bundles = in_parts(bundles[trainers : trainers + workers], engines)
-        engine_seats = [seat(group, part[0], part) for part in engine_bundles]
+        engine_seats = [seat(placement, part[0], part) for part in engine_bundles]
         teacher_bundles = in_parts(bundles[-teacher_workers:], args.teacher.teacher_engines)
-        teacher_seats = [seat(group, part[0], part) for part in teacher_bundles]
+        teacher_seats = [seat(placement, part[0], part) for part in teacher_bundles]
         return "cuda", remark, engine, trainer_seats, engine_seats, teacher_seats
-    group = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / engines}] * engines, "SPREAD")
-    trainer_seats = [seat(group, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
+    placement = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / engines}] * engines, "SPREAD")
+    trainer_seats = [seat(placement, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
     # An engine's workers are processes of its actor; by their numbers, llm_options divides the cores among them.
     engine_cores = in_parts(list(range(workers)), engines)
-    engine_seats = [seat(group, trainers + i, part) for i, part in enumerate(engine_cores)]
+    engine_seats = [seat(placement, trainers + i, part) for i, part in enumerate(engine_cores)]
     teacher_cores = in_parts(list(range(teacher_workers)), args.teacher.teacher_engines)
-    teacher_seats = [seat(group, trainers + i % engines, part) for i, part in enumerate(teacher_cores)]
+    teacher_seats = [seat(placement, trainers + i % engines, part) for i, part in enumerate(teacher_cores)]
     remark = f"no GPU: the trainer, a TP={tp} engine and the teacher run on CPU, with gloo between trainer and engine"
     return "cpu", remark, engine, trainer_seats, engine_seats, teacher_seats
 

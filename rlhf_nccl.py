@@ -186,10 +186,10 @@ def place(args: Arguments) -> tuple[str, EngineArguments, list[Seat], list[Seat]
             f"this topology wants {wanted} GPUs, 1 for the trainer and {tp} for the engine, and there are {gpus}: lower"
             " --tensor-parallel-size, or let both share one with --backend ipc"
         )
-    group = reserve([{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2, "PACK" if gpus else "SPREAD")
+    placement = reserve([{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2, "PACK" if gpus else "SPREAD")
     share = {"num_gpus": IPC_SHARE if shares_gpu else 1} if gpus else {"num_cpus": 1}
     workers = [0] if shares_gpu else list(range(1, 1 + tp))
-    return "cuda" if gpus else "cpu", engine, [seat(group, 0, **share)], [seat(group, workers[0], workers)]
+    return "cuda" if gpus else "cpu", engine, [seat(placement, 0, **share)], [seat(placement, workers[0], workers)]
 
 
 def main(args: Arguments) -> None:

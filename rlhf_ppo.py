@@ -229,10 +229,10 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
         workers = list(range(tp))
         bundles = dict.fromkeys(bundles, workers)
     resources = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 0.5}] * (1 + workers[-1])
-    group = reserve(resources, "PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
+    placement = reserve(resources, "PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
     share = {"num_gpus": GPU_SHARE} if gpus else {}
-    seats = {name: [seat(group, bundle, **share) for bundle in ranks] for name, ranks in bundles.items()}
-    seats["engine"] = [seat(group, workers[0], workers)]
+    seats = {name: [seat(placement, bundle, **share) for bundle in ranks] for name, ranks in bundles.items()}
+    seats["engine"] = [seat(placement, workers[0], workers)]
     return "cuda" if gpus else "cpu", bool(gpus) and colocated, args, seats
 
 

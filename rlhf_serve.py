@@ -172,9 +172,9 @@ def place(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
         )
     resource, server_gpus = "GPU" if gpus else "CPU", wanted - 1 if gpus else 0
     server_bundle = [{resource: server_gpus or 1}] if servers else []
-    group = reserve([{resource: 1}, *server_bundle], "PACK")
-    trainer_seat = seat(group, 0, **{f"num_{resource.lower()}s": 1})
-    engines_seat = seat(group, 1 if servers else 0, num_gpus=server_gpus)
+    placement = reserve([{resource: 1}, *server_bundle], "PACK")
+    trainer_seat = seat(placement, 0, **{f"num_{resource.lower()}s": 1})
+    engines_seat = seat(placement, 1 if servers else 0, num_gpus=server_gpus)
     return "cuda" if gpus else "cpu", [trainer_seat], [engines_seat]
 
 

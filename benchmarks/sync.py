@@ -380,11 +380,11 @@ def place_together(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     """Place each trainer rank beside a worker. Returns what `rlhf.place` does, without a remark."""
     device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     share, tp = {"num_gpus": GPU_SHARE if device == "cuda" else 0}, args.engine.tensor_parallel_size
-    group = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.actors.trainers, "PACK")
-    bundles = by_node(group)
+    placement = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.actors.trainers, "PACK")
+    bundles = by_node(placement)
     workers = [bundles[begin : begin + tp] for begin in range(0, len(bundles), tp)]
-    engine_seats = [seat(group, each[0], each, **(share if tp == 1 else {})) for each in workers]
-    return device, [seat(group, bundle, **share) for bundle in bundles], engine_seats
+    engine_seats = [seat(placement, each[0], each, **(share if tp == 1 else {})) for each in workers]
+    return device, [seat(placement, bundle, **share) for bundle in bundles], engine_seats
 
 
 class Bench:

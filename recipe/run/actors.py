@@ -1,7 +1,7 @@
 """Groups of Ray actors: where they run, how they are called, and the seconds and the memory that a step takes.
 
-A group is N actors of one class, each on a bundle of a placement group. Trainers are a group, and so are engines, even
-where there is one of each. So the loop of a run is the same on one GPU, on eight, and on several nodes.
+An ActorGroup is N actors of one class, each on a bundle of Ray's placement group. Trainers are such a group, and so are
+engines, even where there is one of each. So the loop of a run is the same on one GPU, on eight, and on several nodes.
 """
 
 import inspect
@@ -62,22 +62,22 @@ class Seat:
 
 def reserve(bundles: list[dict], strategy: str):
     """A placement group of these bundles. Raises RunError if Ray cannot reserve them in time."""
-    group = placement_group(bundles, strategy=strategy)
-    if not group.wait(timeout_seconds=RESERVE_SECONDS):
+    placement = placement_group(bundles, strategy=strategy)
+    if not placement.wait(timeout_seconds=RESERVE_SECONDS):
         raise RunError(f"Ray could not reserve {bundles} within {RESERVE_SECONDS} s: another run may hold them")
-    return group
+    return placement
 
 
-def by_node(group) -> list[int]:
+def by_node(placement) -> list[int]:
     """The indices of this placement group's bundles, sorted so that those of one node follow each other."""
-    node_of = placement_group_table(group)["bundles_to_node_id"]
+    node_of = placement_group_table(placement)["bundles_to_node_id"]
     return sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
 
 
-def seat(group, bundle: int, workers: list[int] | None = None, **resources) -> Seat:
+def seat(placement, bundle: int, workers: list[int] | None = None, **resources) -> Seat:
     """The seat of an actor that gets these resources in this bundle. `workers` are the bundles of the processes that it
     starts, if these use others."""
-    strategy = PlacementGroupSchedulingStrategy(group, bundle, placement_group_capture_child_tasks=True)
+    strategy = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
     return Seat({"scheduling_strategy": strategy, "num_cpus": 0, **resources}, workers or [bundle])
 
 
