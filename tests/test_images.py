@@ -151,7 +151,7 @@ def test_conversation_keeps_its_images_and_the_engines_prompt(paths, monkeypatch
     tools = SimpleNamespace(schemas_of=lambda row: [], max_model_len=None, open=open_environment, template=template)
     tools.args = SimpleNamespace(max_tool_iterations=None)
     row = Row([user(PLACE, TEXT)], {}, "row 1", [7, 8], Images((paths[0],), "row 1"))
-    talk = Conversation(tools, row, 0, 9, evaluation=False)
+    talk = Conversation(tools, row, row.images.read(), 0, 9)
     asyncio.run(talk.start())
     assert talk.turn.prompt_ids == [7, 8]  # with one token for the image: the engine expands it again in each turn
     assert colours(talk.turn.images) == [(255, 0, 0)]

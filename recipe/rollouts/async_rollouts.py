@@ -313,7 +313,7 @@ class RolloutsAhead:
         if not self.task.tools:
             return Group(row, with_images(await sample(row.prompt_ids, sampling(i), batch.low_priority), images))
         conversations = [
-            Conversation(self.task.tools, row, number, self.config.max_tokens, evaluation=False)
+            Conversation(self.task.tools, row, images, number, self.config.max_tokens)
             for number in range(i * size, (i + 1) * size)
         ]
         await asyncio.gather(*(converse([conversation], sample_turn) for conversation in conversations))

@@ -33,17 +33,18 @@ class Turn:
 
 
 class Conversation:
-    """The completion of this number in a step, for this row's prompt. It has at most `max_tokens`, with the answers of
-    the tools.
+    """The completion of this number in a step, for this row's prompt with these images. It has at most `max_tokens`,
+    with the answers of the tools.
 
     After `start`, as long as it `goes_on`, an engine continues `turn`, and `take` calls the tools.
     """
 
-    def __init__(self, tools: Tools, row: Row, number: int, max_tokens: int, evaluation: bool):
-        self.tools, self.row, self.number, self.evaluation = tools, row, number, evaluation
-        self.max_tokens = max_tokens
+    def __init__(
+        self, tools: Tools, row: Row, images: Images | None, number: int, max_tokens: int, evaluation: bool = False
+    ):
+        self.tools, self.row, self.images, self.number = tools, row, images, number
+        self.max_tokens, self.evaluation = max_tokens, evaluation
         self.prompt, self.prompt_ids, self.schemas = row.prompt, row.prompt_ids, tools.schemas_of(row)
-        self.images = row.images and row.images.read()
         self.messages: list[dict] = []
         self.ids: list[int] = []  # the completion's
         self.parts: list[Rollout] = []  # what was sampled and what was answered, in turns

@@ -389,9 +389,9 @@ def complete_by_tools(
 ) -> Batch:
     """As `complete`, by conversations in lock-step. Each stays with one engine, which has its keys and values in its
     cache."""
-    size = config.group_size
+    size, images = config.group_size, [row.images and row.images.read() for row in rows]
     conversations = [
-        Conversation(tools, row, i * size + k, config.max_tokens, evaluation)
+        Conversation(tools, row, images[i], i * size + k, config.max_tokens, evaluation)
         for i, row in enumerate(rows)
         for k in range(size)
     ]
