@@ -30,8 +30,22 @@ SHAPES = {
     | {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
     | {"vocab_size": 151936, "tie_word_embeddings": False, "norm_topk_prob": True},
 }
-# Whole, with towers, although the benchmark has text alone.
+# Whole, with towers.
 MULTIMODAL = {
+    "tiny-vl": {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "image_token_id": 4094,
+        "video_token_id": 4095,
+        "text_config": {
+            **{"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"num_key_value_heads": 2, "vocab_size": 4096, "max_position_embeddings": 1024},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]},
+        },
+        "vision_config": {"hidden_size": 64, "out_hidden_size": 128, "intermediate_size": 256, "depth": 2}
+        | {"num_heads": 2, "fullatt_block_indexes": [1]},
+    },
     "qwen2.5-vl-3b": {
         "model_type": "qwen2_5_vl",
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -42,7 +56,7 @@ MULTIMODAL = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
         },
         "vision_config": {"hidden_size": 1280, "out_hidden_size": 2048},
-    }
+    },
 }
 
 

@@ -9,6 +9,7 @@
     python benchmarks/step.py --topology nccl --trainers 2 --engines 2    # 4 GPUs
     python benchmarks/step.py --topology nccl --tensor-parallel-size 2 --ways rlhf.py exact    # 3 GPUs
     python benchmarks/step.py --shape qwen2.5-vl-3b --prompt-tokens 128 --tokens 512 --ways ours exact
+    python benchmarks/step.py --shape qwen2.5-vl-3b --prompt-tokens 64 --image-side 448 --ways ours TRL
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
 Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours"). On
@@ -35,8 +36,8 @@ itself; its "rollout" is the time that the trainer waits for rollouts.
 MFU is the share of the bf16 peak (PEAK_FLOPS) of all trainers' GPUs that the arithmetic of learning takes, without any
 recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each weight of the head and each token of a
 completion, and 6 * layers * hidden size * length for the attention of each token. Of a mixture's experts, only the
-share counts that a token chooses. With adapters, weights take 4, since they get no gradient. With `--mean-tokens` there
-is no MFU, since lengths differ. Memory is the peak of what is in use on all GPUs together; on CPU, of the processes'
+share counts that a token chooses. With adapters, weights take 4, since they get no gradient. With `--mean-tokens` and
+with images there is no MFU: lengths differ, and towers are not counted. Memory is the peak of what is in use on all GPUs together; on CPU, of the processes'
 resident memory. Writes a table, step.json and step.png.
 """
 
@@ -68,6 +69,7 @@ from recipe.flags import arg  # noqa: E402
 from recipe.learning.multimodal import auto_class, learning_modules  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
 from recipe.run.session import run_main  # noqa: E402
+from recipe.tasks.colour import TEMPLATE  # noqa: E402
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors
@@ -97,6 +99,9 @@ class Arguments:
         None, help="completions end at random, after so many tokens on average and --tokens at most"
     )
     prompt_tokens: Annotated[int, Ge(1)] = arg(64, help="tokens of each prompt")
+    image_side: Annotated[int, Ge(0)] = arg(
+        0, help="of a multimodal shape, each prompt has a square image with sides of so many pixels; 0: none"
+    )
     steps: Annotated[int, Ge(2)] = arg(6, help="steps of each way; the first is not counted")
     lora_rank: Annotated[int | None, Ge(1)] = arg(None, help="rank of adapters on all linear layers")
     options: str = arg("", help="more flags of our scripts")
@@ -110,6 +115,7 @@ class Arguments:
 def build_model(folder: Path, args: Arguments, device: str) -> None:
     """Write a model with random weights, its tokenizer, and prompts.jsonl."""
     import torch
+    from PIL import Image
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -130,7 +136,9 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
         from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
         tokenizer.add_special_tokens({"extra_special_tokens": ["<|image_pad|>", "<|video_pad|>"]})
-        Qwen2_5_VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor()).save_pretrained(folder)
+        parts = Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor()
+        tokenizer.chat_template = TEMPLATE.replace("<image>", "<|image_pad|>")
+        Qwen2_5_VLProcessor(*parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
     torch.manual_seed(0)
     with torch.device(device):
         model = auto_class(config).from_config(config, dtype=torch.bfloat16)
@@ -140,7 +148,12 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
     model.save_pretrained(folder)
     letters, generator = "abcdefghijklmnopqrstuvwxyz ", random.Random(0)
     prompts = ["".join(generator.choices(letters, k=args.prompt_tokens)) for _ in range(args.prompts * args.steps)]
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
+    rows = [{"prompt": prompt} for prompt in prompts]
+    for number, row in enumerate(rows if args.image_side else ()):
+        image = folder / f"{number}.png"
+        Image.effect_noise((args.image_side, args.image_side), 64).convert("RGB").save(image)
+        row |= {"prompt": [{"role": "user", "content": row["prompt"]}], "images": [str(image)]}
+    lines = [json.dumps(row) + "\n" for row in rows]
     (folder / "prompts.jsonl").write_text("".join(lines))
 
 
@@ -310,11 +323,13 @@ def over_bound(rows: list[dict]) -> float | None:
 def main(args: Arguments) -> None:
     if args.mean_tokens and args.mean_tokens >= args.tokens:
         raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
+    if args.image_side and args.shape not in MULTIMODAL:
+        raise RunError(f"--image-side is for the shapes {', '.join(MULTIMODAL)}")
     if args.topology == "ipc" and max(args.trainers, args.engines, args.tensor_parallel_size) > 1:
         raise RunError("--trainers, --engines and --tensor-parallel-size are for --topology nccl")
     device = device_kind()
     gpus = "" if device == "CPU" else choose_gpus(args)
-    ways, flops = choose_ways(args, gpus), None if args.mean_tokens else learning_flops(args)
+    ways, flops = choose_ways(args, gpus), None if args.mean_tokens or args.image_side else learning_flops(args)
     folder = (args.output or Path("runs") / f"step-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     folder.mkdir(parents=True)
     # In a process of its own, so that nothing stays on the GPU.
@@ -327,8 +342,9 @@ def main(args: Arguments) -> None:
         raise RunError("the model could not be made")
     length = f"~{args.mean_tokens} (at most {args.tokens})" if args.mean_tokens else args.tokens
     title = (
-        f"{args.shape}, {args.prompts} prompts of {args.prompt_tokens} tokens x {args.completions} completions of"
-        f" {length}, {device}"
+        f"{args.shape}, {args.prompts} prompts of {args.prompt_tokens} tokens"
+        f"{f' and an image of {args.image_side} x {args.image_side}' if args.image_side else ''}"
+        f" x {args.completions} completions of {length}, {device}"
     )
     idle = f"{'engine idle':>13}{'trainer idle':>14}" if args.topology == "nccl" else ""
     print(

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def reward(prompts: list[str], completions: list[str], **columns) -> list[float]:
-    """Rewards that depend on the texts alone, and differ among the completions of a prompt."""
-    return [zlib.crc32(text.encode()) % 1000 / 1000 for text in completions]
+def reward(prompts: list, completions: list, **columns) -> list[float]:
+    """Rewards that depend on the completions alone, and differ among those of a prompt."""
+    return [zlib.crc32(str(completion).encode()) % 1000 / 1000 for completion in completions]
 
 
 class Parts:
@@ -53,7 +53,7 @@ class Parts:
 def main(workload: dict) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM runs in this process
     import torch
-    from datasets import Dataset
+    from datasets import Dataset, Image, List
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -88,7 +88,10 @@ def main(workload: dict) -> None:
         disable_tqdm=True,
     )
     rows = [json.loads(line) for line in (model / "prompts.jsonl").read_text().splitlines()]
-    dataset, options = Dataset.from_list(rows), {"reward_funcs": reward, "args": config, "callbacks": [Clock()]}
+    dataset = Dataset.from_list(rows)
+    if "images" in dataset.features:
+        dataset = dataset.cast_column("images", List(Image()))
+    options = {"reward_funcs": reward, "args": config, "callbacks": [Clock()]}
     if rank := workload["lora_rank"]:
         from peft import LoraConfig
 

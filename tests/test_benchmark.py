@@ -133,9 +133,10 @@ def step(monkeypatch):
 
 @cpu_only
 @pytest.mark.long
-def test_whole_step_is_timed_beside_trls(script, tmp_path):
+@pytest.mark.parametrize("images", [{}, {"--shape": "tiny-vl", "--image-side": 112}], ids=["text", "images"])
+def test_whole_step_is_timed_beside_trls(script, tmp_path, images):
     flags = {"--prompts": 2, "--completions": 4, "--tokens": 8, "--prompt-tokens": 8, "--steps": 3, "--trl-batch": 4}
-    arguments = [text for flag in flags.items() for text in flag]
+    arguments = [text for flag in (flags | images).items() for text in flag]
     text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     results = json.loads((tmp_path / "run" / "step.json").read_text())
