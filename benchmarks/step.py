@@ -37,8 +37,8 @@ MFU is the share of the bf16 peak (PEAK_FLOPS) of all trainers' GPUs that the ar
 recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each weight of the head and each token of a
 completion, and 6 * layers * hidden size * length for the attention of each token. Of a mixture's experts, only the
 share counts that a token chooses. With adapters, weights take 4, since they get no gradient. With `--mean-tokens` and
-with images there is no MFU: lengths differ, and towers are not counted. Memory is the peak of what is in use on all GPUs together; on CPU, of the processes'
-resident memory. Writes a table, step.json and step.png.
+with images there is no MFU: lengths differ, and towers are not counted. Memory is the peak of what is in use on all
+GPUs together; on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
 """
 
 import importlib.util
