@@ -53,8 +53,8 @@ def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
     options = "--seed", random.randrange(1000), "--reward", "mine:reward"
     text = script("rlhf_nccl.py", *options, "--output", "run").finish()
-    assert (tmp_path / "calls").read_text() == "." * 8 * 31  # of 30 steps and the last proof, no nonsense before them
     assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert (tmp_path / "calls").read_text() == "." * 8 * 31  # of 30 steps and the last proof, no nonsense before them
     assert re.search(r"^(\d+) of \1 greedy tokens are the trainer's own", text, re.MULTILINE)
     metrics = metrics_of(tmp_path / "run")
     assert [row["step"] for row in metrics] == list(range(1, 31))

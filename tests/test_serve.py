@@ -196,7 +196,9 @@ PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12]]
 
 
 def sample(pool, args):
-    return pool.sample(PROMPTS, [sampling_options(args.learner, 0, 1, i) for i in range(len(PROMPTS))], False, True)
+    return pool.sample(
+        PROMPTS, [sampling_options(args.learner, 0, 1, i) for i in range(len(PROMPTS))], False, [None], True
+    )
 
 
 def test_server_serves_after_its_proof_and_prompts_are_shared(servers):

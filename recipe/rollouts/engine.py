@@ -203,10 +203,11 @@ class EngineActor:
         return same
 
     def memory(self) -> dict[str, float]:
-        """Memory in GB: on CPU, that of vLLM's processes, which are children of this one. `measure` finds a GPU's."""
+        """Memory in GB: on CPU, that of this process and of vLLM's, its children. `measure` finds a GPU's."""
         from vllm.platforms import current_platform
 
-        processes = psutil.Process().children(recursive=True) if current_platform.is_cpu() else []  # takes 10 ms
+        own = psutil.Process()
+        processes = [own, *own.children(recursive=True)] if current_platform.is_cpu() else []  # takes 10 ms
         return {"actor": sum(process.memory_info().rss for process in processes) / 1e9}
 
 

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Annotated
@@ -253,10 +253,15 @@ class ReplicaPool:
         return max((replica.report for replica in self._serving()), key=lambda report: report.seconds)
 
     async def sample(
-        self, prompts: list[list[int]], sampling: list[dict], evaluation: bool = False, low_priority: bool = False
+        self,
+        prompts: list[list[int]],
+        sampling: list[dict],
+        evaluation: bool = False,
+        images: Sequence[None] | None = None,
+        low_priority: bool = False,
     ) -> list[Rollout]:
-        """As `AsyncEngineActor.sample`, with the prompts divided among the replicas. They know no priority: a server
-        would want one more flag for it."""
+        """As `AsyncEngineActor.sample`, with the prompts divided among the replicas. They take no images, and know no
+        priority: a server would want one more flag for it."""
         answers = await asyncio.gather(*map(self._generate, prompts, sampling))
         if evaluation:
             await self.together(self._serving(), lambda replica: replica.call("/reset_prefix_cache"))
