@@ -5,6 +5,7 @@ They stay compressed, as files have them, on their way to engines and trainers, 
 
 import hashlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,14 +27,15 @@ class Images:
         return replace(self, files=tuple(file if isinstance(file, bytes) else self._read(file) for file in self.files))
 
     def decoded(self) -> list:
-        """These images as PIL.Image.Images in RGB. Raises TaskError if one cannot be read or decoded."""
-        return [self._opened(file, "RGB") for file in self.read().files]
+        """These images as PIL.Image.Images in RGB. Raises TaskError if one cannot be read."""
+        return [self._opened(file, lambda image: image.convert("RGB")) for file in self.read().files]
 
     def check(self) -> None:
-        """Raise TaskError if an image is not there or is none. Those that a network has, and pixels, are not read."""
+        """Raise TaskError if an image is not there or is none, as its first bytes show. Of addresses, only local paths
+        are tried."""
         for file in self.files:
-            if isinstance(file, bytes) or not file.startswith(("http://", "https://")):
-                self._opened(file if isinstance(file, bytes) else self._read(file))
+            if isinstance(file, bytes) or ("://" not in file and not file.startswith("data:")):
+                self._opened(file)
 
     @cached_property
     def key(self) -> bytes:
@@ -47,18 +49,21 @@ class Images:
             with fsspec.open(address) as file:
                 return file.read()
         except Exception as error:  # which errors there are depends on the address
-            raise TaskError(
-                f"{self.origin}: the image {address[:200]} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            raise self._unreadable(address, error) from error
 
-    def _opened(self, content: bytes, mode: str | None = None):
+    def _opened(self, file: str | bytes, use: Callable = lambda image: None):
+        """What `use` makes of an image, of which PIL reads the rest only then."""
         from PIL import Image
 
         try:
-            image = Image.open(io.BytesIO(content))
-            return image.convert(mode) if mode else image
+            with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+                return use(image)
         except Exception as error:  # which errors there are depends on the decoder
-            raise TaskError(f"{self.origin}: an image cannot be decoded: {error}") from error
+            raise self._unreadable(file, error) from error
+
+    def _unreadable(self, file: str | bytes, error: Exception) -> TaskError:
+        name = f"the image {file[:200]}" if isinstance(file, str) else "an image"
+        return TaskError(f"{self.origin}: {name} cannot be read: {type(error).__name__}: {error}")
 
 
 def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:

@@ -86,13 +86,13 @@ def test_what_is_wrong_with_an_image_names_its_row(paths, tmp_path):
         ([*paths], "^row 1: 2 images, and messages with places for 1$"),
         ([], "^row 1: 0 images, and messages with places for 1$"),
         ([str(tmp_path / "none.png")], "^row 1: the image .*none.png cannot be read: FileNotFoundError: "),
-        ([str(tmp_path / "text.png")], "^row 1: an image cannot be decoded: "),
+        ([str(tmp_path / "text.png")], "^row 1: the image .*text.png cannot be read: Unidentified"),
         ([7], "^row 1: 7 is no image: "),
     ):
         with pytest.raises(TaskError, match=message):
             take_images({"prompt": [question], "images": images}, "row 1")
     _, cut = take_images({"prompt": [question], "images": [png(Image.effect_noise((99, 99), 9))[:-999]]}, "row 1")
-    with pytest.raises(TaskError, match=r"^row 1: an image cannot be decoded: "):
+    with pytest.raises(TaskError, match=r"^row 1: an image cannot be read: "):
         cut.decoded()
     _, far = take_images({"prompt": [question], "images": ["http://127.0.0.1:9/a.png"]}, "row 1")
     with pytest.raises(TaskError, match=r"^row 1: the image http://127.0.0.1:9/a.png cannot be read: "):

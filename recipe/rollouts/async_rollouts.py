@@ -45,7 +45,6 @@ from .engine import (
     KEPT_PREFIX_CACHE,
     engine_prompt,
     engine_start,
-    in_parts,
     labelled_rollouts_of,
     replace_equal_groups,
     sampling_options,
@@ -231,13 +230,11 @@ class RolloutsAhead:
         images = [group.rollouts[0].images for group in batch.groups]
         short = replace(self.config, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
         sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
-        of_engines = self.engines.call("proving", AsyncEngineActor.sample, prompts, sampling, False, images)
-        return [
-            rollout
-            for rollouts in of_engines
-            for own, image in zip(in_parts(rollouts, len(prompts)), images, strict=True)
-            for rollout in with_images(own, image)
-        ]
+        rollouts = itertools.chain(
+            *self.engines.call("proving", AsyncEngineActor.sample, prompts, sampling, False, images)
+        )
+        size = self.config.group_size
+        return [replace(own, images=images[i // size % len(images)]) for i, own in enumerate(rollouts)]
 
     def _with_staleness(self, batch: Batch, step: int) -> Batch:
         """This batch of a step, with metrics of how many steps old its tokens are. Raises RunError if a token's label
