@@ -6,6 +6,7 @@
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32
     python benchmarks/step.py --topology nccl --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 1024 \
         --mean-tokens 256 --steps 10                 # 2 GPUs
+    python benchmarks/step.py --trainers 2 --engines 2 --prompts 32       # 2 GPUs, shared by trainers and engines
     python benchmarks/step.py --topology nccl --trainers 2 --engines 2    # 4 GPUs
     python benchmarks/step.py --topology nccl --tensor-parallel-size 2 --ways rlhf.py exact    # 3 GPUs
     python benchmarks/step.py --shape qwen2.5-vl-3b --prompt-tokens 128 --tokens 512 --ways ours exact
@@ -14,9 +15,9 @@
 
 Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours"). On
 a GPU, runs it again with `--exact on` ("exact"), and prints what the steps have proven, and with learner and engine
-compiled ("compiled"). If trl is installed, runs TRL's GRPOTrainer ("TRL") with vLLM on the same GPU. With `--topology
-nccl`, runs rlhf.py and rlhf_async.py with `--exact off` instead, each trainer rank and each engine worker on a GPU of
-its own, and on GPUs also rlhf.py with `--exact on` ("exact").
+compiled ("compiled"). If trl is installed, runs TRL's GRPOTrainer ("TRL"), a rank with an engine of its own on each
+GPU. With `--topology nccl`, runs rlhf.py and rlhf_async.py with `--exact off` instead, each trainer rank and each
+engine worker on a GPU of its own, and on GPUs also rlhf.py with `--exact on` ("exact").
 
 All ways get the same model, prompts, reward and batch. The model has random weights. It cannot sample its tokenizer's
 end token, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of the vocabulary ends a
@@ -85,9 +86,9 @@ class Arguments:
     topology: Literal[TOPOLOGIES] = arg(
         "ipc", help="trainer and engine on one GPU (ipc; CPU: shared memory), or on several (nccl; CPU: gloo)"
     )
-    trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU, with --topology nccl")
-    engines: Annotated[int, Ge(1)] = arg(1, help="engines, with --topology nccl")
-    tensor_parallel_size: Annotated[int, Ge(1)] = arg(1, help="GPUs of an engine, with --topology nccl")
+    trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU")
+    engines: Annotated[int, Ge(1)] = arg(1, help="engines; with --topology ipc, they take the trainers' GPUs")
+    tensor_parallel_size: Annotated[int, Ge(1)] = arg(1, help="GPUs of an engine")
     ways: list[str] | None = arg(
         None, help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py exact rlhf_async.py)"
     )
@@ -179,7 +180,7 @@ def choose_gpus(args: Arguments) -> str:
     """The first GPUs that are visible, as many as the topology takes. Raises RunError if there are fewer."""
     import torch
 
-    wanted = args.trainers + args.engines * args.tensor_parallel_size if args.topology == "nccl" else 1
+    wanted = args.trainers + (args.engines * args.tensor_parallel_size if args.topology == "nccl" else 0)
     available = torch.cuda.device_count()
     if available < wanted:
         raise RunError(f"--topology {args.topology} takes {wanted} GPUs, and there are {available}")
@@ -261,14 +262,16 @@ def our_step(
 
 def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], float]:
     """As `our_step`, for TRL."""
-    batch = min(args.trl_batch, args.prompts * args.completions)
-    if args.prompts * args.completions % batch:
-        raise RunError(
-            f"--trl-batch {batch} does not divide the {args.prompts * args.completions} completions of a step"
-        )
+    completions = args.prompts * args.completions // args.trainers  # of a rank
+    batch = min(args.trl_batch, completions)
+    if args.prompts * args.completions % (args.trainers * batch):
+        raise RunError(f"--trl-batch {batch} does not divide the {completions} completions of a rank")
     workload = {name: value for name, value in asdict(args).items() if name not in ("options", "output")}
-    workload |= {"gpu": bool(gpus), "trl_batch": batch}
-    peak = run_way(folder, [str(ROOT / "benchmarks" / "step_trl.py"), json.dumps(workload)], gpus)
+    workload |= {"gpu": bool(gpus), "trl_batch": batch, "accumulation": completions // batch}
+    command = [str(ROOT / "benchmarks" / "step_trl.py"), json.dumps(workload)]
+    if args.trainers > 1:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.trainers}", *command]
+    peak = run_way(folder, command, gpus)
     result = json.loads((folder / "steps.json").read_text())
     for step, length in zip(result["steps"], result["lengths"], strict=True):
         step["tokens"] = step_tokens(folder.name, length, args)
@@ -325,8 +328,8 @@ def main(args: Arguments) -> None:
         raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
     if args.image_side and args.shape not in MULTIMODAL:
         raise RunError(f"--image-side is for the shapes {', '.join(MULTIMODAL)}")
-    if args.topology == "ipc" and max(args.trainers, args.engines, args.tensor_parallel_size) > 1:
-        raise RunError("--trainers, --engines and --tensor-parallel-size are for --topology nccl")
+    if args.topology == "ipc" and args.trainers != args.engines * args.tensor_parallel_size:
+        raise RunError("--topology ipc takes as many --trainers as the engines have workers")
     device = device_kind()
     gpus = "" if device == "CPU" else choose_gpus(args)
     ways, flops = choose_ways(args, gpus), None if args.mean_tokens or args.image_side else learning_flops(args)

@@ -73,7 +73,7 @@ def main(workload: dict) -> None:
     config = GRPOConfig(
         output_dir="trl",
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=workload["prompts"] * workload["completions"] // batch,
+        gradient_accumulation_steps=workload["accumulation"],
         num_generations=workload["completions"],
         max_completion_length=workload["tokens"],
         max_steps=workload["steps"],
@@ -103,7 +103,8 @@ def main(workload: dict) -> None:
         parts.time(trainer.vllm_generation, "sync_weights")
     trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
-    Path("steps.json").write_text(json.dumps({"steps": parts.steps, "lengths": lengths}) + "\n")
+    if trainer.accelerator.is_main_process:
+        Path("steps.json").write_text(json.dumps({"steps": parts.steps, "lengths": lengths}) + "\n")
 
 
 if __name__ == "__main__":

@@ -235,8 +235,8 @@ def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path)
         ({"topology": "nccl", "ways": ["TRL"]}, 0, "--ways: there is no TRL here, but rlhf.py, rlhf_async.py"),
         ({"topology": "nccl"}, 1, "--topology nccl takes 2 GPUs, and there are 1"),
         ({"topology": "nccl", "tensor_parallel_size": 2}, 2, "--topology nccl takes 3 GPUs, and there are 2"),
-        ({"trainers": 2}, 2, "--trainers, --engines and --tensor-parallel-size are for --topology nccl"),
-        ({"tensor_parallel_size": 2}, 2, "--trainers, --engines and --tensor-parallel-size are for --topology nccl"),
+        ({"trainers": 2}, 2, "as many --trainers as the engines have workers"),
+        ({"tensor_parallel_size": 2}, 2, "as many --trainers as the engines have workers"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_is_written(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -22,6 +23,7 @@ from learners import write_model as write_random_model
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, modeling_utils
@@ -88,6 +90,32 @@ def test_two_ranks_learn_from_unequal_shares_what_one_learns(model, tmp_path):
         assert change > 0.01 * changes.get("num_epochs", 2)
         assert difference < 1e-5 * change
         assert metrics[0]["grad_norm"] > 0.01  # so clipping was seen
+
+
+def learn_gathered(folder, model, batch):
+    """Weights after a step, and how often the ranks have summed gradients: where weights stay gathered, and not."""
+    results = []
+    for fits in (True, False):
+        with (
+            patch("recipe.learning.model.fits_gathered", return_value=fits),
+            patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as sums,
+        ):
+            learner = GRPOLearner(model, config(micro_batch_tokens=25, num_epochs=1), CPU)
+            use_sgd(learner)
+            learner.learn(batch)
+            results.append((sums.call_count, weights_of(learner), learner.mismatch(batch)))
+    if learner.model.rank == 0:
+        torch.save(results, folder / "gathered.pt")
+
+
+def test_gradients_are_summed_once_where_weights_stay_gathered(model, tmp_path):
+    batch = rollouts(GRPOLearner(model, config(), CPU), count=12)
+    on_ranks(2, learn_gathered, tmp_path, model, batch)
+    (once, weights, mismatch), (often, others, other) = torch.load(tmp_path / "gathered.pt")
+    assert often > 2 * once > 0
+    assert mismatch == pytest.approx(other, rel=1e-4)  # of the new weights
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=0, atol=1e-6)
 
 
 def learn_all_sizes(folder, models, batches):

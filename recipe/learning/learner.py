@@ -164,8 +164,10 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         sums, learns = {}, bool(batch.micro_batches)
         # If nothing is learned, make gradients of 0: momentum moves the weights all the same.
+        micro_batches = batch.micro_batches or batch.forward_only[:1]
         with model.computing():
-            for micro_batch in batch.micro_batches or batch.forward_only[:1]:
+            for micro_batch in micro_batches:
+                model.keep_gathered(True, micro_batch is not micro_batches[-1])
                 tensors = {name: tensor[micro_batch] for name, tensor in batch.tensors.items()}
                 losses, others = losses_of(batch.rollouts[micro_batch], width, tensors)
                 loss = (losses * tensors["loss_weights"]).sum()
@@ -173,6 +175,7 @@ class Learner:
                 means = {name: (values * tensors["mean_weights"]).sum() * learns for name, values in others.items()}
                 for name, value in ({"loss": loss} | means).items():
                     sums[name] = sums.get(name, 0.0) + value.detach()  # a tensor: reading it would wait for the GPU
+        model.keep_gathered(False, False)  # a pass without a backward would leave weights that the update makes old
         return dict(zip(sums, model.sum_over_ranks(*sums.values()), strict=True))
 
     def _losses(

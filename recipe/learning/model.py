@@ -29,7 +29,7 @@ from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
 from .sampling import SamplingConfig
-from .sharding import Checkpointing, as_forward, compile_blocks, load_model
+from .sharding import Checkpointing, as_forward, compile_blocks, fits_gathered, keep_gathered, load_model
 
 SPARE_SHARE = 0.1  # of a GPU's memory, for what grows later
 
@@ -99,6 +99,7 @@ class Model:
         self.module = self._load(path, learns, seed)
         multimodal = is_multimodal(self.module.config.model_type)
         self.processor = AutoProcessor.from_pretrained(path) if multimodal else self.tokenizer  # saved with the model
+        self.keeps_gathered = learns and self.ranks > 1 and fits_gathered(self.module, self.device)
         self.named_tensors = NamedTensors(self.module)
         self.adapters = adapter_parameters(self.module)
         if like and like.exact_workers:
@@ -214,6 +215,11 @@ class Model:
             return ""
         self.checkpointing.stop()
         return f"backward computes nothing again from now on: there is memory for {kept / 1e9:.1f} GB of activations"
+
+    def keep_gathered(self, after_forward: bool, after_backward: bool) -> None:
+        """As in sharding.py, if the ranks have memory for it."""
+        if self.keeps_gathered:
+            keep_gathered(self.module, after_forward, after_backward)
 
     def release_memory(self) -> None:
         """Give back the GPU memory that torch caches."""

@@ -21,6 +21,7 @@ from weight_sync.ranks import ShardedPart, local_part
 
 from ..errors import RunError
 
+GATHERED_SHARE = 0.1  # of a GPU's memory, for weights that stay gathered through all passes of an update
 RANKS_SECONDS = 1800  # how long ranks wait for each other; loading a large model takes long
 
 
@@ -48,9 +49,9 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
     if a weight has a NaN or an infinity among this rank's rows.
 
     On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered
-    for its own forward and backward pass only. With `mixed_precision`, it is gathered in bf16 and computes as on a
-    single rank (precision.py); weights, the optimizer's state and sums of gradients over the ranks stay fp32. Autocast
-    remains necessary for what is not a parameter.
+    for its own forward and backward pass only, unless `keep_gathered` says otherwise. With `mixed_precision`, it is
+    gathered in bf16 and computes as on a single rank (precision.py); weights, the optimizer's state and sums of
+    gradients over the ranks stay fp32. Autocast remains necessary for what is not a parameter.
     """
     from transformers import modeling_utils
     from transformers.distributed import DistributedConfig
@@ -115,6 +116,20 @@ def as_forward(model, function: Callable) -> Callable:
         setattr(model, name, partial(function, model))
         register_fsdp_forward_method(model, name)
     return getattr(model, name)
+
+
+def fits_gathered(model, device: torch.device) -> bool:
+    """Whether the whole weights in bf16, and fp32 gradients of those that learn, take a small share of a GPU."""
+    size = sum(parameter.numel() * (6 if parameter.requires_grad else 2) for parameter in model.parameters())
+    return device.type == "cpu" or size < GATHERED_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def keep_gathered(model, after_forward: bool, after_backward: bool) -> None:
+    """Whether the passes that follow leave a sharded model's weights gathered. While backward passes do, each rank adds
+    up its own gradients. The first that does not sums them over the ranks."""
+    model.set_reshard_after_forward(not after_forward)
+    model.set_reshard_after_backward(not after_backward)
+    model.set_requires_gradient_sync(not after_backward)
 
 
 class Checkpointing:
