@@ -149,7 +149,7 @@ class BenchEngine(EngineActor):
 
     def receive_weights(self, *handles) -> float:
         """Returns when the call has returned, by time.monotonic(), which all processes of a machine share."""
-        self.reset_prefix_cache()
+        self.reset_caches()
         results, returned = self.rpc("receive_weights", *handles), time.monotonic()
         for result in results:
             if "error" in result:
@@ -291,7 +291,7 @@ class BenchTrainer:
             ref = self.engine.rpc.remote("upstream_update_weight", name, dtype, tuple(parameter.shape))
             self.group.broadcast(parameter, src=0)
             ray.get(ref)
-        ray.get(self.engine.reset_prefix_cache.remote())
+        ray.get(self.engine.reset_caches.remote())
         return time.perf_counter() - started
 
     def zmq_buckets(self, device_id: str) -> float:
@@ -325,7 +325,7 @@ class BenchTrainer:
             ask(items)
             ask(None)
         ray.get(ref)
-        ray.get(self.engine.reset_prefix_cache.remote())
+        ray.get(self.engine.reset_caches.remote())
         return time.perf_counter() - started
 
     def connect_native(self, packed: bool, address: str, port: int, world_size: int) -> None:
@@ -350,7 +350,7 @@ class BenchTrainer:
         started = time.perf_counter()
         self.native.send_weights()
         self._synchronize()
-        ray.get(self.engine.reset_prefix_cache.remote())
+        ray.get(self.engine.reset_caches.remote())
         return time.perf_counter() - started
 
     def open_sender(self, replay: bool) -> dict[str, str]:
