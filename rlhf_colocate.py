@@ -2,7 +2,7 @@
 
     python rlhf_colocate.py                          # 4 GPUs: facebook/opt-125m, 4 trainer ranks, two TP=2 engines
     python rlhf_colocate.py                          # 1 GPU: one trainer, one engine
-    python rlhf_colocate.py --engines-per-gpu 2      # two engines on each GPU: a small model generates faster
+    python rlhf_colocate.py --engines-per-gpu 1      # 1 GPU, a small model: one engine in place of two
     python rlhf_colocate.py --engines 1 --tensor-parallel-size 8 --offload-optimizer --sleep weights
     python rlhf_colocate.py                          # no GPU: a small built-in model, 2 ranks, 2 engines, shared memory
     python rlhf_colocate.py --ray-address auto       # on a running Ray cluster
@@ -37,6 +37,7 @@ from recipe.errors import RunError
 from recipe.flags import arg, section
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
+from recipe.learning.multimodal import auto_class
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
@@ -65,6 +66,7 @@ from weight_sync.groups import refuse_expandable_segments
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for all workers there: both fit on one
 SPARE_SHARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
+SMALL_MODEL = 1e9  # parameters; a decode step of fewer takes a GPU less time than vLLM's Python between two steps
 
 
 @dataclass
@@ -85,10 +87,10 @@ class Arguments:
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     learner: GRPOConfig = section(GRPOConfig)
-    engines_per_gpu: Annotated[int, Ge(1)] = arg(
-        1,
+    engines_per_gpu: Annotated[int | None, Ge(1)] = arg(
+        None,
         help="engines where there would be one, with a part of its prompts each: while one computes, another prepares"
-        " its next step, so 2 generate faster with a small model",
+        " its next step (default: 2 if each has one GPU and the model is small, else 1)",
     )
     sleep: Literal["auto", "kv", "weights", "none"] = arg(
         "auto",
@@ -163,7 +165,7 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     """Choose and reserve the topology.
 
     Returns the device, the arguments with what was chosen, and the seats of trainers and engines. The workers of the
-    first engine are beside the first ranks, and so on. With --engines-per-gpu, the next engines start again there.
+    first engine are beside the first ranks, and so on.
     """
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
@@ -185,7 +187,7 @@ def place(args: Arguments) -> tuple[str, Arguments, list[Seat], list[Seat]]:
     share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
     trainer_seats = [seat(placement, bundle, **share) for bundle in bundles]
     engine_bundles = [bundles[begin : begin + tp] for begin in range(0, wanted, tp)]
-    engine_seats = [seat(placement, workers[0], workers) for workers in engine_bundles * args.engines_per_gpu]
+    engine_seats = [seat(placement, workers[0], workers) for workers in engine_bundles]
     return "cuda" if gpus else "cpu", args, trainer_seats, engine_seats
 
 
@@ -202,7 +204,8 @@ def main(args: Arguments) -> None:
         args.engine = settle_exactness(
             run, args.engine, args.learner, models.loaded, trainers, by_nccl=False, images=task.has_images
         )
-        engines = ActorGroup(session, "engine", Engine, engine_seats)
+        args.engines_per_gpu = args.engines_per_gpu or choose_engines_per_gpu(run, args, models.loaded, device)
+        engines = ActorGroup(session, "engine", Engine, engine_seats * args.engines_per_gpu)
         max_model_len = start(engines, models.loaded, args, device)
         address = trainers.call_rank_0("loading", Trainer.address)
         steps_done, remarks = trainers.agreed("loading", Trainer.load, address, models, args, device)
@@ -243,6 +246,22 @@ def main(args: Arguments) -> None:
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
+
+
+def choose_engines_per_gpu(run: RunFolder, args: Arguments, model: str, device: str) -> int:
+    """How many engines there are on each GPU unless a flag says it. Says why if there are more than one."""
+    from transformers import AutoConfig
+
+    if device == "cpu" or args.engine.tensor_parallel_size > 1:
+        return 1
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
+    if parameters >= SMALL_MODEL:
+        return 1
+    size = f"{parameters / 1e6:.0f} million parameters"
+    run.say(f"--engines-per-gpu 2: with {size}, one engine would often leave its GPU idle between decode steps")
+    return 2
 
 
 def start(engines: ActorGroup, model: str, args: Arguments, device: str) -> int:

@@ -13,6 +13,7 @@ import ray
 from conftest import arguments_of, cpu_only, metrics_of
 from pair import CORE_IN_PROCESS
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers import LlamaConfig
 
 import rlhf_colocate
 from recipe.errors import RunError
@@ -115,12 +116,16 @@ def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
     ray.util.remove_placement_group(group_of(trainers))
 
 
-def test_engines_of_the_same_gpus_share_bundles(ray_with_four_gpus):
-    args, trainers, engines = place(engines_per_gpu=2)
-    assert (args.actors.engines, len(trainers), len(engines)) == (2, 4, 4)
-    assert [seat.bundles for seat in engines[:2]] == [seat.bundles for seat in engines[2:]]
-    assert sorted(bundle for seat in engines[:2] for bundle in seat.bundles) == [0, 1, 2, 3]
-    ray.util.remove_placement_group(group_of(trainers))
+@pytest.mark.parametrize(
+    ("device", "workers", "size", "engines"),
+    [("cuda", 1, 64, 2), ("cuda", 1, 8192, 1), ("cuda", 2, 64, 1), ("cpu", 1, 64, 1)],
+)
+def test_small_models_get_two_engines_on_each_gpu(tmp_path, device, workers, size, engines):
+    LlamaConfig(hidden_size=size, intermediate_size=4 * size, num_hidden_layers=2).save_pretrained(tmp_path)
+    args, said = arguments_of(rlhf_colocate, tensor_parallel_size=workers), []
+    run = SimpleNamespace(say=said.append)
+    assert rlhf_colocate.choose_engines_per_gpu(run, args, str(tmp_path), device) == engines
+    assert bool(said) == (engines == 2)
 
 
 def test_engines_of_a_gpu_start_one_after_another(ray_with_four_gpus):
@@ -131,7 +136,8 @@ def test_engines_of_a_gpu_start_one_after_another(ray_with_four_gpus):
             time.sleep(0.3)
             return (bundles, before, began)
 
-    _, trainers, seats = place(engines_per_gpu=2)
+    _, trainers, seats = place()
+    seats *= 2
     actors = {f"engine {i}": Starting.remote() for i in range(4)}
     results = []
     session = SimpleNamespace(wait=lambda phase, calls: results.extend(ray.get([*calls.values()])) or [results])

@@ -37,11 +37,15 @@ RUNS = [
     # command, GPUs, the least reward at its end, what it says on its way
     ("rlhf.py", 3, 0.75, [REPLAY]),
     ("rlhf_async.py", 3, 0.75, [REPLAY]),
-    ("rlhf_colocate.py", 1, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +0$", r"^--sleep (none|kv) from now on: learning takes"]),
+    (
+        "rlhf_colocate.py",
+        1,
+        0.75,
+        [REPLAY, r"^GPU-\S+ +0 +0 +0$", r"^GPU-\S+ +0 +1 +0$", r"^--sleep (none|kv) from now on: learning takes"],
+    ),
     ('rlhf_colocate.py --sleep none --compile --engine-args={"compilation_config":{}}', 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py --sleep weights --offload-optimizer --gradient-checkpointing false", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py --lora-rank 8", 1, 0.75, [REPLAY]),
-    ("rlhf_colocate.py --engines-per-gpu 2", 1, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +0$", r"^GPU-\S+ +0 +1 +0$"]),
     ("rlhf_colocate.py", 4, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +[01]$", r"^GPU-\S+ +3 +1 +[01]$"]),
     ("rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1", 4, 0.75, [REPLAY]),
     ("rlhf_async.py --trainers 2 --engines 2 --tensor-parallel-size 1", 4, 0.75, [REPLAY]),
