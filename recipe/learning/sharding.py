@@ -140,23 +140,23 @@ class Checkpointing:
 
     def __init__(self, model):
         self.forwards = {block: block.forward for block in _blocks(model, "--gradient-checkpointing")}
-        self.first_block = next(iter(self.forwards))
+        self.last_block = next(reversed(self.forwards))  # of the language model: towers come first
         self.block_bytes = 0.0  # of what a block keeps for backward, per token; 0: not measured
         for block, forward in self.forwards.items():
             block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
     def measure(self) -> None:
-        """From now on, have the first block keep its activations, and measure how many bytes that takes on a GPU."""
+        """From now on, have the last block keep its activations, and measure how many bytes that takes on a GPU."""
 
         def forward(hidden_states: torch.Tensor, *args, **options):
             before = torch.cuda.memory_allocated()
-            outputs = self.forwards[self.first_block](hidden_states, *args, **options)
+            outputs = self.forwards[self.last_block](hidden_states, *args, **options)
             if torch.is_grad_enabled():
                 kept = torch.cuda.memory_allocated() - before
                 self.block_bytes = max(self.block_bytes, kept / hidden_states.shape[:-1].numel())
             return outputs
 
-        self.first_block.forward = forward
+        self.last_block.forward = forward
 
     def kept_bytes(self, tokens: int) -> float:
         """What all blocks would keep of so many tokens beyond what is kept now."""
