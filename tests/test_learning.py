@@ -178,9 +178,9 @@ def test_blocks_keep_activations_once_there_is_memory_for_them(model, monkeypatc
         monkeypatch.setattr(torch.cuda, name, value)
     learner = GRPOLearner(model, config(gradient_checkpointing="true", micro_batch_tokens=30_000), CPU)
     batch = [replace(rollouts(learner, count=1)[0], reward=reward) for reward in (0.0, 1.0)]
-    first, *others = learner.model.checkpointing.forwards
+    *others, last = learner.model.checkpointing.forwards
     learner.model.checkpointing.measure()
-    counts = {block: [] for block in (first, others[-1])}
+    counts = {block: [] for block in (last, others[0])}
     for block, count in counts.items():
         block.self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
     learner.learn(batch)
