@@ -230,6 +230,13 @@ def test_other_images_have_other_scores(model):
     assert (ours - others).abs().max() > 1e-3
 
 
+def test_version_that_would_leave_encoded_images_unread_is_refused(model, monkeypatch):
+    learner = GRPOLearner(model, config(), CPU)
+    monkeypatch.setattr(learner.model.module.base_model, "forward", lambda input_ids, **kwargs: None)
+    with pytest.raises(RunError, match="this version of transformers takes no encoded images"):
+        learner.model.score_all(groups(learner))
+
+
 @pytest.mark.parametrize("train_vision", [False, True])
 def test_towers_learn_if_they_are_to(model, train_vision):
     learner = GRPOLearner(model, config(train_vision=train_vision, group_size=3), CPU)

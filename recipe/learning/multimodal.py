@@ -9,6 +9,7 @@ import inspect
 
 import torch
 
+from ..errors import RunError
 from ..images import Images
 
 
@@ -42,8 +43,11 @@ def states_with_images(
     model, input_ids: torch.Tensor, pixels: dict[str, torch.Tensor], prompt_length: int
 ) -> torch.Tensor:
     """The output of the model's trunk for sequences [rows, S] that begin with the same prompt, of `prompt_length`, with
-    the images of `pixels`. Its tower encodes them once."""
+    the images of `pixels`. Its tower encodes them once. Raises RunError if this version of transformers cannot."""
     trunk, rows = model.base_model, len(input_ids)
+    taken = inspect.signature(trunk.forward).parameters
+    if "mm_encoder_outputs" not in taken:  # it would go into **kwargs, which transformers 5.17 leaves unread
+        raise RunError(f"{type(trunk).__name__} of this version of transformers takes no encoded images")
     encoded = trunk.get_image_features(**pixels, return_dict=True)
     for name in ("pooler_output", "deepstack_features"):
         if encoded.get(name) is not None:
@@ -52,7 +56,6 @@ def states_with_images(
     seen = input_ids.clone()
     seen[:, prompt_length:].masked_fill_(seen[:, prompt_length:] == model.config.image_token_id, 0)
     of_images = (seen == model.config.image_token_id).int()
-    taken = inspect.signature(trunk.forward).parameters
     inputs = {name: torch.cat([tensor] * rows) for name, tensor in pixels.items() if name != "pixel_values"}
     inputs |= {"mm_token_type_ids": of_images, "token_type_ids": of_images}
     inputs = {name: tensor for name, tensor in inputs.items() if name in taken}
