@@ -1,14 +1,14 @@
-"""RLHF on shared GPUs: each GPU has a trainer rank and an engine worker, with CUDA IPC between them.
+"""RLHF on shared GPUs: each GPU has a trainer rank and engine workers, with CUDA IPC between them.
 
     python rlhf_colocate.py                          # 4 GPUs: facebook/opt-125m, 4 trainer ranks, two TP=2 engines
-    python rlhf_colocate.py                          # 1 GPU: one trainer, one engine
-    python rlhf_colocate.py --engines-per-gpu 1      # 1 GPU, a small model: one engine in place of two
+    python rlhf_colocate.py                          # 1 GPU: one trainer, two engines, since the model is small
+    python rlhf_colocate.py --engines-per-gpu 1      # one engine
     python rlhf_colocate.py --engines 1 --tensor-parallel-size 8 --offload-optimizer --sleep weights
     python rlhf_colocate.py                          # no GPU: a small built-in model, 2 ranks, 2 engines, shared memory
     python rlhf_colocate.py --ray-address auto       # on a running Ray cluster
 
     every GPU  trainer actor: a rank of the learner (recipe/learning/grpo.py), sharded by FSDP2, and its WeightSender
-               a worker of an engine actor: vllm.LLM with rlhf_utils.ColocateWorkerExtension
+               a worker of each engine actor there: vllm.LLM with rlhf_utils.ColocateWorkerExtension
 
 1. Place: one Ray placement group, with a bundle for each GPU. The engines start first, since vLLM measures the free
    memory, and release the memory of their KV cache. Then the trainer ranks load.
