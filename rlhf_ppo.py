@@ -68,7 +68,7 @@ class Arguments:
         ExactEngineArguments,
         gpu_memory_utilization=0.4,
         tensor_parallel_size=arg(
-            1, help="GPUs that the engine is spread over; colocated: also those that each model is sharded over"
+            1, help="GPUs that the engine is spread over and, colocated, each model is sharded over"
         ),
     )
     task: TaskArguments = section(TaskArguments, task="tiny_reward_model")

@@ -114,7 +114,7 @@ def _hash_while_copying(copies: list[BatchedCopy], tensors: list[torch.Tensor], 
 class Digester:
     """Computes the digest of tensors, as numbers `first_number` and up.
 
-    It reads them in place. It keeps a copy of those that are not contiguous, or that begin or end within a word.
+    It reads them in place. It keeps a copy of a tensor that is not contiguous, or begins or ends within a word.
     """
 
     def __init__(self, tensors: list[torch.Tensor], first_number: int = 0):

@@ -101,7 +101,7 @@ class WeightReceiver:
             return {"error": reason_of(error)}
 
     def _agree(self, messages: list[dict]) -> list[dict]:
-        """The handshake with all ranks, at least one of which asks for it. Returns their messages after it."""
+        """The handshake with all ranks, which at least one asks for. Returns their messages after it."""
         model, links = self._engine_model(), self.weight_links
         for i, link in enumerate(links):
             if "metadata" not in messages[i] and self._staging("reload").is_mapped:  # another rank's tensors have moved

@@ -128,7 +128,7 @@ class ProcessedLayer:
             served.copy_(result)
 
     def _process(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The served tensors, and in the same order those that vLLM's processing makes from the scratch memory."""
+        """The served tensors and, in the same order, what vLLM's processing makes from the scratch memory."""
         stub, served = copy.copy(self.module), self.module._parameters
         # The stub gets its own weights (scratch memory) and its own copies of what processing makes, such as scales.
         processed = [name for name, p in served.items() if p is not None and name not in self.served_as_loaded]

@@ -91,7 +91,7 @@ class WeightSender:
         self.routing: RoutedStaging | None = None  # of what each worker needs
         self.packings: dict[Staging, Packing] = {}
         self.rotations: list[Rotation] = []  # what is compared of the memory that workers map
-        self.rotation_of: list[int] = []  # by worker; those that read the same share one
+        self.rotation_of: list[int] = []  # by worker; workers that read the same share one
         self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
@@ -198,8 +198,8 @@ class WeightSender:
             (name, dtype, shape, self.ranks.bounds(self.tensors[name]))
             for (name, _, shape), dtype in zip(metadata, dtypes, strict=True)
         ]
-        # What a worker needs of a tensor can be cut out of it only if the tensor lies in one piece. The busiest link is
-        # that of a worker, or of a rank, which sends to every engine: it must not carry more than all weights.
+        # A worker's part can be cut out of a tensor only if the tensor lies in one piece. The busiest link belongs to a
+        # worker, or to a rank, which sends to every engine. It must not carry more than all weights.
         ranks, size = self.ranks.size, min(answer["size"] for answer in answers)
         in_one_piece = all(local_part(tensor).is_contiguous() for tensor in self.tensors.values())
         routes = (
@@ -328,7 +328,7 @@ class WeightSender:
         return next(filter(None, self.ranks.texts(text, self._device)), "")
 
     def _prepare_rotations(self, compared: list[list[Region]]) -> None:
-        """Compare these regions with the workers, each of which has named what it reads."""
+        """Compare these regions with the workers. Each has named what it reads."""
         pieces, different = {piece.number: piece for piece in self.buckets[0]}, []
         for regions in compared:
             if regions not in different:
@@ -394,7 +394,7 @@ class WeightSender:
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
-    """The tensors by name; of those that share memory (tied weights), only the first.
+    """The tensors by name; of tensors that share memory (tied weights), only the first.
 
     Raises WeightSyncError for tied weights that do not have the same adapter.
     """

@@ -18,7 +18,7 @@ RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the 
 
 
 class Staging:
-    """Whole buckets, of which each rank has a part. `parts[i]` are those of step i, uint8 [n] each."""
+    """Whole buckets. Each rank has a part of each: `parts[i]` are the parts of step i, uint8 [n] each."""
 
     is_mapped = False  # whether workers read memory of the trainer's
     part_of: list[int] | None = None  # the part of each step that each worker gets; None: all get the same
@@ -188,6 +188,6 @@ class TrainerMemory(Staging):
 
 
 def broadcast_staging(buckets: list[list[Piece]], bucket_bytes: int, ranks: int, wire: Wire) -> WiredStaging:
-    """Whole buckets, of which each rank broadcasts its part to all other members of the group."""
+    """Whole buckets. Each rank broadcasts its part to all other members of the group."""
     sizes, transfers = [part_sizes(bucket, ranks) for bucket in buckets], [("broadcast", r, r) for r in range(ranks)]
     return WiredStaging(buckets, sizes, transfers, wire, staging_buffers(bucket_bytes))

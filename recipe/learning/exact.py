@@ -60,7 +60,7 @@ class GPU:
         from vllm.third_party import pynvml
 
         pynvml.nvmlInit()
-        count = pynvml.nvmlDeviceGetCount()  # also those that Ray hides
+        count = pynvml.nvmlDeviceGetCount()  # also GPUs that Ray hides
         nccl = tuple(map(int, NCCLLibrary().ncclGetVersion().split(".")))
         linked = count if current_platform.is_fully_connected(list(range(count))) else 0
         return cls(current_platform.get_device_capability().to_int(), nccl, linked)
@@ -389,7 +389,7 @@ def rms_norm_kernel(x: torch.Tensor, weight: torch.Tensor, eps: float, without_r
     from vllm import _custom_ops as ops
 
     normed = torch.zeros_like(x)
-    ops.fused_add_rms_norm(normed, x.data, weight, eps)  # in place: x becomes 0 + x, of which autograd need not know
+    ops.fused_add_rms_norm(normed, x.data, weight, eps)  # in place: x becomes 0 + x, which autograd need not know
     return normed
 
 

@@ -298,7 +298,7 @@ class PolicyLearner(Learner):
 
     def _mismatch_sums(self, logprobs: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sums [3] over the "current" tokens: the distances of these log-probabilities from the engine's, the number of
-        tokens, and the number of those that differ at all."""
+        tokens, and the number of tokens that differ at all."""
         distances = (logprobs - tensors["engine_logprobs"]).abs() * tensors["current"]
         if self.exact != "off" and len(different := distances.nonzero()):
             row, column = different[0].tolist()

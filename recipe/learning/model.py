@@ -154,7 +154,7 @@ class Model:
         return [all_rows[1:].cpu() for all_rows in all_scores]
 
     def rank_batch(self, rollouts: list[Rollout], learned: list[bool], tensors: dict[str, torch.Tensor]) -> RankBatch:
-        """This rank's part of B rollouts, of which some are `learned` from, and of tensors [B, ...].
+        """This rank's part of B rollouts and of tensors [B, ...]. Some rollouts are `learned` from.
 
         All ranks get equally many rollouts and slice them alike, so that their passes through the sharded model match:
         the k-th rollouts of all ranks are similar in length, and belong to the same group where groups share prompts.
@@ -175,7 +175,7 @@ class Model:
                 shared_tokens = len(rollouts[group[0]].prompt_ids) if shares_prompt else 0
                 fillers = -len(group) % self.ranks
                 filled_group = group + fillers * [group[-1]]
-                # Each size is that of the first rank's rollout, which is the longest: all ranks slice alike.
+                # The first rank's rollout is the longest. All ranks slice by its size, and so alike.
                 sizes += [(key, shared_tokens, lengths[row] - shared_tokens) for row in filled_group[:: self.ranks]]
                 rows += filled_group[self.rank :: self.ranks]
                 tensor_rows += (group + fillers * [len(rollouts)])[self.rank :: self.ranks]

@@ -7,7 +7,7 @@ One step takes B rollouts of up to T tokens:
     advantages  gae: from the critic's value before each token; whitened over the batch
     policy      token_losses (objectives.py): the ratio to the policy that the step began with is clipped; importance
                 weights correct for the engine
-    critic      value_losses: values are clipped around those that the step began with
+    critic      value_losses: values are clipped around the step's first ones
     kl_coef     adapted_kl_coef: fixed, or adapted to a target of the KL
 
 Tensors are [B, T], right-padded; a mask is 1 for a completion's tokens and 0 for padding. All means are over tokens.

@@ -119,7 +119,7 @@ def as_forward(model, function: Callable) -> Callable:
 
 
 def fits_gathered(model, device: torch.device) -> bool:
-    """Whether the whole weights in bf16, and fp32 gradients of those that learn, take a small share of a GPU."""
+    """Whether whole weights in bf16, and fp32 gradients of what learns, take a small share of a GPU."""
     size = sum(parameter.numel() * (6 if parameter.requires_grad else 2) for parameter in model.parameters())
     return device.type == "cpu" or size < GATHERED_SHARE * torch.cuda.get_device_properties(device).total_memory
 
@@ -227,7 +227,7 @@ class Offload:
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor on the parameter's device, sharded as the parameter is, of which `local` is this rank's part."""
+    """A tensor on the parameter's device, sharded as the parameter is. `local` is this rank's part of it."""
     local = local.to(parameter.device, non_blocking=True)
     if not isinstance(parameter, DTensor):
         return local

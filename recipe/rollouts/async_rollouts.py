@@ -88,7 +88,7 @@ class AsyncEngineActor:
         options = {"scheduling_policy": "priority", "disable_log_stats": True} | options
         with engine_start():
             arguments = AsyncEngineArgs(model, **options)
-            # The context is that of vllm.LLM: that of AsyncLLM has larger batches.
+            # The usage context of vllm.LLM: with AsyncLLM's, batches are larger.
             self.llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         die_with_children(unless=lambda: self.leaving)
         self.since = self.resumed = time.perf_counter()
@@ -325,7 +325,7 @@ class _PendingBatch:
     rows: list[Row]
     round_number: int = 0  # of dynamic sampling; 0: the step's own prompts
     result: Future = field(default_factory=Future)
-    groups: dict[int, Group] = field(default_factory=dict)  # those that are complete, by row
+    groups: dict[int, Group] = field(default_factory=dict)  # complete groups, by row
 
     @property
     def low_priority(self) -> bool:
@@ -335,7 +335,7 @@ class _PendingBatch:
         """The group of row `i` has its rewards, or there was an error."""
         if self.result.done():  # the first error counts
             return
-        if error := completing.exception():  # for the one who waits for the batch
+        if error := completing.exception():  # for whoever waits for the batch
             self.result.set_exception(error)
             return
         (self.groups[i],) = completing.result()

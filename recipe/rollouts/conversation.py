@@ -106,7 +106,7 @@ class Conversation:
         self.goes_on = not self.truncated
 
     async def _call(self, functions: list[dict]) -> list[dict]:
-        """The tools' answers, as messages. All calls of a turn begin at once; those that block run one by one."""
+        """The tools' answers, as messages. All calls of a turn begin at once; blocking ones run one by one."""
         calls = []
         for function in functions:
             tool, arguments = self.environment.tools.get(function["name"]), function["arguments"]

@@ -127,7 +127,7 @@ class EngineActor:
         images: Sequence[Images | None] | None = None,
     ) -> list[Rollout]:
         """The completions of prompts, given as token ids, in order and without rewards. `sampling` has the options of
-        each prompt, and `images` its images, for each of which it has a token.
+        each prompt, and `images` its images. The prompt has a token for each.
 
         After an `evaluation`, the prefix cache is reset: a run that is resumed there has none, and must compute the
         same.
@@ -330,7 +330,7 @@ def _texts(tokenizer, outputs: list[tuple]) -> list[str]:
     """The texts of (prompt ids, vllm.CompletionOutput), equal to those that vLLM decodes token by token.
 
     A completion is decoded together with the end of its prompt, because some tokenizers drop a space where a text
-    begins. Left out are the token that ended the completion, and a last character of which bytes are missing.
+    begins. Left out are the token that ended the completion, and an incomplete last character.
     """
     prompts, sequences = [], []
     for prompt_ids, output in outputs:

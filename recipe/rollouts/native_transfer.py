@@ -1,4 +1,4 @@
-"""A weight sync with vLLM's own weight-transfer API, that of vLLM 0.32 and 0.33, for rlhf_nccl.py.
+"""A weight sync with the weight-transfer API of vLLM 0.32 and 0.33, for rlhf_nccl.py.
 
 On GPUs the transports are vLLM's: "nccl" and "ipc". `NativeSender` is the trainer's end. It adds deadlines, since vLLM
 has none. vLLM has no transport for CPU, so the last section plugs in "gloo". It also shows how to write your own

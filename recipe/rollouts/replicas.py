@@ -1,4 +1,4 @@
-"""Engines as services: vLLM servers, reached over HTTP, any of which may die or hang, and come back.
+"""Engines as services: vLLM servers, reached over HTTP. Each may die or hang, and come back.
 
 A pool is a Ray actor that speaks with all servers, its replicas. To the rest of a run it is one engine: `sample` sends
 each prompt to the replica with the fewest requests in flight. Sampling changes nothing in a server, and each request
@@ -233,7 +233,7 @@ class ReplicaPool:
         return min(await asyncio.gather(*(replica.check() for replica in self.replicas)))
 
     async def begin(self) -> SyncReport:
-        """Connect all replicas, and sync. From now on, those that are lost may return."""
+        """Connect all replicas, and sync. From now on, a lost replica may return."""
         async with self.sync_lock:
             await self._sync(await self.together(self.replicas, self.connect))
         if missing := [replica for replica in self.replicas if not replica.serving]:

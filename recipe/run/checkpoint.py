@@ -128,7 +128,7 @@ def is_gone(model: str) -> bool:
 
 
 def check_files(checkpoint: Path) -> None:
-    """Raise RunError for a file of weights or training state that cannot be read, such as one that is cut short."""
+    """Raise RunError for a file of weights or training state that cannot be read, such as a truncated one."""
     import torch
     from safetensors import safe_open
 

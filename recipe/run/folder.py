@@ -227,7 +227,7 @@ class RunFolder:
         return line
 
     def _steps_and_evaluations(self) -> tuple[list[dict], list[dict]]:
-        """The rows of metrics that have a learning step, and those that have an evaluation, as step 0 has."""
+        """The rows of metrics with a learning step, and the rows with an evaluation, such as step 0."""
         return [row for row in self.rows if row["step"]], [row for row in self.rows if "eval/reward" in row]
 
     def draw(self) -> Path:

@@ -188,7 +188,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def explain(phase: str, actor: str, error: Exception) -> Exception:
-    """The error to raise in this process for the one that this actor has raised."""
+    """The error to raise in this process for an actor's error."""
     cause = _cause(error)
     if isinstance(cause, EngineError):
         return RunError(f"the {actor} cannot start: {cause}; more in {sys.stderr.name}")  # which is run.log

@@ -93,7 +93,7 @@ class ChatTemplate:
         """What the template leaves out of such messages, as words of ours in place of their texts and of their calls'
         names show; "" if nothing. A text may change on its way: Llama 3.1's template trims it, and Qwen3's drops the
         reasoning of earlier answers."""
-        messages, words = json.loads(json.dumps(messages)), {}  # copies, none of which is there twice
+        messages, words = json.loads(json.dumps(messages)), {}  # copies: no object is there twice
         for i, message in enumerate(messages):
             if content_text(message.get("content")).strip():
                 message["content"] = f"content_{i}_"

@@ -123,7 +123,7 @@ class Rewards:
     def compute(self, batch: Batch, steps_done: int, session) -> Batch:
         """This batch, with rewards and their metrics. The main thread waits by `session`, a RaySession.
 
-        If a function returns None for a completion, its sum is that of the others. If all do, its reward is None.
+        If a function returns None for a completion, the others' results are added. If all do, its reward is None.
         Raises TaskError if a function fails, returns anything but a finite number or None for each completion, or takes
         longer than --reward-timeout.
         """

@@ -208,7 +208,7 @@ def load_task(
     environment = tool_args.environment if tool_args else None
     tools = Tools(tool_args) if tool_args and (environment or tool_args.tools) else None
     if not args.dataset and (not environment or tools.rows_choose):
-        chooses = f"--environment {environment} names several, of which each row of a dataset chooses one"
+        chooses = f"--environment {environment} names several: each row of a dataset chooses one"
         raise TaskError(f"--dataset is missing: {chooses if environment else f'--task {args.task} has no default'}")
     if needs_reward and not args.reward and not reward_models and not (tools and tools.rewards):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
