@@ -234,6 +234,14 @@ def test_mixture_of_experts_computes_as_its_engine(script, tmp_path, architectur
     assert any(row["grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.gpu(1)
+def test_images_are_the_same_to_engine_and_trainer(script, tmp_path):
+    flags = "--task colour --steps 5 --save-every 0 --gpu-memory-utilization 0.2 --output run"
+    text = script("rlhf_colocate.py", *flags.split(), CUDA_VISIBLE_DEVICES=gpus(slice(1))).finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text  # a mismatch above its bound would have ended the run
+    assert re.search(REPLAY, text), text
+
+
 def measure_exact_model(_, folder) -> None:
     """Log-probabilities and gradient of four completions of one prompt: as transformers computes them in fp32, and as a
     trainer does, exact or not, in rows of their own and behind the prompt."""
