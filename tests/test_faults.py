@@ -37,16 +37,16 @@ KILLS = [
         "syncing 3 kill VLLM::Worker_TP1",
         IN_SYNC.replace("worker 0", "worker 1"),
     ),
+    ("rlhf_async.py", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
+]
+OTHERS = [
+    (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
     (f"rlhf_colocate.py {ONE_BY_TWO}", "saving 2 kill ray::Trainer 1", "the trainer [01] died while saving"),
     (
         "rlhf_online_quant.py --tensor-parallel-size 1 --warmup-steps 1",
         "generating 2 kill VLLM::EngineCore",
         "the engine died while generating",
     ),
-    ("rlhf_async.py", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
-]
-OTHERS = [
-    (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
     (
         "rlhf.py --trainers 1 --engines 1",
         "syncing 3 fill",

@@ -288,7 +288,7 @@ def data(tmp_path_factory):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_of_the_built_in_task_learns_colours(script, tmp_path):
     text = script("rlhf.py", "--task", "colour", "--tensor-parallel-size", 1, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
