@@ -186,7 +186,7 @@ def test_student_comes_closer_to_its_teacher_without_any_reward(script, tmp_path
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
     _, whole = run_four_steps(script, tmp_path)
     run = shutil.copytree(whole, tmp_path / "resumed")
