@@ -66,7 +66,7 @@ from weight_sync.groups import refuse_expandable_segments
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for all workers there: both fit on one
 SPARE_SHARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
-SMALL_MODEL = 1e9  # parameters; a decode step of fewer takes a GPU less time than vLLM's Python between two steps
+SMALL_MODEL = 1e9  # parameters, below which a GPU waits for vLLM's Python in half of a decode step (seen with 0.5e9)
 
 
 @dataclass

@@ -84,7 +84,7 @@ class Arguments:
     """The workload."""
 
     topology: Literal[TOPOLOGIES] = arg(
-        "ipc", help="trainer and engine on one GPU (ipc; CPU: shared memory), or on several (nccl; CPU: gloo)"
+        "ipc", help="trainers and engines on the same GPUs (ipc; CPU: shared memory), or on others (nccl; CPU: gloo)"
     )
     trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU")
     engines: Annotated[int, Ge(1)] = arg(1, help="engines; with --topology ipc, they take the trainers' GPUs")

@@ -52,7 +52,7 @@ class Images:
             raise self._unreadable(address, error) from error
 
     def _opened(self, file: str | bytes, use: Callable = lambda image: None):
-        """What `use` makes of an image. PIL has read its first bytes only."""
+        """What `use` makes of an opened image, whose pixels PIL reads only if they are used."""
         from PIL import Image
 
         try:
