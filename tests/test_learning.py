@@ -166,14 +166,10 @@ def test_checkpointed_blocks_run_again_in_backward(model):
     assert runs == {"false": 1, "true": 2, "auto": 2}
 
 
-@pytest.mark.parametrize(("free", "stops"), [(10_000_000, True), (1_000_000, False)])
-def test_blocks_keep_activations_once_there_is_memory_for_them(model, monkeypatch, free, stops):
-    used = iter(range(0, 10**9, 1000))  # each look at the memory finds 1,000 bytes more in use
-    memory = {
-        "mem_get_info": lambda: (free, 20_000_000),
-        "memory_reserved": lambda: 0,
-        "max_memory_allocated": lambda: 0,
-    }
+@pytest.mark.parametrize(("free", "tokens"), [(10**9, 30_000), (132 * 10**6, 6_000), (50 * 10**6, None)])
+def test_blocks_keep_activations_once_there_is_memory_for_them(model, monkeypatch, free, tokens):
+    used = iter(range(0, 10**9, 100_000))  # each look at the memory finds 100,000 bytes more in use
+    memory = {"mem_get_info": lambda: (free, 10**6), "memory_reserved": lambda: 0}
     for name, value in {**memory, "memory_allocated": lambda: next(used)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     learner = GRPOLearner(model, config(gradient_checkpointing="true", micro_batch_tokens=30_000), CPU)
@@ -183,10 +179,26 @@ def test_blocks_keep_activations_once_there_is_memory_for_them(model, monkeypatc
     counts = {block: [] for block in (last, others[0])}
     for block, count in counts.items():
         block.self_attn.register_forward_hook(lambda *_, count=count: count.append(1))
+    heads = []
+    learner.model.module.lm_head.register_forward_hook(lambda *_: heads.append(1))
     learner.learn(batch)
     assert [len(count) for count in counts.values()] == [1, 2]
+    assert len(heads) == 2
     learner.learn(batch)
-    assert [len(count) for count in counts.values()] == ([2, 3] if stops else [2, 4])
+    assert [len(count) for count in counts.values()] == ([2, 3] if tokens else [2, 4])
+    assert len(heads) == (3 if tokens else 4)
+    assert learner.model.micro_batch_tokens == pytest.approx(tokens or 30_000, rel=0.1)
+
+
+def test_a_sequence_longer_than_what_was_measured_is_computed_again(model):
+    learner = GRPOLearner(model, config(gradient_checkpointing="true"), CPU)
+    batch = rollouts(learner, count=2)
+    learner.model.checkpointing.stop()
+    learner.model.micro_batch_tokens = 1
+    assert not learner.model.computes_again
+    learner.learn(batch)
+    assert learner.model.computes_again
+    assert learner.model.micro_batch_tokens == learner.config.micro_batch_tokens
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -85,7 +85,7 @@ def can_share_prompts(module, ids: torch.Tensor) -> bool:
         tokens = layout.tokens(torch.tensor([0] * 32 + [1] * 16), torch.tensor([*range(32), *range(16)]))
         targets, states_at = (tensor.to(module.device) for tensor in tokens)
         inputs = layout.inputs_on(module.device)
-        return token_scores(module, inputs, targets, states_at, 1.0, False, scores_of_logits)[0]
+        return token_scores(module, inputs, targets, states_at, 1.0, False, scores_of_logits, False)[0]
 
     expected = logprobs(separate_rows(pair))
     with _nudged_embeddings(module):

@@ -206,7 +206,9 @@ def scores_of_logits(
     """As `logprobs.scores_of_logits`, with the logarithm that the engine takes."""
     logprobs = TokenLogprobs.apply(logits, targets, temperature)
     with torch.no_grad():
-        return logprobs, compiled(_entropies)(logits, temperature) if entropy else None
+        if not entropy:
+            return logprobs, None
+        return logprobs, compiled(_entropies)(logits, _log_sum_exp(logits, targets, logprobs, temperature), temperature)
 
 
 def _linear(layer, parts: int, x: torch.Tensor) -> torch.Tensor:
@@ -351,11 +353,18 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         logits, targets, logprobs = ctx.saved_tensors
-        target_logits = logits.gather(1, targets[:, None])[:, 0].float() / ctx.temperature
-        grads = compiled(_softmax_gradient)(logits, target_logits - logprobs, grad, ctx.temperature)
+        lse = _log_sum_exp(logits, targets, logprobs, ctx.temperature)
+        grads = compiled(_softmax_gradient)(logits, lse, grad, ctx.temperature)
         own = -logprobs.expm1() * grad / ctx.temperature  # of the target: bf16 would round 1 - p to 0 for a p near 1
         grads.scatter_(1, targets[:, None], own[:, None].to(grads.dtype))
         return grads, None, None
+
+
+def _log_sum_exp(
+    logits: torch.Tensor, targets: torch.Tensor, logprobs: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Of each row [N] of logits [N, V], by the log-probabilities [N] of targets [N]."""
+    return logits.gather(1, targets[:, None])[:, 0].float() / temperature - logprobs
 
 
 def _softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -373,8 +382,8 @@ def _norm_gradients(
     return x_grad.to(x.dtype), weight_grad.to(weight.dtype)
 
 
-def _entropies(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    log_softmax = (logits.float() / temperature).log_softmax(-1)
+def _entropies(logits: torch.Tensor, lse: torch.Tensor, temperature: float) -> torch.Tensor:
+    log_softmax = logits.float() / temperature - lse[:, None]
     return -(log_softmax.exp() * log_softmax).sum(-1)
 
 

@@ -1,7 +1,8 @@
-"""Log-probabilities of tokens under any causal language model of transformers, without keeping logits for backward.
+"""Log-probabilities of tokens under any causal language model of transformers.
 
 Logits are the largest tensor of a learning step: [tokens, vocabulary], many times the hidden states. So only the states
-that predict target tokens go through the head, a chunk at a time, and backward computes a chunk's logits again.
+that predict target tokens go through the head, a chunk at a time. Unless there is memory for all of them, backward
+computes a chunk's logits again.
 
 A head is more than its matrix: Gemma 2 soft-caps logits, Cohere and Granite scale them. So the head runs inside the
 model's own `forward`, whose trunk (the embeddings and blocks below the head) returns states that were computed before.
@@ -9,6 +10,7 @@ model's own `forward`, whose trunk (the embeddings and blocks below the head) re
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -26,12 +28,13 @@ def token_scores(
     temperature: float,
     entropy: bool,
     score_logits: Callable,
+    logits_again: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities [N] of the targets [N] and, if `entropy`, entropies [N] of their distributions; else None.
 
     The inputs are the model's, from layout.py. They have no mask for padding on the right, since plain causal attention
     is faster. `states_at` [N] are the positions, in `input_ids.flatten()`, of the states that predict the targets.
-    `score_logits` is `scores_of_logits`, or a function like it.
+    `score_logits` is `scores_of_logits`, or a function like it. With `logits_again`, backward computes logits again.
 
     This calls the trunk by itself: call it by `as_forward` (sharding.py), since the model may be sharded.
     """
@@ -44,10 +47,9 @@ def token_scores(
         return score_logits(_head(model, type(output), states, targets), targets, temperature, entropy)
 
     states = output.last_hidden_state.flatten(0, 1)[states_at]
-    chunks = [
-        checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(states.split(CHUNK), targets.split(CHUNK), strict=True)
-    ]
+    if logits_again:
+        score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
+    chunks = map(score, states.split(CHUNK), targets.split(CHUNK))
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
@@ -67,7 +69,7 @@ def scores_of_logits(
 def _head(model, output_type: type, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The logits [N, V] that the model makes of these hidden states [N, H]. Only the shape of the ids [N] matters."""
     with _trunk_returning(model.get_decoder(), output_type(last_hidden_state=states[None])):
-        return model.forward(input_ids=ids[None], use_cache=False).logits[0]
+        return model.forward(input_ids=ids[None], use_cache=False).logits.flatten(0, 1)  # [0] would copy their gradient
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from .sampling import SamplingConfig
 from .sharding import Checkpointing, as_forward, compile_blocks, fits_gathered, keep_gathered, load_model
 
 SPARE_SHARE = 0.1  # of a GPU's memory, for what grows later
+MIN_KEPT_TOKENS = 4096  # with smaller micro-batches, a GPU would gain less by computing nothing again
 
 
 @dataclass
@@ -46,7 +47,8 @@ class ModelConfig(LoRAArguments, SamplingConfig):
     gradient_checkpointing: Literal["auto", "true", "false"] = arg(
         "auto",
         help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
-        " memory, up to a third more time (auto: unless the first step finds memory for the rest)",
+        " memory, up to a third more time (auto: unless the first step finds memory for the rest, with smaller"
+        " micro-batches if need be)",
     )
     train_vision: bool = arg(False, help="of a multimodal model, all weights learn, and not the language model's alone")
     compile: bool = arg(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
@@ -96,6 +98,7 @@ class Model:
         self.exact_workers = 0  # of the engine as which the model computes, bit for bit; 0: of none
         self.scores_of_logits = self._choose_scores_of_logits()
         self.checkpointing: Checkpointing | None = None  # of a model that learns
+        self.micro_batch_tokens, self.longest_sequence = config.micro_batch_tokens, 0
         self.module = self._load(path, learns, seed)
         multimodal = is_multimodal(self.module.config.model_type)
         self.processor = AutoProcessor.from_pretrained(path) if multimodal else self.tokenizer  # saved with the model
@@ -117,6 +120,11 @@ class Model:
         """Whether a long prompt passes once for the completions that share it (layout.py)."""
         return self.attention.name == SHARED
 
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes activations and logits again."""
+        return self.checkpointing is not None and self.checkpointing.active
+
     def computing(self) -> AbstractContextManager[None]:
         """For all passes, backward included: inside, one rank on a GPU computes in bf16. On several, FSDP2 does."""
         return bf16_weights(self.module) if self.device.type == "cuda" and self.ranks == 1 else nullcontext()
@@ -130,9 +138,8 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [b, width] of the tokens that the policy sampled, and zeros elsewhere, for one micro-batch
         of b rollouts. If `entropy`, also the entropies [b, width]; else None."""
-        return self._score_tokens(
-            token_scores, rollouts, width, self.config.temperature, entropy, self.scores_of_logits
-        )
+        options = self.config.temperature, entropy, self.scores_of_logits, self.computes_again
+        return self._score_tokens(token_scores, rollouts, width, *options)
 
     @torch.no_grad()
     def score_all(self, rollouts: list[Rollout], **options) -> list[torch.Tensor]:
@@ -161,6 +168,10 @@ class Model:
         If the ranks do not divide a group, copies of its shortest rollout fill up; their rows of the tensors are 0.
         """
         lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
+        self.longest_sequence = max(self.longest_sequence, *lengths)
+        if self.checkpointing and self.longest_sequence > self.micro_batch_tokens:  # there may be no memory for it
+            self.checkpointing.start()
+            self.micro_batch_tokens = self.config.micro_batch_tokens
         rows, tensor_rows = [], []  # of a filler, row B of the tensors
         micro_batches = {True: [], False: []}
         for with_learning, slices in micro_batches.items():
@@ -180,7 +191,7 @@ class Model:
                 rows += filled_group[self.rank :: self.ranks]
                 tensor_rows += (group + fillers * [len(rollouts)])[self.rank :: self.ranks]
             first = len(rows) - len(sizes)
-            for micro_batch in micro_batch_slices(sizes, self.config.micro_batch_tokens):
+            for micro_batch in micro_batch_slices(sizes, self.micro_batch_tokens):
                 slices.append(slice(first + micro_batch.start, first + micro_batch.stop))
         tensors = {name: torch.cat([t, torch.zeros_like(t[:1])])[tensor_rows] for name, t in tensors.items()}
         return RankBatch([rollouts[row] for row in rows], tensors, micro_batches[True], micro_batches[False])
@@ -203,18 +214,29 @@ class Model:
         self.scores_of_logits = self._choose_scores_of_logits()
 
     def settle_checkpointing(self) -> str:
-        """After the first step, with --gradient-checkpointing auto: keep all activations from now on if every rank has
-        memory for them, with a tenth of the GPU to spare. Returns what to tell the user, if this changes anything."""
+        """After the first step, with --gradient-checkpointing auto: keep all activations and logits from now on, in
+        micro-batches for which every rank has memory, with a tenth of the GPU to spare. Returns what to tell the user,
+        if this changes anything."""
         if not (self.checkpointing and self.checkpointing.block_bytes):
             return ""
-        free, total = torch.cuda.mem_get_info()
-        unused = free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
-        kept = self.checkpointing.kept_bytes(self.config.micro_batch_tokens)
+        head = self.module.get_output_embeddings()
+        token_bytes = self.checkpointing.token_bytes() + (2 * len(head.weight) if head else 0)  # logits are bf16
         self.checkpointing.block_bytes = 0.0
-        if self.sum_over_ranks(kept <= unused - SPARE_SHARE * total)[0] < self.ranks:
+        # What an update leaves is in memory now: gradients and the optimizer's state. The weights' bf16 copies are not.
+        learning = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+        copies = learning * (2 if self.ranks == 1 else 6 if self.keeps_gathered else 0)
+        free, total = torch.cuda.mem_get_info()
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        room = torch.tensor((free - copies - SPARE_SHARE * total) / token_bytes, device=self.device)
+        if self.ranks > 1:
+            dist.all_reduce(room, op=dist.ReduceOp.MIN)
+        tokens = min(int(room), self.config.micro_batch_tokens)
+        if tokens < max(self.longest_sequence, min(MIN_KEPT_TOKENS, self.config.micro_batch_tokens)):
             return ""
         self.checkpointing.stop()
-        return f"backward computes nothing again from now on: there is memory for {kept / 1e9:.1f} GB of activations"
+        self.micro_batch_tokens = tokens
+        size = tokens * token_bytes / 1e9
+        return f"backward computes nothing again from now on: {size:.1f} GB for micro-batches of {tokens:,} tokens"
 
     def keep_gathered(self, after_forward: bool, after_backward: bool) -> None:
         """As in sharding.py, if the ranks have memory for it."""

@@ -142,6 +142,10 @@ class Checkpointing:
         self.forwards = {block: block.forward for block in _blocks(model, "--gradient-checkpointing")}
         self.last_block = next(reversed(self.forwards))  # of the language model: towers come first
         self.block_bytes = 0.0  # of what a block keeps for backward, per token; 0: not measured
+        self.start()
+
+    def start(self) -> None:
+        self.active = True
         for block, forward in self.forwards.items():
             block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -158,12 +162,13 @@ class Checkpointing:
 
         self.last_block.forward = forward
 
-    def kept_bytes(self, tokens: int) -> float:
-        """What all blocks would keep of so many tokens beyond what is kept now."""
-        return self.block_bytes * tokens * (len(self.forwards) - 1)
+    def token_bytes(self) -> float:
+        """What all blocks keep of a token for backward if they keep their activations, and the gradients of one."""
+        return self.block_bytes * (len(self.forwards) + 1)
 
     def stop(self) -> None:
         """From now on, have all blocks keep their activations."""
+        self.active = False
         for block, forward in self.forwards.items():
             block.forward = forward
 
