@@ -115,6 +115,14 @@ def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
         choose(teacher, temperature=0.7)
     with pytest.raises(RunError, match=r"^cannot load the model /no/such/model: no such folder"):
         choose("/no/such/model")
+    for file, settings, message in (
+        ("config.json", {"model_type": "qwen"}, r"is of the type qwen, for which .* no class \.\.\.Config; code that"),
+        ("adapter_config.json", {"base_model_name_or_path": "some/model"}, "has adapters: give .* some/model, or"),
+    ):
+        unusable = shutil.copytree(teacher, tmp_path / file)
+        (unusable / file).write_text(json.dumps(config | settings))
+        with pytest.raises(RunError, match=message):
+            choose(str(unusable))
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(teacher)

@@ -25,7 +25,7 @@ BUILTIN_BASE = "recipe.tasks.tiny_model:build_tiny_base"  # with --lora-rank
 BUILTIN_LEARNING_RATE = 3e-3
 CHECKPOINTS_KEPT = 2
 CRITIC = "critic"  # the critic's folder in a checkpoint
-HEADS = {"--reward-model": "SequenceClassification", "--teacher": None}  # by flag; a teacher is vLLM's alone
+CLASSES = {"--reward-model": "ForSequenceClassification", "--teacher": "Config"}  # a teacher is vLLM's alone
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--mod
         model = str(folder)
         if not (args.resume and folder.is_dir()):
             named_function(flag, name)(model, args.seed)
-    check_model(model, HEADS.get(flag, "CausalLM"))
+    check_model(model, CLASSES.get(flag, "ForCausalLM"))
     return model
 
 
@@ -263,13 +263,13 @@ def check_nodes(folders: list[str], resource: str) -> None:
             )
 
 
-def check_model(model: str, head: str | None = "CausalLM") -> dict:
+def check_model(model: str, needs: str = "ForCausalLM") -> dict:
     """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load the configuration or
-    the tokenizer or, if there is a head, if the model cannot be trained with it."""
+    the tokenizer, or if the model cannot be trained with the class that it `needs`; a "Config" only has to load."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:
-        problem = _problem(model, head) if head else ""
+        problem = _problem(model, needs)
         # Otherwise, this and the tokenizer could ask on the screen whether to run code that comes with the model.
         config = None if problem else AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers and its hub client raise different errors by version
@@ -286,9 +286,9 @@ def check_model(model: str, head: str | None = "CausalLM") -> dict:
     return {name: sizes.get(name) for name in names}
 
 
-def _problem(model: str, head: str) -> str:
-    """Why a model cannot be trained with this head, as its configuration says; "" if it can."""
-    from transformers import PreTrainedConfig
+def _problem(model: str, needs: str) -> str:
+    """Why a model cannot be used with the class that it `needs`, as its configuration says; "" if it can."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
     from transformers.models.auto import modeling_auto as auto
     from transformers.utils import find_adapter_config_file
 
@@ -296,15 +296,16 @@ def _problem(model: str, head: str) -> str:
         base = adapted_model(Path(adapters).parent)
         return f"has adapters: give the model that they adapt, {base}, or merge them into it"
     config, _ = PreTrainedConfig.get_config_dict(model)
-    if quantized := config.get("quantization_config"):
+    if needs != "Config" and (quantized := config.get("quantization_config")):
         return f"is quantized ({quantized.get('quant_method')}): give the unquantized model"
     classes = {
-        "CausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        "SequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "Config": CONFIG_MAPPING,
+        "ForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        "ForSequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     }
-    if (kind := config.get("model_type")) and kind not in classes[head]:
+    if (kind := config.get("model_type")) and kind not in classes[needs]:
         return (
-            f"is of the type {kind}, for which transformers has no class ...For{head}; code that comes with a model"
+            f"is of the type {kind}, for which transformers has no class ...{needs}; code that comes with a model"
             " (trust_remote_code) is never run"
         )
     return ""
@@ -312,7 +313,7 @@ def _problem(model: str, head: str) -> str:
 
 def check_critic(critic: str, model: str) -> None:
     """Raise RunError if the critic has another vocabulary than this model."""
-    check_model(critic, "SequenceClassification")
+    check_model(critic, "ForSequenceClassification")
     check_vocabulary(f"the critic {critic}", critic, model, "--critic-model")
 
 
