@@ -165,10 +165,14 @@ def test_byte_order_mark_is_no_part_of_the_first_prompt(load):
     assert [row.prompt for row in load("--prompts", "rows.jsonl").rows] == ["a"]
 
 
-def test_texts_that_look_like_times_stay_texts(load):
-    write_lines("rows.jsonl", {"prompt": "2026-01-31", "answer": "2026-02-01T00:00:00"})
-    (row,) = load("--prompts", "rows.jsonl").rows
-    assert (row.prompt, row.columns) == ("2026-01-31", {"answer": "2026-02-01T00:00:00"})
+@pytest.mark.parametrize(("file", "indent"), [("rows.jsonl", None), ("rows.json", None), ("folder/train.json", 1)])
+def test_what_looks_like_a_time_or_another_number_stays_as_it_is(load, file, indent):
+    answer = "2026-02-01T00:00:00"
+    rows = [{"prompt": "2026-01-31", "answer": answer, "n": n} for n in (4, 0.5)]
+    Path(file).parent.mkdir(exist_ok=True)
+    write_lines(file, *rows) if indent is None else Path(file).write_text(json.dumps(rows, indent=indent))
+    found = [{"prompt": row.prompt, **row.columns} for row in load("--dataset", file.partition("/")[0]).rows]
+    assert json.dumps(found) == json.dumps(rows)
 
 
 def test_columns_that_a_row_lacks_are_none(load):

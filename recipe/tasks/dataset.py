@@ -17,7 +17,7 @@ from ..images import PART_TYPES, PLACE, Images, take_images
 # By a file's ending, its format as `datasets` calls it. A .gz may follow.
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".json": "json", ".parquet": "parquet"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-AS_TEXT = (".jsonl", ".ndjson", *SEPARATORS)  # `datasets` would turn "2026-01-31" into a time, and "007" into a number
+AS_TEXT = FORMATS.keys() - {".parquet"}  # `datasets` would turn "2026-01-31" into a time, and "007" into a number
 
 
 @dataclass
@@ -162,7 +162,7 @@ def _without_nones(value):
 def _records(name: str, config: str | None, split: str) -> list[dict | JSONLine]:
     """The rows of a function, of files, or of what else `datasets.load_dataset` takes.
 
-    `datasets` finds the files of each split. CSV and JSON lines are read here, since it guesses the types of texts.
+    `datasets` finds the files of each split. CSV and JSON are read here, since it guesses the types of texts.
     """
     if re.fullmatch(r"[\w.]+:\w+", name):
         try:
@@ -217,7 +217,7 @@ def _read_split(files: dict[str, list[str]], split: str) -> list[dict | JSONLine
 
 
 def _read(file: str) -> Iterator[dict | JSONLine]:
-    """The rows of a file of JSON lines or of a CSV file, whose fields are texts, or None if they are empty."""
+    """The rows of a JSON file, an array or lines, or of a CSV file, whose fields are texts, or None if empty."""
     import fsspec  # as `datasets` opens files: a .gz and addresses as well
 
     with fsspec.open(file, "rt", encoding="utf-8-sig", newline="", compression="infer") as lines:  # -sig: with its BOM
@@ -231,5 +231,8 @@ def _read(file: str) -> Iterator[dict | JSONLine]:
                 if None in row:
                     raise ValueError(f"line {reader.line_num} of {file} has more fields than its header")
                 yield {column: text or None for column, text in row.items()}
+        elif file_ending(file) == ".json":
+            text = lines.read()
+            yield from json.loads(text) if text.lstrip().startswith("[") else map(JSONLine, text.split("\n"))
         else:
             yield from map(JSONLine, lines)
