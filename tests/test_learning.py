@@ -734,9 +734,9 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
 def test_libraries_write_to_the_log_and_prints_to_the_screen(tmp_path, capsys):
     with RunFolder(RunArguments(output=tmp_path / "run"), "test"):
         print("printed")
-        print("a library's", file=sys.stderr)
+        print("a library's \ud83d", file=sys.stderr)  # half an emoji
     assert capsys.readouterr() == ("printed\n", "")
-    assert (tmp_path / "run" / "run.log").read_text() == "a library's\n"
+    assert (tmp_path / "run" / "run.log").read_text() == "a library's \\ud83d\n"
 
 
 class ActorsError(RunError):

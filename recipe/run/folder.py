@@ -83,7 +83,7 @@ class RunFolder:
                 self.path = new_folder(self.path, script)
             self.lock = (self.path / "lock").open("w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.log = (self.path / "run.log").open("a", buffering=1)
+            self.log = (self.path / "run.log").open("a", buffering=1, errors="backslashreplace")  # as stderr
         except BlockingIOError as error:
             raise RunError(f"another run is using {self.path}") from error
         except OSError as error:
