@@ -17,7 +17,8 @@ Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of 
 a GPU, runs it again with `--exact on` ("exact"), and prints what the steps have proven, and with learner and engine
 compiled ("compiled"). If trl is installed, runs TRL's GRPOTrainer ("TRL"), a rank with an engine of its own on each
 GPU. With `--topology nccl`, runs rlhf.py and rlhf_async.py with `--exact off` instead, each trainer rank and each
-engine worker on a GPU of its own, and on GPUs also rlhf.py with `--exact on` ("exact").
+engine worker on a GPU of its own, and on GPUs also rlhf.py with `--exact on` ("exact") and TRL's server mode ("TRL"):
+the ranks on the first GPUs, and on the others one `trl vllm-serve`, with an engine for each of its data-parallel ranks.
 
 All ways get the same model, prompts, reward and batch. The model has random weights. It cannot sample its tokenizer's
 end token, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of the vocabulary ends a
@@ -31,8 +32,8 @@ completions at a time, and which share of the GPU is vLLM's. All else are its de
 bf16, while our master weights are fp32. Its parts are timed from outside, and each ends when the GPU has done its work.
 
 With `--topology nccl`, the table also has the shares of a step in which the engine and the trainer are idle. In
-rlhf.py, the engine is idle in all parts but the rollout, and the trainer in the rollout. rlhf_async.py logs its shares
-itself; its "rollout" is the time that the trainer waits for rollouts.
+rlhf.py and TRL, the engine is idle in all parts but the rollout, and the trainer in the rollout. rlhf_async.py logs its
+shares itself; its "rollout" is the time that the trainer waits for rollouts.
 
 MFU is the share of the bf16 peak (PEAK_FLOPS) of all trainers' GPUs that the arithmetic of learning takes, without any
 recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each weight of the head and each token of a
@@ -52,7 +53,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -90,7 +92,7 @@ class Arguments:
     engines: Annotated[int, Ge(1)] = arg(1, help="engines; with --topology ipc, they take the trainers' GPUs")
     tensor_parallel_size: Annotated[int, Ge(1)] = arg(1, help="GPUs of an engine")
     ways: list[str] | None = arg(
-        None, help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py exact rlhf_async.py)"
+        None, help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py exact rlhf_async.py TRL)"
     )
     shape: Literal[tuple(SHAPES)] = arg("tiny", help="shape of the model")
     prompts: Annotated[int, Ge(1)] = arg(16, help="prompts in a step")
@@ -188,10 +190,11 @@ def choose_gpus(args: Arguments) -> str:
     return ",".join(visible.split(",")[:wanted])
 
 
-def run_way(folder: Path, command: list[str], gpus: str) -> float:
-    """Run a command, with its output in output.txt in this folder. Returns the peak of memory in use, in GB.
+@contextmanager
+def started(folder: Path, command: list[str], gpus: str) -> Iterator[subprocess.Popen]:
+    """Start a command in a new folder, with its output in output.txt there. It is ended with the context.
 
-    The command sees these `gpus`; on CPU, that is "". Raises RunError with the last line of the output if it fails.
+    The command sees these `gpus`; on CPU, that is "".
     """
     folder.mkdir()
     paths = [str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -200,15 +203,24 @@ def run_way(folder: Path, command: list[str], gpus: str) -> float:
     with (folder / "output.txt").open("w") as file:
         output = {"stdout": file, "stderr": subprocess.STDOUT}
         process = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | environment, **output)
-        peak = 0.0
         try:
-            while process.poll() is None:
-                in_use = sum(map(gpu_memory, gpus.split(","))) if gpus else resident_memory(process.pid)
-                peak = max(peak, in_use)
-                time.sleep(0.5)
+            yield process
         finally:
-            process.terminate()  # where the benchmark is interrupted; else it has ended
+            process.terminate()
             process.wait()
+
+
+def run_way(folder: Path, command: list[str], gpus: str) -> float:
+    """Run a command, as `started` does, to its end. Returns the peak of memory in use, in GB.
+
+    Raises RunError with the last line of the output if it fails.
+    """
+    peak = 0.0
+    with started(folder, command, gpus) as process:
+        while process.poll() is None:
+            in_use = sum(map(gpu_memory, gpus.split(","))) if gpus else resident_memory(process.pid)
+            peak = max(peak, in_use)
+            time.sleep(0.5)
     if process.returncode:
         lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
         raise RunError(f"{folder.name}: {lines[-1]} (all of it in {folder}/output.txt)")
@@ -253,11 +265,16 @@ def our_step(
         step |= {"mismatch": row["logprobs/mismatch"], "different_tokens": row.get("logprobs/different_tokens", 0)}
         step |= {"tokens": step_tokens(folder.name, row["completions/mean_length"], args)}
         if args.topology == "nccl":
-            rollout_share = step["rollout"] / step["whole"]
-            step |= {"engine_idle": row.get("async/engine_idle", 1 - rollout_share)}
-            step |= {"trainer_idle": row.get("async/trainer_idle", rollout_share)}
+            step |= idle_shares(step, row)
         steps.append(step)
     return steps[1:], peak
+
+
+def idle_shares(step: dict, logged: dict) -> dict[str, float]:
+    """The shares of a step in which engine and trainer are idle: as logged, or of two that wait for each other."""
+    rollout = step["rollout"] / step["whole"]
+    shares = {"engine_idle": 1 - rollout, "trainer_idle": rollout}
+    return {name: logged.get(f"async/{name}", share) for name, share in shares.items()}
 
 
 def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], float]:
@@ -267,14 +284,21 @@ def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], floa
     if args.prompts * args.completions % (args.trainers * batch):
         raise RunError(f"--trl-batch {batch} does not divide the {completions} completions of a rank")
     workload = {name: value for name, value in asdict(args).items() if name not in ("options", "output")}
-    workload |= {"gpu": bool(gpus), "trl_batch": batch, "accumulation": completions // batch}
+    learning, serving = gpus.split(",")[: args.trainers], gpus.split(",")[args.trainers :]
+    workload |= {"gpus": ",".join(learning), "trl_batch": batch, "accumulation": completions // batch}
     command = [str(ROOT / "benchmarks" / "step_trl.py"), json.dumps(workload)]
     if args.trainers > 1:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.trainers}", *command]
-    peak = run_way(folder, command, gpus)
+    flags = {"model": folder.parent / "model", "data-parallel-size": args.engines}
+    flags |= {"tensor-parallel-size": args.tensor_parallel_size, "gpu-memory-utilization": args.gpu_memory_utilization}
+    server = ["-m", "trl.scripts.vllm_serve", *(f"--{name}={value}" for name, value in flags.items())]
+    with started(folder.with_name("trl-server"), server, ",".join(serving)) if serving else nullcontext():
+        peak = run_way(folder, command, gpus)
     result = json.loads((folder / "steps.json").read_text())
     for step, length in zip(result["steps"], result["lengths"], strict=True):
         step["tokens"] = step_tokens(folder.name, length, args)
+        if args.topology == "nccl":
+            step.update(idle_shares(step, logged={}))
     return result["steps"][1:], peak
 
 
@@ -298,8 +322,8 @@ def choose_ways(args: Arguments, gpus: str) -> dict[str, Callable[[Path], tuple[
         if gpus:
             ways["exact"] = partial(run, script="rlhf_colocate.py", script_flags=["--exact", "on"])
             ways["compiled"] = partial(run, script="rlhf_colocate.py", script_flags=COMPILED)
-        if importlib.util.find_spec("trl"):
-            ways["TRL"] = partial(trl_step, args=args, gpus=gpus)
+    if importlib.util.find_spec("trl") and (gpus or args.topology == "ipc"):  # TRL's server takes weights by NCCL
+        ways["TRL"] = partial(trl_step, args=args, gpus=gpus)
     if unknown := [name for name in args.ways or () if name not in ways]:
         raise RunError(f"--ways: there is no {unknown[0]} here, but {', '.join(ways)}")
     return {name: ways[name] for name in args.ways or ways}

@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer on the workload of benchmarks/step.py, which starts this script, and the reward of all ways.
 
-On a GPU, vLLM runs in the same process; on CPU, transformers generates. Writes steps.json.
+On a GPU, vLLM runs in the same process, or in the server that benchmarks/step.py has started; on CPU, transformers
+generates. Writes steps.json.
 """
 
 import json
@@ -51,13 +52,14 @@ class Parts:
 
 
 def main(workload: dict) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM runs in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a colocated vLLM runs in this process
+    os.environ["CUDA_VISIBLE_DEVICES"] = workload["gpus"]  # not the server's, or Trainer would learn on those as well
     import torch
     from datasets import Dataset, Image, List
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    model, gpu, batch = Path("../model").resolve(), workload["gpu"], workload["trl_batch"]
+    model, gpu, batch = Path("../model").resolve(), bool(workload["gpus"]), workload["trl_batch"]
     parts = Parts(torch.cuda.synchronize if gpu else lambda: None)
 
     class Clock(TrainerCallback):
@@ -81,6 +83,7 @@ def main(workload: dict) -> None:
         bf16=gpu,
         use_cpu=not gpu,
         use_vllm=gpu,
+        vllm_mode="server" if workload["topology"] == "nccl" else "colocate",
         vllm_gpu_memory_utilization=workload["gpu_memory_utilization"],
         logging_steps=1,
         save_strategy="no",

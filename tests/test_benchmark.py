@@ -6,10 +6,12 @@ pytest tests/test_benchmark.py
 import json
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
+import psutil
 import pytest
 import ray
 import torch
@@ -225,6 +227,32 @@ def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path)
         step.run_way(tmp_path / "way", ["-c", "raise ValueError('no memory')"], gpus="")
     with pytest.raises(RunError, match="--trl-batch 16 does not divide the 24 completions"):
         step.trl_step(tmp_path, step.Arguments(prompts=3, completions=8), gpus="")
+
+
+def test_trls_server_has_the_other_gpus_and_ends_with_the_trainer(step, monkeypatch, tmp_path):
+    python, output, commands = tmp_path / "python", tmp_path / "trl-server" / "output.txt", []
+    python.write_text("#!/bin/sh\necho $$ $CUDA_VISIBLE_DEVICES $@\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(step.sys, "executable", str(python))
+
+    def run_way(folder, command, gpus):
+        commands.append((command, gpus))
+        while not output.read_text():
+            time.sleep(0.01)
+        raise RunError("out of memory")
+
+    monkeypatch.setattr(step, "run_way", run_way)
+    args = step.Arguments(topology="nccl", trainers=2, engines=3, tensor_parallel_size=2)
+    with pytest.raises(RunError, match="out of memory"):
+        step.trl_step(tmp_path / "trl", args, "4,5,6,7,0,1,2,3")
+    pid, gpus, *flags = output.read_text().split()
+    assert not psutil.pid_exists(int(pid))
+    assert gpus == "6,7,0,1,2,3"
+    assert {"--data-parallel-size=3", "--tensor-parallel-size=2", f"--model={tmp_path}/model"} <= set(flags)
+    ((command, seen),) = commands
+    assert "--nproc-per-node=2" in command
+    assert json.loads(command[-1])["gpus"] == "4,5"
+    assert seen == "4,5,6,7,0,1,2,3"  # whose memory is counted
 
 
 @pytest.mark.parametrize(
