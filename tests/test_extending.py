@@ -137,7 +137,7 @@ def test_readmes_sync_of_an_async_llm_within_a_completion(tmp_path):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_trainer_of_ones_own_brings_its_shards_to_two_servers(tmp_path):
     from vllm.utils.network_utils import get_open_port
 

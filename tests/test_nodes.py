@@ -1,7 +1,7 @@
 """Two hosts on one machine, with a cable between them that can be cut: network namespaces, which root can make.
 
 pytest tests/test_nodes.py             a sync between them
-pytest tests/test_nodes.py -m slow     a run on a Ray cluster of the two
+pytest tests/test_nodes.py -m long     a run on a Ray cluster of the two
 """
 
 import os
@@ -116,7 +116,7 @@ def test_cut_cable_ends_a_sync_on_both_hosts(hosts):
     assert time.monotonic() - cut < FAULT_SECONDS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_over_two_nodes_ends_with_the_cable_and_resumes(hosts, tmp_path):
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as ray_folder:  # a short path: sockets lie below it
         start_ray(

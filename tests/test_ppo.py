@@ -740,7 +740,7 @@ def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_split_run_with_reward_model_and_function_is_evaluated(script, tmp_path):
     flags = """
         --placement split --tensor-parallel-size 2 --steps 6 --eval-every 3 --eval-share 0.25 --reward-workers 2

@@ -936,10 +936,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
 @cpu_only
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("rlhf_async.py", marks=pytest.mark.slow),
-        *(pytest.param(f"rlhf{name}.py", marks=pytest.mark.long) for name in ("", "_colocate", "_serve")),
-    ],
+    [pytest.param(f"rlhf{name}.py", marks=pytest.mark.long) for name in ("", "_async", "_colocate", "_serve")],
 )
 def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
     text = script(name, "--task", "lookup", "--output", "run", "--steps", 10).finish()
