@@ -222,7 +222,7 @@ class Model:
         head = self.module.get_output_embeddings()
         token_bytes = self.checkpointing.token_bytes() + (2 * len(head.weight) if head else 0)  # logits are bf16
         self.checkpointing.block_bytes = 0.0
-        # What an update leaves is in memory now: gradients and the optimizer's state. The weights' bf16 copies are not.
+        # In memory now are gradients and the optimizer's state, but no bf16 copies of weights, nor what ranks gather.
         learning = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
         copies = learning * (2 if self.ranks == 1 else 6 if self.keeps_gathered else 0)
         free, total = torch.cuda.mem_get_info()
