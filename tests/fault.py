@@ -49,7 +49,7 @@ def wait_with_fault(session: RaySession, phase: str, *groups: dict) -> list:
             resume(stopped)
     results = wait(session, phase, *groups)
     if PHASE == "syncing" and (phase, seen.count(phase)) == BEFORE_SYNC and not stopped:
-        stopped.extend(processes("VLLM::Worker"))
+        stopped.extend(processes("VLLM::Worker") + processes("RayWorkerProc"))  # vLLM's own, or Ray's, as on GPUs
         for worker in stopped:
             worker.suspend()
     return results
