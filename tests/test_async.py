@@ -348,17 +348,16 @@ def test_end_of_a_run_does_not_start_ray_anew():
 
 
 def test_batch_with_few_new_tokens_gets_more_as_proof(monkeypatch):
-    monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 10)
+    monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 20)
     ahead = Ahead(max_staleness=1, engines=2)
     new, old = ahead.take(1), ahead.take(2)
     wait_until(lambda: not any(ahead.in_flight.values()))
     ahead.engines.version, ahead.engines.calls = 1, []
     proof = ahead.proof(2, old)
     assert [rollout.versions.tolist() for rollout in proof] == [[1]] * 8  # of each engine, which has its own workers
-    assert [(call.engine, len(call.prompts), call.sampling[0]["max_tokens"]) for call in ahead.engines.calls] == [
-        (0, 2, 3),  # four completions of so many tokens are enough
-        (1, 2, 3),
-    ]
+    asked = [(call.engine, len(call.prompts), call.sampling[0]) for call in ahead.engines.calls]
+    # Of two prompts, two completions of 8 tokens each are enough.
+    assert [(*call, sampling["n"], sampling["max_tokens"]) for *call, sampling in asked] == [(0, 2, 2, 8), (1, 2, 2, 8)]
     monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 4)
     assert ahead.proof(1, new) == []
 

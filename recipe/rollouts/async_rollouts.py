@@ -54,6 +54,7 @@ from .engine import (
 )
 
 PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too much to have a bound
+PROOF_LENGTH = 8  # of a completion that is only a proof: the trainer computes its prompt as well, which costs more
 
 
 @dataclass
@@ -226,14 +227,16 @@ class RolloutsAhead:
         new = sum(int((rollout.mask & (rollout.versions == step - 1)).sum()) for rollout in batch.rollouts)
         if new >= PROOF_TOKENS:
             return []
-        prompts = [group.row.prompt_ids for group in batch.groups]
-        images = [group.rollouts[0].images for group in batch.groups]
-        short = replace(self.config, max_tokens=math.ceil(PROOF_TOKENS / len(batch.rollouts)))
+        length = min(PROOF_LENGTH, self.config.max_tokens)
+        groups = batch.groups[: math.ceil(PROOF_TOKENS / length)]
+        prompts = [group.row.prompt_ids for group in groups]
+        images = [group.rollouts[0].images for group in groups]
+        size = math.ceil(PROOF_TOKENS / length / len(groups))
+        short = replace(self.config, group_size=size, max_tokens=length)
         sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
         rollouts = itertools.chain(
             *self.engines.call("proving", AsyncEngineActor.sample, prompts, sampling, False, images)
         )
-        size = self.config.group_size
         return [replace(own, images=images[i // size % len(images)]) for i, own in enumerate(rollouts)]
 
     def _with_staleness(self, batch: Batch, step: int) -> Batch:
