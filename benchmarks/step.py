@@ -368,10 +368,11 @@ def main(args: Arguments) -> None:
     if building.exitcode:
         raise RunError("the model could not be made")
     length = f"~{args.mean_tokens} (at most {args.tokens})" if args.mean_tokens else args.tokens
+    devices = f"{len(gpus.split(','))} x {device}" if gpus else device
     title = (
         f"{args.shape}, {args.prompts} prompts of {args.prompt_tokens} tokens"
         f"{f' and an image of {args.image_side} x {args.image_side}' if args.image_side else ''}"
-        f" x {args.completions} completions of {length}, {device}"
+        f" x {args.completions} completions of {length}, {devices}"
     )
     idle = f"{'engine idle':>13}{'trainer idle':>14}" if args.topology == "nccl" else ""
     print(
