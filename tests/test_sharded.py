@@ -98,6 +98,7 @@ def learn_gathered(folder, model, batch):
     for fits in (True, False):
         with (
             patch("recipe.learning.model.fits_gathered", return_value=fits),
+            patch("recipe.learning.sharding.fits_gathered", return_value=fits),
             patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as sums,
         ):
             learner = GRPOLearner(model, config(micro_batch_tokens=25, num_epochs=1), CPU)
@@ -450,7 +451,7 @@ def load_and_write(folder):
     safetensors.torch.save_file = save_and_look
     watching = threading.Thread(target=watch)
     watching.start()
-    module, _ = sharding.load_model(AutoModelForCausalLM, str(folder), config, False, dtype=torch.float32)
+    module, _ = sharding.load_model(AutoModelForCausalLM, str(folder), config, CPU, False, dtype=torch.float32)
     look()
     loading, peak[0] = peak[0], 0
     before = anonymous_memory()

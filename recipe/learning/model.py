@@ -310,7 +310,7 @@ class Model:
         mixed_precision = mixed_precision and self.device.type == "cuda"
         options = {"dtype": torch.bfloat16 if mixed_precision and frozen else torch.float32}
         options["attn_implementation"] = self.config.attention
-        return load_model(auto_class, path, config, mixed_precision, **options)
+        return load_model(auto_class, path, config, self.device, mixed_precision, **options)
 
     def _choose_computation(self, module) -> None:
         """Find out by which attention this fp32 model, and all models `like` it, compute."""

@@ -44,14 +44,15 @@ def wait_for_ranks() -> None:
         dist.barrier()
 
 
-def load_model(auto_class, path: str, config, mixed_precision: bool, **options) -> tuple:
+def load_model(auto_class, path: str, config, device: torch.device, mixed_precision: bool, **options) -> tuple:
     """Load a transformers model. Returns it, and the names of the parameters that its checkpoint lacks. Raises RunError
     if a weight has a NaN or an infinity among this rank's rows.
 
-    On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered
-    for its own forward and backward pass only, unless `keep_gathered` says otherwise. With `mixed_precision`, it is
-    gathered in bf16 and computes as on a single rank (precision.py); weights, the optimizer's state and sums of
-    gradients over the ranks stay fp32. Autocast remains necessary for what is not a parameter.
+    On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered for
+    its own forward and backward pass only. Of a model that `fits_gathered`, all blocks but one are gathered at once.
+    With `mixed_precision`, they are gathered in bf16 and compute as on a single rank (precision.py); weights, the
+    optimizer's state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is not a
+    parameter.
     """
     from transformers import modeling_utils
     from transformers.distributed import DistributedConfig
@@ -63,6 +64,8 @@ def load_model(auto_class, path: str, config, mixed_precision: bool, **options) 
             model = auto_class.from_config(config)
         blocks = set(_blocks(model))
         names = [name for name, module in model.base_model.named_modules() if module in blocks]
+        if fits_gathered(model, device):
+            names = names[-1:]  # transformers wants one. The hooks of each would delay the launches of every pass
         config.base_model_fsdp_plan = dict.fromkeys(names, "free_full_weight")  # after a block's forward pass
         # No group for the head alone, which would gather it for each chunk of positions.
         replaced.enter_context(patch.object(type(model), "_fsdp_plan", {}))
