@@ -131,6 +131,17 @@ def test_engine_begins_only_what_will_not_be_too_old(max_staleness, begun):
     assert oldest == 0  # of what proves the last sync
 
 
+def test_step_has_its_own_prompts_whichever_are_complete_first():
+    ahead, answers = Ahead(max_staleness=2, steps=3), []
+    ahead.engines.answer = lambda *answer: answers.append(answer)
+    taking = beside(ahead.take, 1)
+    wait_until(lambda: len(answers) == 6)  # of three steps
+    for answer, prompts, group_size in reversed(answers):
+        answer.set_result([rollout(ids, 0) for ids in prompts for _ in range(group_size)])
+    batches = [taking.result(timeout=30), ahead.take(2), ahead.take(3)]
+    assert [[own.prompt_ids.tolist() for own in batch.rollouts] for batch in batches] == [[[i]] * 4 for i in (1, 2, 3)]
+
+
 @pytest.mark.parametrize(("version", "ages"), [(3, "-3 to -3"), (-3, "3 to 3")])
 def test_labels_that_cannot_be_are_an_error(version, ages):
     ahead = Ahead(max_staleness=2)

@@ -127,6 +127,8 @@ def test_it_leaves_the_training_run_alone():
         evaluate(engine, task, args.learner, step)
     first, second = engine.calls[0]
     assert first == second
+    learned = [sampling_options(args.learner, 0, step, number) for step in range(1, 11) for number in range(8)]
+    assert not {own["seed"] for own in first[1]} & {own["seed"] for own in learned}
     assert task.rewards.compute(Batch([]), 0, engine.session).metrics == {}
 
 
