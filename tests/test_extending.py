@@ -19,7 +19,7 @@ from recipe.learning.grpo import GRPOLearner
 from recipe.run.actors import LearnerProtocol
 from recipe.tasks.tiny_model import build_tiny_model
 
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **CORE_IN_PROCESS}
 
 PRELUDE = """
 import os
