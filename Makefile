@@ -44,7 +44,7 @@ test: lint  ## the linter and the main tests: 8 to 10 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadfile
 
 test-rest: venv  ## more runs of scripts, with faults, and families of models, two at a time: about 25 minutes
-	$(PYTEST) -m slow -n 2 --dist loadfile
+	$(PYTEST) -m slow -n 2 --dist worksteal
 
 test-long: venv  ## more runs of the same kinds, by hand before a release
 	$(PYTEST) -m long

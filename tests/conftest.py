@@ -21,6 +21,8 @@ import torch
 cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="drives vLLM's CPU build")
 REQUIRE_GPU = os.environ.get("REQUIRE_GPU") == "1"  # a GPU test that cannot run is a failure
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # importing TRL would set it to ERROR, for what tests start as well
+# Two tests at a time share the cores: a thread that waits for another leaves its core, instead of spinning on it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # In the background of a shell Ctrl-C is ignored, which the scripts would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,9 @@ from rlhf_utils import LoRAWeight, SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.lora import materialized
 from weight_sync.staging import TrainerMemory
 
-CORE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # of vLLM's engine, which starts in half the time
+# Of vLLM's engine, which starts in half the time. In the process of an actor, which imported torch before it began to
+# load an engine, what a script sets comes too late to keep vLLM from compiling.
+CORE_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1"}
 PROMPTS = ["Hello, my name is", "The capital of France is", "a", "The future of AI is " * 4]
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 DTYPE = "bfloat16" if DEVICE.type == "cuda" else "float32"
@@ -274,13 +276,14 @@ def engine_environment(workers: int, first_gpu: int = 0, compiled: bool = False)
     """What an engine that starts now inherits: where the code lies, and its share of cores or GPUs."""
     tests = Path(__file__).parent
     path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": str(int(not compiled))}
+    variables = {"PYTHONPATH": path}
     if DEVICE.type == "cuda":
         # By now this process uses the first GPU; hidden from the workers, it does not count as one of theirs.
         variables["CUDA_VISIBLE_DEVICES"] = gpus(slice(first_gpu, first_gpu + workers))
     else:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))
         variables |= CORE_IN_PROCESS
+    variables["TORCH_COMPILE_DISABLE"] = str(int(not compiled))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)

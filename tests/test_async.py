@@ -1,7 +1,7 @@
 """rlhf_async.py: what steps learn from, which weights each token comes from, and whole runs.
 
 pytest tests/test_async.py            functions, and the script's own engine and trainer without Ray
-pytest tests/test_async.py -m slow    runs of the script
+pytest tests/test_async.py -m long    runs of the script
 """
 
 import asyncio

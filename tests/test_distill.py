@@ -1,7 +1,7 @@
 """rlhf_distill.py: its loss against the KL over the whole vocabulary, the teacher's scores, what is refused, and runs.
 
 pytest tests/test_distill.py            one run, with two engines
-pytest tests/test_distill.py -m slow    a resumed run
+pytest tests/test_distill.py -m long    a resumed run
 """
 
 import json

@@ -220,6 +220,7 @@ def llm(tmp_path, monkeypatch, args):
     options, environment = llm_options(args, "cpu", [0])
     for name, value in (CORE_IN_PROCESS | environment).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch._dynamo.config.disable", True)  # which has read its variable before
     from vllm import LLM
 
     llm = LLM(str(build_tiny_model(tmp_path)), **options)

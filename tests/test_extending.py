@@ -19,7 +19,7 @@ from recipe.learning.grpo import GRPOLearner
 from recipe.run.actors import LearnerProtocol
 from recipe.tasks.tiny_model import build_tiny_model
 
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **CORE_IN_PROCESS}
 
 PRELUDE = """
 import os
@@ -195,7 +195,8 @@ def test_trainer_of_ones_own_learns_in_the_loop_of_rlhf(tmp_path):
     script, count = made.subn(use, (ROOT / "rlhf.py").read_text())
     assert count == 1
     (folder / "rlhf.py").write_text(script.replace("import ray\n", "import ray\nfrom reinforce import Reinforce\n"))
-    for steps, *flags in ((2, "--output", "run", "--save-every", "1"), (3, "--resume", "run")):
+    new = "--output", "run", "--save-every", "1", "--tensor-parallel-size", "1"
+    for steps, *flags in ((2, *new), (3, "--resume", "run")):
         text = Script(folder, sys.executable, "rlhf.py", "--steps", str(steps), *flags, **CORE_IN_PROCESS).finish()
         assert text.splitlines()[-1].startswith("OK: reward "), text
         assert "REINFORCE on cpu" in text

@@ -37,7 +37,7 @@ KILLS = [
         "syncing 3 kill VLLM::Worker_TP1",
         IN_SYNC.replace("worker 0", "worker 1"),
     ),
-    ("rlhf_async.py", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
+    ("rlhf_async.py --tensor-parallel-size 1", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
 ]
 OTHERS = [
     (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
@@ -100,7 +100,10 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             if "fill" in fault and not small_disk:
                 pytest.skip("filling a disk needs the right to mount a small one")
             (tmp_path / "fault.json").unlink(missing_ok=True)
-            process = script("tests/fault.py", fault, ROOT / name, *options, *how, PYTHONPATH=str(ROOT / "tests"))
+            core = {} if "VLLM" in fault else CORE_IN_PROCESS
+            process = script(
+                "tests/fault.py", fault, ROOT / name, *options, *how, PYTHONPATH=str(ROOT / "tests"), **core
+            )
             how = ["--resume", "run"]
             text = process.finish()
             print(text)

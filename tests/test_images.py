@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, cpu_only, metrics_of
 from learners import CPU, assert_same, config, on_ranks, use_sgd, weights_of
+from pair import CORE_IN_PROCESS
 from PIL import Image
 from test_multimodal import build, of_language_model
 
@@ -325,7 +326,7 @@ def test_engine_that_keeps_what_a_tower_made_is_found(script, tmp_path, data):
     task = ["--dataset", data, "--dataset-split", "train[:4]", "--reward", "functions:length", "--steps", 3]
     model = build("Qwen2_5_VL", tmp_path / "model")
     flags = ["--model", model, "--train-vision", "--learning-rate", 1e-2, *SIZE]
-    text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT)).finish()
+    text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT), **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("error: the engine's log-probabilities are "), text
 
 

@@ -27,6 +27,7 @@ from learners import (
     rollouts,
     scores_and_gradients,
 )
+from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file, save_file
 
 from recipe.learning import layout
@@ -224,6 +225,7 @@ def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family,
     learner.save(tmp_path / "saved")
     size = ["--tensor-parallel-size", 1, "--steps", 2, "--prompts-per-step", 2, "--group-size", 2, "--max-tokens", 8]
     saved = tmp_path / "saved" / MERGED if adapters else tmp_path / "saved"
-    text = script("rlhf.py", "--model", saved, "--task", "uppercase", "--output", "run", *size, *flags).finish()
+    options = "--model", saved, "--task", "uppercase", "--output", "run", *size, *flags
+    text = script("rlhf.py", *options, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert f"first sync: {len(learner.model.named_tensors())} tensors" in text

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import shutil
-import sys
 import time
 import weakref
 from dataclasses import replace
@@ -20,7 +19,7 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
-from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of
 from learners import CPU, chat_tokenizer, on_ranks, rollouts, use_sgd, vector_of, weights_of
 from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file, save_file
@@ -534,7 +533,7 @@ def session(folder):
 
 
 @pytest.mark.slow
-def test_rewards_are_ray_tasks_that_share_the_prompts(session):
+def test_rewards_are_ray_tasks_that_share_the_prompts_and_run_again_if_they_die(session):
     def score(method, prompts, completions):
         assert method is RewardModel.rewards
         return {"reward_model 0": ray.put([10.0 * (p == "c") for p in prompts]), "reward_model 1": ray.put(None)}
@@ -555,6 +554,10 @@ def test_rewards_are_ray_tasks_that_share_the_prompts(session):
     assert all(psutil.Process(rollout.extra["pid"]).create_time() < finished for rollout in again.rollouts)
     with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line \d+\)"):
         scored(session, "where", "raises")
+
+    assert [rollout.reward for rollout in scored(session, "dies_once").rollouts] == [1] * 6
+    with pytest.raises(RunError, match=r"^the reward dies failed while rewarding: .*died"):
+        scored(session, "dies")
 
 
 def test_coroutines_of_one_process_share_an_event_loop(folder):
@@ -591,13 +594,6 @@ def test_what_a_reward_logs_by_name_arrives(folder):
     """TRL's rewards may: log_extra(column=..., values=...)."""
     answers = run_reward("functions:by_name", 60, [{"prompts": ["a"], "completions": ["b"]}])
     assert answers == [([1.0], [("log_extra", "pid", [7]), ("log_metric", "parts", 0.5)])]
-
-
-@pytest.mark.slow
-def test_reward_task_that_dies_runs_again_or_is_named(session):
-    assert [rollout.reward for rollout in scored(session, "dies_once").rollouts] == [1] * 6
-    with pytest.raises(RunError, match=r"^the reward dies failed while rewarding: .*died"):
-        scored(session, "dies")
 
 
 def test_weights_are_for_functions_and_the_reward_model(folder):
@@ -695,23 +691,15 @@ def timeless(run):
     return [{name: row[name] for name in row if not name.startswith(machine)} for row in metrics_of(run)]
 
 
-@pytest.fixture(scope="module")
-def default_run(tmp_path_factory):
-    """The folder of a run with the default arguments, and what it printed."""
-    folder = tmp_path_factory.mktemp("default")
-    command = (sys.executable, str(ROOT / "rlhf_ppo.py"), "--output", "run")
-    return folder / "run", Script(folder, *command, **CORE_IN_PROCESS).finish()
-
-
 @cpu_only
 @pytest.mark.slow
-def test_default_run_learns_and_its_critic_explains_the_returns(default_run):
-    run, text = default_run
+def test_default_run_learns_and_its_critic_explains_the_returns(script, tmp_path):
+    text = script("rlhf_ppo.py", "--output", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engine had loaded", text, re.M)
     table = re.findall(r"^cpu:0 +(\w+) 0$", text, re.M)
     assert table == ["trainer", "critic", "reference", "reward_model", "engine"]
-    metrics = metrics_of(run)
+    metrics = metrics_of(tmp_path / "run")
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert metrics[0]["reward/mean"] < 0.6
     assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 1

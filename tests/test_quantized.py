@@ -2,7 +2,7 @@
 runs it.
 
 pytest tests/test_quantized.py            syncs without the script
-pytest tests/test_quantized.py -m slow    a run of the script
+pytest tests/test_quantized.py -m long    a run of the script
 """
 
 import json

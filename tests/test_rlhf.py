@@ -32,11 +32,8 @@ def timeless(run):
     return [{name: row[name] for name in row if not name.startswith(times)} for row in metrics_of(run)]
 
 
-@pytest.fixture(scope="module")
-def default_run(tmp_path_factory):
-    """The folder of a run with the default arguments."""
-    folder, seed = tmp_path_factory.mktemp("default"), str(random.randrange(1000))
-    run = Script(folder, sys.executable, str(ROOT / "rlhf.py"), "--seed", seed, "--output", "run")
+def test_default_run_learns_and_proves_every_sync(script, tmp_path):
+    run = script("rlhf.py", "--seed", random.randrange(1000), "--output", "run")
     run.wait_for("step  1/30")
     shared = shared_memory_of(run.descendants())
     text = run.finish(180)
@@ -46,24 +43,31 @@ def default_run(tmp_path_factory):
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "the trainer's attention: sdpa, whose logits are eager's but for rounding\n" in text
     assert not [line for line in text.splitlines() if "INFO" in line or "pid=" in line], text
-    return folder / "run"
-
-
-def test_default_run_learns_and_proves_every_sync(default_run):
-    metrics = metrics_of(default_run)
+    folder = tmp_path / "run"
+    metrics = metrics_of(folder)
     assert [row["step"] for row in metrics] == list(range(1, 31))
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
-    assert {p.name for p in default_run.iterdir()} >= {
+    assert {p.name for p in folder.iterdir()} >= {
         "args.json", "reward.png", "run.log", "tensorboard", "checkpoint-000020", "checkpoint-000030",
     }  # fmt: skip
-    assert "(EngineCore pid=" in (default_run / "run.log").read_text()  # what vLLM says
+    assert "(EngineCore pid=" in (folder / "run.log").read_text()  # what vLLM says
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoModelForCausalLM.from_pretrained(default_run / "checkpoint-000030")
-    AutoTokenizer.from_pretrained(default_run / "checkpoint-000030")
+    AutoModelForCausalLM.from_pretrained(folder / "checkpoint-000030")
+    AutoTokenizer.from_pretrained(folder / "checkpoint-000030")
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory):
+    """The folder of a run of six steps, with an engine of one worker."""
+    folder = tmp_path_factory.mktemp("short")
+    flags = "--steps", "6", "--save-every", "3", "--tensor-parallel-size", "1", "--output", "run"
+    text = Script(folder, sys.executable, str(ROOT / "rlhf.py"), *flags).finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    return folder / "run"
 
 
 REWARD = """
@@ -83,14 +87,14 @@ def uppercase(completions, **_):
         shared.append(subprocess.Popen([sys.executable, '-c', code]))
     calls.append(1)
     print('printed by the reward')
-    if len(calls) > 10 * 8:
+    if len(calls) > 3 * 8:
         raise ValueError('no luck')
     return task.uppercase(completions)
 """
 
 
 @pytest.mark.slow
-def test_copied_script_resumes_as_if_never_interrupted(default_run, tmp_path, shared_memory_file):
+def test_copied_script_resumes_as_if_never_interrupted(short_run, tmp_path, shared_memory_file):
     """It runs from another folder than it lies in, and shows what a user prints, not what Ray and vLLM do."""
     copied = copy(tmp_path / "project", *SYNC, "recipe", "rlhf.py") / "rlhf.py"
     text = copied.read_text()
@@ -99,18 +103,18 @@ def test_copied_script_resumes_as_if_never_interrupted(default_run, tmp_path, sh
         text = text.replace(method, f"print('printed by {method[7:-1]}')\n        {method}")
     copied.write_text(text)
 
-    shutil.copytree(default_run, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-000030")  # as if it had been killed before
+    shutil.copytree(short_run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-000006")  # as if it had been killed before
     (tmp_path / "mine.py").write_text(f"PATH = {str(shared_memory_file)!r}{REWARD}")
     run = Script(tmp_path, sys.executable, str(copied), "--resume", "run", "--reward", "mine:uppercase")
-    run.wait_for_step(tmp_path / "run", 21)
+    run.wait_for_step(tmp_path / "run", 4)
     family = run.descendants()
     text = run.finish()
     run.assert_failed_cleanly(text, family)
     assert text.splitlines()[-1] == "error: the reward uppercase raised ValueError: no luck (mine.py, line 19)"
     assert "not as in that run: --reward ['mine:uppercase']" in text
     assert_shows_only_what_a_user_prints(text)
-    assert timeless(default_run) == timeless(tmp_path / "run")
+    assert timeless(short_run) == timeless(tmp_path / "run")
     assert shared_memory_file.read_bytes() == b"of another program"
 
 
@@ -125,19 +129,18 @@ def assert_shows_only_what_a_user_prints(text):
 
 
 @pytest.mark.slow
-def test_two_ranks_feed_two_engines_what_one_and_one_had(default_run, script, tmp_path):
+def test_two_ranks_feed_two_engines_what_one_and_one_had(short_run, script, tmp_path):
     """As many prompts for each, the same samples, and the same updates but for rounding."""
     flags = "--trainers", 2, "--engines", 2, "--tensor-parallel-size", 1, "--steps", 3, "--output", "run"
-    seed = json.loads((default_run / "args.json").read_text())["seed"]
-    text = script("rlhf.py", "--seed", seed, *flags, **CORE_IN_PROCESS).finish()
+    text = script("rlhf.py", *flags, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert not [line for line in text.splitlines() if "pid=" in line], text
     texts = [
         [json.loads(line)["text"] for line in (run / "completions.jsonl").read_text().splitlines()]
-        for run in (default_run, tmp_path / "run")
+        for run in (short_run, tmp_path / "run")
     ]
     assert texts[0][:64] == texts[1][:64]
-    for before, now in zip(timeless(default_run)[:3], timeless(tmp_path / "run"), strict=True):
+    for before, now in zip(timeless(short_run)[:3], timeless(tmp_path / "run"), strict=True):
         assert now["logprobs/mismatch"] < 1e-5
         assert now["grad_norm"] == pytest.approx(before["grad_norm"], rel=0.05)
         assert now["reward/mean"] == pytest.approx(before["reward/mean"], abs=0.05)
