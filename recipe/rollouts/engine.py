@@ -281,7 +281,8 @@ def sampling_options(
 
 
 def request_seed(*place: int) -> int:
-    """The seed of the request in this place of a run: no other has it. vLLM adds the sibling's number to it."""
+    """The seed of the request in this place of a run: no other that is learned from has it. vLLM adds the sibling's
+    number to it."""
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=SEED_BYTES).digest())
 
 
