@@ -186,7 +186,7 @@ def test_learners_have_the_methods_of_the_protocol():
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_trainer_of_ones_own_learns_in_the_loop_of_rlhf(tmp_path):
     trainer, use = trainer_of_ones_own()
     folder = copy(tmp_path / "project", *SYNC, "recipe")

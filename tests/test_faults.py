@@ -1,8 +1,8 @@
 """Faults in a run: it ends within seconds, says what happened, leaves no process, and --resume goes on from there.
 
 pytest tests/test_faults.py            a run that is told to end, a full disk, a taken port
-pytest tests/test_faults.py -m slow    actors, engine cores and workers killed in all scripts
-pytest tests/test_faults.py -m long    a full disk; interrupts
+pytest tests/test_faults.py -m slow    a worker and an engine core killed
+pytest tests/test_faults.py -m long    actors and engine cores killed in all scripts; a full disk; interrupts
 """
 
 import json
@@ -31,7 +31,6 @@ NOTICED = "the engine died while (learning|generating|proving|syncing)"  # by th
 TWO_BY_TWO = "rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1"
 ONE_BY_TWO = "--engines 1 --tensor-parallel-size 2"
 KILLS = [
-    (TWO_BY_TWO, "learning 2 kill ray::Trainer 1", "the trainer [01] died while learning"),
     (
         f"rlhf.py --trainers 1 {ONE_BY_TWO}",
         "syncing 3 kill VLLM::Worker_TP1",
@@ -40,6 +39,7 @@ KILLS = [
     ("rlhf_async.py --tensor-parallel-size 1", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
 ]
 OTHERS = [
+    (TWO_BY_TWO, "learning 2 kill ray::Trainer 1", "the trainer [01] died while learning"),
     (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
     (f"rlhf_colocate.py {ONE_BY_TWO}", "saving 2 kill ray::Trainer 1", "the trainer [01] died while saving"),
     (

@@ -2,6 +2,7 @@
 
 pytest tests/test_rlhf.py            the default run, and what is refused before one starts
 pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; two ranks and engines
+pytest tests/test_rlhf.py -m long    a mixture of experts, addition
 """
 
 import json
@@ -146,7 +147,7 @@ def test_two_ranks_feed_two_engines_what_one_and_one_had(short_run, script, tmp_
         assert now["reward/mean"] == pytest.approx(before["reward/mean"], abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path):
     """Its experts' weights are one tensor on each rank, of which every rank has some experts."""
     build("Qwen3Moe", tmp_path / "model")
