@@ -52,7 +52,7 @@ def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, ar
 
 
 def case(architecture: str, size: int):
-    """Every day: transposed weights."""
+    """A family at this TP, with its marks."""
     marks = [pytest.mark.gpu(1 + size, or_cpu=True)]
     marks += [pytest.mark.slow if architecture in IN_CI else pytest.mark.long]
     marks += [DIFFERENCES[architecture]] if architecture in DIFFERENCES else []
