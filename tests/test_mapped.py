@@ -1,7 +1,8 @@
 """Workers that map the trainer ranks' own memory, as by CUDA IPC, and what is compared then. Triton's interpreter runs
 the kernel, on memory of the CPU.
 
-pytest tests/test_mapped.py
+pytest tests/test_mapped.py            what is compared when
+pytest tests/test_mapped.py -m slow    the kernel
 """
 
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from weight_sync import rotation as rotation_module
@@ -242,6 +244,7 @@ for stale, options in (
 """
 
 
+@pytest.mark.slow
 def test_workers_read_what_ranks_hold_and_find_other_memory():
     tests = Path(__file__).resolve().parent
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
