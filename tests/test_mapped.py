@@ -183,6 +183,7 @@ for options in (
     {},
     {"adapters": ("q", "o", "fc")},  # copied by rows, by columns, and transposed
     {"workers": 2},  # of two engines on one device
+    {"ranks": 2},
     {"ranks": 3},  # uneven shards, and ranks that have no part of `last`
     {"ranks": 2, "adapters": ("q", "o", "fc")},
     {"ranks": 2, "adapters": ("q", "o", "fc"), "model": Model},

@@ -18,7 +18,7 @@ import ray
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
 from learners import build
-from pair import CORE_IN_PROCESS, engine_environment, stop
+from pair import engine_environment, stop
 from safetensors.torch import load_file
 
 import rlhf_nccl
@@ -52,7 +52,7 @@ def reward(completions, **_):
 def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
     options = "--seed", random.randrange(1000), "--reward", "mine:reward"
-    text = script("rlhf_nccl.py", *options, "--output", "run", **CORE_IN_PROCESS).finish()
+    text = script("rlhf_nccl.py", *options, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert (tmp_path / "calls").read_text() == "." * 8 * 31  # of 30 steps and the last proof, no nonsense before them
     assert re.search(r"^(\d+) of \1 greedy tokens are the trainer's own", text, re.MULTILINE)

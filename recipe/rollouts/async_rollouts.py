@@ -228,10 +228,11 @@ class RolloutsAhead:
         if new >= PROOF_TOKENS:
             return []
         length = min(PROOF_LENGTH, self.config.max_tokens)
-        groups = batch.groups[: math.ceil(PROOF_TOKENS / length)]
+        count = math.ceil(PROOF_TOKENS / length)
+        groups = batch.groups[:count]
         prompts = [group.row.prompt_ids for group in groups]
         images = [group.rollouts[0].images for group in groups]
-        size = math.ceil(PROOF_TOKENS / length / len(groups))
+        size = math.ceil(count / len(groups))
         short = replace(self.config, group_size=size, max_tokens=length)
         sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
         rollouts = itertools.chain(
