@@ -5,7 +5,9 @@ TORCH_CPU := torch==2.13.0+cpu
 TORCHVISION_CPU := torchvision==0.28.0+cpu
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := .venv/bin/pytest
-PIP := .venv/bin/pip install --quiet
+PIP := .venv/bin/pip install --quiet --no-compile
+# Containers often tell Python to keep no bytecode: then each of a run's processes would compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help venv run test test-rest test-long test-all test-surface test-gpu quick lint
 
@@ -32,6 +34,7 @@ ifeq ($(GPU),)
 	  's/@torch.library.register_fake("torchvision::\(q*nms\)")/@register_meta("\1")/' \
 	  .venv/lib/python3*/site-packages/torchvision/_meta_registrations.py
 endif
+	.venv/bin/python -m compileall -qq -j 0 .venv/lib || true  # on all cores; some files are for another Python
 	touch $@
 
 run: venv  ## rlhf.py to its end, on GPUs or without
