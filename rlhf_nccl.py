@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import ray
 import torch
 
@@ -44,6 +43,7 @@ from recipe.errors import MismatchError, RunError
 from recipe.flags import arg, section
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof
+from recipe.learning.logprobs import token_scores
 from recipe.learning.rollout import Rollout
 from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
 from recipe.rollouts.evaluation import evaluate
@@ -143,13 +143,8 @@ class Trainer(LearnerActor):
 
         Raises MismatchError if it would not.
         """
-        device, gaps = self.model.device, []  # how far each token's logit is below the highest one
-        for rollout in rollouts:
-            ids = torch.from_numpy(np.concatenate([rollout.prompt_ids, rollout.completion_ids])).long()[None].to(device)
-            with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
-                logits = self.learner.model.module(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            chosen = logits.gather(1, ids[0, 1:, None])[:, 0]  # logits at t predict token t + 1
-            gaps.append((logits.max(-1).values - chosen)[len(rollout.prompt_ids) - 1 :])
+        options = 1.0, False, greedy_gaps, False
+        gaps = [self.model.score_tokens(token_scores, [each], each.length, *options)[0][0] for each in rollouts]
         gaps = torch.cat(gaps)
         if not gaps.max() <= MAX_GREEDY_GAP[self.precision]:  # not `>`: a NaN must not pass
             raise MismatchError(
@@ -167,6 +162,12 @@ class Trainer(LearnerActor):
         """On a shared GPU, free memory in which vLLM packs and loads the weights."""
         if self.shares_gpu:
             self.learner.release_memory(offload_optimizer=True)
+
+
+def greedy_gaps(logits: torch.Tensor, targets: torch.Tensor, *_) -> tuple[torch.Tensor, None]:
+    """How far the logit of each target [N] is below the highest one of its logits [N, V]; like `scores_of_logits`."""
+    logits = logits.float()
+    return logits.max(-1).values - logits.gather(1, targets[:, None])[:, 0], None
 
 
 def place(args: Arguments) -> tuple[str, EngineArguments, list[Seat], list[Seat]]:

@@ -21,7 +21,8 @@ from pair import CORE_IN_PROCESS
 from PIL import Image
 from test_multimodal import build, of_language_model
 
-from recipe.errors import RunError, TaskError
+import rlhf_nccl
+from recipe.errors import MismatchError, RunError, TaskError
 from recipe.images import PLACE, Images, take_images
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.rollout import Rollout
@@ -196,6 +197,19 @@ def groups(learner, count=3):
 
 def number_of(processor):
     return int("Qwen" in type(processor).__name__)  # Gemma's images are of one size
+
+
+def test_greedy_tokens_are_proven_with_their_images(tmp_path):
+    learner = GRPOLearner(str(build("Qwen2_5_VL", tmp_path / "model", loudness=4)), config(), CPU)
+    trainer, model = rlhf_nccl.Trainer(0), learner.model
+    trainer.learner, trainer.model, trainer.precision = learner, model, "cpu"
+    rollout = groups(learner)[0]
+    inputs = asked(model.processor, rollout.images.decoded())
+    ids = model.module.generate(**inputs, do_sample=False, max_new_tokens=4)[0, inputs["input_ids"].shape[1] :].tolist()
+    greedy = replace(rollout, completion_ids=ids, logprobs=[0.0] * len(ids))
+    assert trainer.prove_greedy([greedy]) == f"{len(ids)} of {len(ids)} greedy tokens are the trainer's own"
+    with pytest.raises(MismatchError, match="greedy tokens are not the trainer's"):
+        trainer.prove_greedy([replace(greedy, images=Images((png(BLUE),), "row 1"))])
 
 
 def test_scores_are_those_of_transformers_and_the_tower_runs_once_a_group(model):

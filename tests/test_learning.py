@@ -23,7 +23,7 @@ import rlhf_distill
 import rlhf_nccl
 import rlhf_ppo
 from recipe.errors import DivergenceError, MismatchError, RunError
-from recipe.flags import flags_in
+from recipe.flags import flags_in, flat
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from recipe.learning.learner import Proof, learning_rate, rate_schedule
 from recipe.learning.model import micro_batch_slices
@@ -836,6 +836,11 @@ def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, give
     with pytest.raises(SystemExit):
         flags(script, *given.split())
     assert message in capsys.readouterr().err
+
+
+def test_flag_that_needs_another_is_taken_with_it(flags):
+    args = flags(rlhf_ppo, "--mismatch-correction", "icepop", "--importance-cap", 3, "--importance-floor", 0.4)
+    assert flat(args)["importance_cap"] == 3
 
 
 def test_flags_have_both_spellings_lists_grow_and_false_turns_off(flags):

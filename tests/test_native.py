@@ -258,12 +258,11 @@ def test_source_that_disagrees_with_the_engine(pair, trainer):
 
 @pytest.mark.parametrize("precision", ["cpu", "fp8"])
 def test_nan_is_no_greedy_token(trainer, precision):
-    logits = torch.zeros(1, 4, 5)
-    trainer.model = Namespace(module=lambda **_: Namespace(logits=logits), device=torch.device("cpu"))
-    trainer.learner = Namespace(model=trainer.model)
+    logits, targets = torch.zeros(2, 5), torch.tensor([3, 4])
+    trainer.model = Namespace(score_tokens=lambda *args: [rlhf_nccl.greedy_gaps(logits, targets)[0][None]])
     trainer.precision, rollouts = precision, [Rollout([1, 2], [3, 4], [0.0, 0.0], 0.0)]
     assert trainer.prove_greedy(rollouts) == "2 of 2 greedy tokens are the trainer's own"
-    logits[0, 2] = torch.nan
+    logits[1] = torch.nan
     with pytest.raises(MismatchError, match="by logits of nan"):
         trainer.prove_greedy(rollouts)
 

@@ -233,6 +233,8 @@ def test_sync_recovers_from_a_worker_that_failed(pair, monkeypatch, how, part, e
     assert not all(pair.rpc("check_weights_changed"))  # a worker that loaded nothing serves what it did
     with pytest.raises(WeightSyncError, match="session is closed: make a new"):
         pair.sender.send_weights(pair.learner.model.named_tensors().items())
+    with pytest.raises(WeightSyncError, match="session is closed: make a new"):
+        pair.sender.compare_weights(pair.learner.model.named_tensors().items())
     pair.rpc("tamper_with_loads", "heal")
     pair.connect()
     pair.sync()

@@ -117,7 +117,7 @@ class WeightSender:
         """
         if not self.metadata:
             raise WeightSyncError("compare_weights needs a sync before it")
-        return comparison_of(self._in_session(named_tensors, self._compare, [name for name, *_ in self.sources]))
+        return comparison_of(self._in_session(named_tensors, self._compare, [name for name, *_ in self.sources or ()]))
 
     def close(self, error: str | None = None) -> None:
         """End the session, for good. With `error`, waiting workers raise it."""

@@ -29,7 +29,15 @@ from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
 from .sampling import SamplingConfig
-from .sharding import Checkpointing, as_forward, compile_blocks, fits_gathered, keep_gathered, load_model
+from .sharding import (
+    Checkpointing,
+    as_forward,
+    compile_blocks,
+    fits_gathered,
+    keep_gathered,
+    load_model,
+    rank_and_ranks,
+)
 
 SPARE_SHARE = 0.1  # of a GPU's memory, for what grows later
 MIN_KEPT_TOKENS = 4096  # with smaller micro-batches, a GPU would gain less by computing nothing again
@@ -91,7 +99,7 @@ class Model:
 
         torch.manual_seed(seed)
         self.config, self.device = config, device
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.ranks = rank_and_ranks()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.attention: AttentionChoice | None = like.attention if like else None
         self.rounding = 0.0  # how far bf16 moves the log-probabilities on average, measured if the model learns
@@ -99,7 +107,7 @@ class Model:
         self.scores_of_logits = self._choose_scores_of_logits()
         self.checkpointing: Checkpointing | None = None  # of a model that learns
         self.micro_batch_tokens, self.longest_sequence = config.micro_batch_tokens, 0
-        self.module = self._load(path, learns, seed)
+        self._load(path, learns, seed)
         multimodal = is_multimodal(self.module.config.model_type)
         self.processor = AutoProcessor.from_pretrained(path) if multimodal else self.tokenizer  # saved with the model
         self.keeps_gathered = learns and self.ranks > 1 and fits_gathered(self.module, self.device)
@@ -139,12 +147,12 @@ class Model:
         """Log-probabilities [b, width] of the tokens that the policy sampled, and zeros elsewhere, for one micro-batch
         of b rollouts. If `entropy`, also the entropies [b, width]; else None."""
         options = self.config.temperature, entropy, self.scores_of_logits, self.computes_again
-        return self._score_tokens(token_scores, rollouts, width, *options)
+        return self.score_tokens(token_scores, rollouts, width, *options)
 
     @torch.no_grad()
     def score_all(self, rollouts: list[Rollout], **options) -> list[torch.Tensor]:
         """The tensors of `score` for B rollouts, [B, T] on the CPU. Every rank gets all rows."""
-        width = longest_completion(rollouts)
+        width = max(len(rollout.completion_ids) for rollout in rollouts)  # T
         rows = {"row": torch.arange(1, len(rollouts) + 1, device=self.device)}  # row 0 takes the scores of fillers
         batch = self.rank_batch(rollouts, [True] * len(rollouts), rows)
         all_scores = []
@@ -251,8 +259,8 @@ class Model:
             torch.cuda.ipc_collect()  # what an engine no longer maps, such as the buffers of a closed sync
             torch.cuda.empty_cache()
 
-    def _load(self, path: str, learns: bool, seed: int):
-        """The model, or this rank's shards of it. Weights that learn are fp32, others have the compute's precision."""
+    def _load(self, path: str, learns: bool, seed: int) -> None:
+        """Load the model, or this rank's shards of it. What learns is fp32, the rest has the compute's precision."""
         measures_rounding = learns and self.has_engine
         module = None
         if self.attention is None:
@@ -275,7 +283,6 @@ class Model:
         self.module = module
         if measures_rounding:
             self._measure_rounding(fp32_logprobs)
-        return module
 
     def _prepare(self, module, learns: bool, seed: int) -> None:
         """Freeze what does not learn, or give the model adapters; compile its blocks, and checkpoint them."""
@@ -343,7 +350,7 @@ class Model:
             return torch.compile(scores_of_logits, dynamic=True)
         return scores_of_logits
 
-    def _score_tokens(
+    def score_tokens(
         self, function: Callable, rollouts: list[Rollout], width: int, *args
     ) -> tuple[torch.Tensor | None, ...]:
         """What a function like `token_scores` gives for the tokens that the policy sampled, as tensors [b, width] with
@@ -384,11 +391,6 @@ def micro_batch_slices(sizes: list[tuple[bytes, int, int]], max_tokens: int) -> 
             group, group_shares, width = key, shared_tokens, own_tokens
         tokens += added
     return [*slices, slice(begin, len(sizes))] if sizes else []
-
-
-def longest_completion(rollouts: list[Rollout]) -> int:
-    """T: the number of tokens in the longest completion."""
-    return max(len(rollout.completion_ids) for rollout in rollouts)
 
 
 def _make_savable(generation_config) -> None:

@@ -25,7 +25,7 @@ class ValueModel(Model):
     def score(self, rollouts: list[Rollout], width: int) -> tuple[torch.Tensor]:
         """Values [b, width] of the states before the tokens that the policy sampled, and zeros elsewhere, for one
         micro-batch of b rollouts."""
-        return self._score_tokens(_token_values, rollouts, width)
+        return self.score_tokens(_token_values, rollouts, width)
 
     def _from_pretrained(self, path: str, **loading: bool):
         from transformers import AutoConfig, AutoModelForSequenceClassification

@@ -26,7 +26,11 @@ NEEDS = [  # flags that do nothing alone: what they need, in words, and whether 
         "--tools or --environment",
         lambda a: a.tools or a.environment,
     ),
-    (("mismatch_correction", "importance_cap"), "another --loss: cispo clips the ratio", lambda a: a.loss != "cispo"),
+    (
+        ("mismatch_correction", "importance_cap"),
+        "another --loss: cispo clips the ratio",
+        lambda a: getattr(a, "loss", "") != "cispo",  # PPO has one loss, and no flag for it
+    ),
     (("importance_cap",), "a --mismatch-correction", lambda a: a.mismatch_correction != "none"),
     (("importance_floor",), "--mismatch-correction icepop", lambda a: a.mismatch_correction == "icepop"),
     (("kl_horizon",), "--kl-target", lambda a: a.kl_target),
