@@ -60,7 +60,7 @@ from recipe.learning.named_tensors import NamedTensors  # noqa: E402
 from recipe.learning.sharding import join_ranks  # noqa: E402
 from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment  # noqa: E402
 from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
-from recipe.run.actors import ActorGroup, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
+from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
 from recipe.run.arguments import parse  # noqa: E402
 from recipe.run.folder import RunFolder  # noqa: E402
 from recipe.run.session import RaySession, run_main  # noqa: E402
@@ -235,10 +235,7 @@ class BenchTrainer:
                 raise WeightSyncError(f"{method} was not done within {ROUND_SECONDS} s")
         return running.result()
 
-    def address(self) -> tuple[str, int]:
-        from vllm.utils.network_utils import get_open_port
-
-        return ray.util.get_node_ip_address(), get_open_port()
+    address = LearnerActor.address
 
     @property
     def engine(self) -> Watched:
@@ -445,10 +442,8 @@ class Bench:
 
     def open_sender(self, replay: bool) -> None:
         self.reconnect(self.args.actors.trainers)
-        handles, tp = (
-            self.trainer.call("connecting", BenchTrainer.open_sender, replay),
-            self.args.engine.tensor_parallel_size,
-        )
+        handles = self.trainer.call("connecting", BenchTrainer.open_sender, replay)
+        tp = self.args.engine.tensor_parallel_size
         # An engine gets those of the ranks beside its workers.
         self.handles = [dict(ChainMap(*handles[i * tp :][:tp])) for i in range(self.args.actors.engines)]
 

@@ -8,13 +8,12 @@ import json
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weight_sync.lora import LoRAWeight
 from weight_sync.ranks import local_part
 
-from .sharding import sharded_like, whole
+from .sharding import rank_and_ranks, sharded_like, whole
 
 WEIGHTS_FILE, STATE_FILE = "model.safetensors", "trainer_state.pt"
 
@@ -26,7 +25,7 @@ def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], processor,
     """
     from safetensors.torch import save_file
 
-    rank, ranks = _rank_and_ranks()
+    rank, ranks = rank_and_ranks()
     tensors, weight_map, nbytes = {}, {}, [0] * ranks
     for name, weight in weights.items():
         base = weight.base if isinstance(weight, LoRAWeight) else weight
@@ -57,7 +56,7 @@ def write_state(folder: Path, optimizer: torch.optim.Optimizer, **others) -> Non
     state = optimizer.state_dict()
     for i, moments in state["state"].items():
         state["state"][i] = {name: local_part(tensor) for name, tensor in moments.items()}
-    torch.save({"optimizer": state} | others, folder / _file_name(STATE_FILE, *_rank_and_ranks()))
+    torch.save({"optimizer": state} | others, folder / _file_name(STATE_FILE, *rank_and_ranks()))
 
 
 def state_files(folder: Path) -> list[Path]:
@@ -98,7 +97,3 @@ def _file_name(name: str, rank: int, ranks: int) -> str:
     """The name of a rank's file: of model.safetensors, model-00001-of-00002.safetensors."""
     stem, ending = name.split(".")
     return f"{stem}-{rank + 1:05}-of-{ranks:05}.{ending}" if ranks > 1 else name
-
-
-def _rank_and_ranks() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -38,6 +38,11 @@ def join_ranks(address: str, port: int, rank: int, ranks: int, device: torch.dev
         )
 
 
+def rank_and_ranks() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def wait_for_ranks() -> None:
     """Return once all ranks have called this."""
     if dist.is_initialized():
@@ -58,7 +63,7 @@ def load_model(auto_class, path: str, config, device: torch.device, mixed_precis
     from transformers.distributed import DistributedConfig
 
     replaced = ExitStack()
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    _, ranks = rank_and_ranks()
     if ranks > 1:
         with torch.device("meta"):
             model = auto_class.from_config(config)

@@ -177,9 +177,7 @@ class Task:
                     f"{row.origin}: the prompt {row.text[:30]!r}... has {longest} tokens, and the engine takes"
                     f" {max_model_len} with the completion's: --max-model-len"
                 )
-        if (
-            longest + max_tokens <= max_model_len or self.has_images
-        ):  # of a prompt with images, the engine counts tokens
+        if longest + max_tokens <= max_model_len or self.has_images:  # only the engine counts an image's tokens
             return ""
         return (
             f"\nthe engine takes {max_model_len} tokens: after the longest prompt, of {longest}, a completion ends at"
