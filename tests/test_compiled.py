@@ -1,6 +1,6 @@
 """Syncs into an engine that vLLM has compiled: it computes with what was sent, as an eager one does.
 
-pytest -m long tests/test_compiled.py
+pytest -m slow tests/test_compiled.py
 """
 
 import pytest
@@ -13,7 +13,7 @@ from recipe.tasks.tiny_model import build_tiny_model
 
 
 @cpu_only
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
 def test_compiled_engine_computes_with_what_was_sent(tmp_path, quantized):
     options, bound = {}, MAX_MISMATCH

@@ -74,7 +74,7 @@ def test_engine_that_cannot_start_says_what_its_processes_raised_first(capfd, lo
 
 
 @cpu_only
-@pytest.mark.long
+@pytest.mark.slow
 def test_run_whose_engine_cannot_start_says_why(script, tmp_path):
     no_memory = '{"kv_cache_memory_bytes": 1000}'
     run = script("rlhf.py", "--engine-args", no_memory, "--tensor-parallel-size", 1, "--output", "run")

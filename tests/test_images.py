@@ -319,7 +319,7 @@ def test_run_of_the_built_in_task_learns_colours(script, tmp_path):
     [
         pytest.param("rlhf_async.py", "Qwen2_5_VL", ["--train-vision"], marks=pytest.mark.slow),
         pytest.param("rlhf_colocate.py", "Qwen3VL", ["--train-vision", "--engines", 2], marks=pytest.mark.long),
-        pytest.param("rlhf_nccl.py", "Gemma3", [], marks=pytest.mark.long),
+        pytest.param("rlhf_nccl.py", "Gemma3", [], marks=pytest.mark.slow),
     ],
 )
 def test_every_sync_is_proven_by_answers_about_images(script, tmp_path, data, name, family, flags):

@@ -324,7 +324,7 @@ def test_a_new_head_is_not_rounded(model):
 
 
 @cpu_only
-@pytest.mark.long
+@pytest.mark.slow
 def test_script_with_adapters_learns_and_goes_on(script, tmp_path):
     flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")
     text = script("rlhf_colocate.py", *flags, **CORE_IN_PROCESS).finish()

@@ -2,7 +2,8 @@
 runs it.
 
 pytest tests/test_quantized.py            syncs without the script
-pytest tests/test_quantized.py -m long    a run of the script
+pytest tests/test_quantized.py -m slow    a run of the script
+pytest tests/test_quantized.py -m long    a benchmark of memory
 """
 
 import json
@@ -158,7 +159,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     assert compare(pair)[0] == 16
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_default_run_quantizes_learns_and_proves_every_sync(script, tmp_path):
     text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text

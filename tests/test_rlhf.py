@@ -1,8 +1,8 @@
 """rlhf.py as a user runs it, with the real engine on whatever hardware there is.
 
 pytest tests/test_rlhf.py            the default run, and what is refused before one starts
-pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; two ranks and engines
-pytest tests/test_rlhf.py -m long    a mixture of experts, addition
+pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; two ranks; a mixture of experts
+pytest tests/test_rlhf.py -m long    addition
 """
 
 import json
@@ -147,7 +147,7 @@ def test_two_ranks_feed_two_engines_what_one_and_one_had(short_run, script, tmp_
         assert now["reward/mean"] == pytest.approx(before["reward/mean"], abs=0.05)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path):
     """Its experts' weights are one tensor on each rank, of which every rank has some experts."""
     build("Qwen3Moe", tmp_path / "model")
