@@ -143,7 +143,7 @@ class Trainer(LearnerActor):
 
         Raises MismatchError if it would not.
         """
-        options = 1.0, False, greedy_gaps, False
+        options = 1.0, False, greedy_gaps, False  # temperature, no entropies, gaps of logits, no checkpointing
         gaps = [self.model.score_tokens(token_scores, [each], each.length, *options)[0][0] for each in rollouts]
         gaps = torch.cat(gaps)
         if not gaps.max() <= MAX_GREEDY_GAP[self.precision]:  # not `>`: a NaN must not pass
@@ -165,7 +165,7 @@ class Trainer(LearnerActor):
 
 
 def greedy_gaps(logits: torch.Tensor, targets: torch.Tensor, *_) -> tuple[torch.Tensor, None]:
-    """How far the logit of each target [N] is below the highest one of its logits [N, V]; like `scores_of_logits`."""
+    """How far the logit of each target [N] is below the highest of its logits [N, V]: instead of `scores_of_logits`."""
     logits = logits.float()
     return logits.max(-1).values - logits.gather(1, targets[:, None])[:, 0], None
 
