@@ -168,7 +168,9 @@ def test_shards_reach_every_worker_or_everyone_says_why_not(monkeypatch, fault, 
             assert all(same_bits(received[name], tensor) for name, tensor in sent.items())
     for name, answers in heard.items():
         assert not fault or name == killed or re.search(reason, answers[-1]), (name, answers)
-    assert not fault or all(re.search(reason, thread.error) for thread in receiving), [t.error for t in receiving]
+    # Short buckets fit into sockets' buffers: other workers may have them all before this one dies.
+    failed = [each for each in receiving if killed != "process" or each.worker.weight_model.version < SYNCS]
+    assert not fault or all(re.search(reason, each.error) for each in failed), [each.error for each in failed]
 
 
 def _replicated_rank(rank, port, trainer_port):
