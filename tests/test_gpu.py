@@ -63,7 +63,7 @@ RUNS = [
 )
 def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, reward, says):
     model = (build_tiny_base if "--lora-rank" in command else build_tiny_model)(tmp_path / "model")
-    options = "--learning-rate", "3e-3", "--gpu-memory-utilization", 0.05, "--save-every", 30, "--output", "run"
+    options = "--learning-rate", "3e-3", "--gpu-memory-utilization", 0.1, "--save-every", 30, "--output", "run"
     run = script(*command.split(), "--model", model, *options, CUDA_VISIBLE_DEVICES=gpus(slice(count)))
     text = run.finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
@@ -97,7 +97,7 @@ PPO = [
 )
 def test_ppo_learns_with_all_five_actors(script, tmp_path, options, count, shared):
     build_tiny_model(tmp_path / "model")
-    flags = f"--model model --learning-rate 3e-3 --gpu-memory-utilization 0.05 --save-every 30 --output run {options}"
+    flags = f"--model model --learning-rate 3e-3 --gpu-memory-utilization 0.1 --save-every 30 --output run {options}"
     text = script("rlhf_ppo.py", *flags.split(), CUDA_VISIBLE_DEVICES=gpus(slice(count))).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert re.search(REPLAY, text), text
