@@ -1,4 +1,4 @@
-"""Two trainer ranks with shards of FSDP2, two engines with two workers each, one broadcast group: rank 0 sends.
+"""Two trainer ranks with shards of FSDP2, two engines with two workers each, one broadcast group: each rank sends its shards.
 
 pytest tests/test_sharded_broadcast.py
 """
