@@ -440,7 +440,7 @@ class HeldLLM:
         pass
 
     async def collective_rpc(self, method, args=()):
-        return [{"version": 1}] if method == "receive_weights" else [self.served]
+        return [{"version": 1}] * 2 if method == "receive_weights" else [True, self.served]
 
     async def update_weight_version(self, version):
         self.labels.append(version)

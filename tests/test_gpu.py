@@ -370,11 +370,12 @@ def test_replay_survives_other_values(pair):
 
 def test_captured_graphs_compute_with_what_was_sent(request, pair):
     pair.rpc("count_graph_replays")
-    pair.generate()
+    generated = pair.generate()
     replays = pair.rpc("count_graph_replays")
     eager = request.node.callspec.params["pair"] == "colocated"
     assert all(count == 0 if eager else count > 0 for count in replays), replays
     assert_syncs_are_exact(pair)
+    assert pair.generate() == generated
 
 
 @pytest.mark.parametrize("level", [1, 2])

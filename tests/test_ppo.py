@@ -493,6 +493,7 @@ def dies_once(completions, **_):
     return [1.0] * len(completions)
 
 def dies(completions, **_):
+    print("called", file=open("calls", "a"), flush=True)
     os._exit(1)
 
 def takes(tests, **_):
@@ -558,6 +559,8 @@ def test_rewards_are_ray_tasks_that_share_the_prompts_and_run_again_if_they_die(
     assert [rollout.reward for rollout in scored(session, "dies_once").rollouts] == [1] * 6
     with pytest.raises(RunError, match=r"^the reward dies failed while rewarding: .*died"):
         scored(session, "dies")
+    with open("calls") as calls:
+        assert calls.read() == "called\n" * 4
 
 
 def test_coroutines_of_one_process_share_an_event_loop(folder):

@@ -176,7 +176,9 @@ def test_flipped_bit_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
         return lambda: arrived() and flip(i)
 
     staging.start = starts
-    assert all("what arrived is not what the trainer sent" in answer for answer in sync.send(model_tensors(2)))
+    answers = sync.send(model_tensors(2))
+    assert all("what arrived is not what the trainer sent" in answer for answer in answers)
+    assert side == "rank" or all("engine 1's worker 1" in answer for answer in answers)
     sync.receiving[3].join(10)
     assert "what arrived is not what the trainer sent" in sync.receiving[3].error
     assert not sync.workers[3].check_weights_changed()

@@ -58,10 +58,10 @@ class Server:
                 self.do_POST()
 
             def do_POST(self):
-                path, http = self.path.partition("?")[0], owner.http
+                (path, _, query), http = self.path.partition("?"), owner.http
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
                 owner.silent.wait()
-                status, answer = owner.answer(path, body, self.headers.get("Authorization"))
+                status, answer = owner.answer(path, query, body, self.headers.get("Authorization"))
                 if http is not owner.http:  # it died meanwhile
                     return
                 data = json.dumps(answer).encode()
@@ -85,7 +85,7 @@ class Server:
         self.version, self.paused = "default", False
         self.start(self.port)
 
-    def answer(self, path: str, body: dict | None, key: str | None) -> tuple[int, object]:
+    def answer(self, path: str, query: str, body: dict | None, key: str | None) -> tuple[int, object]:
         if path == "/is_paused":
             return 200, {"is_paused": self.paused}
         self.calls.append((path, body))
@@ -102,11 +102,14 @@ class Server:
             self.version = body["new_version"]
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         answers = {"/v1/models": {"data": [{"max_model_len": 64}]}, "/get_world_size": {"world_size": 1}}
-        answers["/reset_prefix_cache"] = {"success": self.resets}
+        if path == "/reset_prefix_cache":  # while requests wait, vLLM resets nothing unless it is to reset them as well
+            resets_waiting = "reset_running_requests=true" in query
+            answers[path] = {"success": self.resets and (resets_waiting or not self.paused)}
         if path == "/collective_rpc":
             results = {"receive_weights": {"version": 1}, "check_weights_changed": self.proof}
             results["report_channel"] = self.channel
-            answers[path] = {"results": [results.get(body["method"])]}
+            first = "True" if body["method"] == "check_weights_changed" else results.get(body["method"])
+            answers[path] = {"results": [first, results.get(body["method"])]}
         return 401 if path == "/v1/models" and key != "Bearer secret" else 200, answers.get(path, {})
 
     def generate(self, body: dict) -> tuple[int, dict]:

@@ -1,4 +1,4 @@
-"""Two trainer ranks with shards of FSDP2, two engines with two workers each, one broadcast group: each rank sends its shards.
+"""Two trainer ranks with shards of FSDP2 broadcast them in one group, to two engines with two workers each.
 
 pytest tests/test_sharded_broadcast.py
 """

@@ -350,7 +350,8 @@ def test_worker_that_raises_ends_the_trainers_wait_with_its_traceback():
         thread.join(10)
         assert not thread.is_alive()
         assert thread.worker.model_update_group is None  # no half-open session is used again
-    assert "ValueError: cannot load b" in receiving[0].error  # which had loaded all, and waited for the next
+    named = r"engine worker 1 (.|\n)*ValueError: cannot load b"
+    assert re.search(named, receiving[0].error)  # which had loaded all, and waited for the next
     assert "no weight update group" in receiving[0].worker.receive_weights()["error"]
 
 
