@@ -7,7 +7,6 @@ pytest tests/test_native.py -m slow    runs of the script
 import functools
 import inspect
 import os
-import random
 import re
 import time
 from argparse import Namespace
@@ -51,8 +50,7 @@ def reward(completions, **_):
 @pytest.mark.slow
 def test_dummy_engine_gets_the_trainers_weights_and_learns(script, tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
-    options = "--seed", random.randrange(1000), "--reward", "mine:reward"
-    text = script("rlhf_nccl.py", *options, "--output", "run").finish()
+    text = script("rlhf_nccl.py", "--reward", "mine:reward", "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert (tmp_path / "calls").read_text() == "." * 8 * 31  # of 30 steps and the last proof, no nonsense before them
     assert re.search(r"^(\d+) of \1 greedy tokens are the trainer's own", text, re.MULTILINE)

@@ -6,7 +6,6 @@ pytest tests/test_rlhf.py -m long    addition
 """
 
 import json
-import random
 import re
 import runpy
 import shutil
@@ -34,7 +33,7 @@ def timeless(run):
 
 
 def test_default_run_learns_and_proves_every_sync(script, tmp_path):
-    run = script("rlhf.py", "--seed", random.randrange(1000), "--output", "run")
+    run = script("rlhf.py", "--output", "run")
     run.wait_for("step  1/30")
     shared = shared_memory_of(run.descendants())
     text = run.finish(180)

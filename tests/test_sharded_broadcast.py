@@ -86,8 +86,6 @@ def _rank(rank, port, trainer_port, fault, said):
         said.put((f"rank {rank}", sender.compare_weights(reversed(weights.items())).weights))
     except Exception as error:
         said.put((f"rank {rank}", str(error)))
-    said.close()
-    said.join_thread()
     os._exit(0)  # whatever gloo still waits for
 
 
@@ -116,6 +114,13 @@ def _worker(port, index, fault, said):
         wait([worker.weight_links[0].connection], 20)  # for rank 0's end: until then, other workers may have to answer
 
 
+@pytest.fixture
+def said():
+    """A queue whose `put` is over when the item is in it, so that a process that is killed then has said it."""
+    with mp.get_context("forkserver").Manager() as manager:
+        yield manager.Queue()
+
+
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
@@ -128,11 +133,10 @@ def _worker(port, index, fault, said):
         ("no engine knows a tensor", r"preflight, nothing was sent:\n  unknown: unknown"),
     ],
 )
-def test_shards_reach_every_worker_or_everyone_says_why_not(monkeypatch, fault, reason):
+def test_shards_reach_every_worker_or_everyone_says_why_not(monkeypatch, said, fault, reason):
     monkeypatch.setattr(receiver, "compare_quantized", compare_quantized)
     group, trainer = (TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
     context, apart = mp.get_context("forkserver"), WORKERS  # engine 1's worker 0 is a process
-    said = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, group.port, trainer.port, fault, said)) for rank in range(RANKS)
     ]

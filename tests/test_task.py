@@ -800,10 +800,10 @@ def test_ctrl_c_ends_a_run_whose_reward_never_returns(rewards):
 
 def test_all_prompts_rewards_may_take_longer_than_one(rewards):
     def mine(**_):
-        time.sleep(0.3)
+        time.sleep(0.6)
         return [1.0]
 
-    assert sums(score(rewards(timeout=0.8, mine=mine), *[group("a")] * 6)) == [1.0] * 6
+    assert sums(score(rewards(timeout=3, mine=mine), *[group("a")] * 6)) == [1.0] * 6
 
 
 MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]

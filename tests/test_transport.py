@@ -345,7 +345,7 @@ def test_worker_that_raises_ends_the_trainers_wait_with_its_traceback():
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"engine worker 1 (.|\n)*ValueError: cannot load b"):
         WeightSender(trainer).send_weights([(name, torch.ones(4)) for name in "abc"])
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     for thread in receiving:
         thread.join(10)
         assert not thread.is_alive()
@@ -366,7 +366,7 @@ def _worker_process(port, rank, world_size, ready):
     ("number", "timeout", "said"),
     [
         (signal.SIGKILL, math.inf, r"engine worker 0 \(pid \d+ on .*\) died"),
-        (signal.SIGSTOP, 2, "the weight transfer is stuck"),
+        (signal.SIGSTOP, 5, "the weight transfer is stuck"),
     ],
     ids=["killed", "stopped"],
 )
@@ -637,7 +637,7 @@ def test_views_of_one_storage_are_tied_only_if_equal():
     ],
 )
 def test_strangers_at_the_port_do_not_disturb_a_sync(monkeypatch, greeting):
-    monkeypatch.setattr(channels, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(channels, "HELLO_SECONDS", 2.0)
     trainer, other = groups(2)
     syncing = threading.Thread(target=WeightSender(trainer).send_weights, args=([("w", torch.ones(4))],))
     syncing.start()

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 CONNECT_SECONDS = 60.0  # limit for the peer to start its half of a rendezvous
@@ -24,8 +24,16 @@ class WeightSyncError(RuntimeError):
     """A weight sync failed. The message is the reason that the failing side gave."""
 
 
-def reason_of(error: BaseException) -> str:
-    """The text for the other side: the message of a WeightSyncError, the traceback of any other error."""
+def reason_of(error: BaseException, links: Sequence["Link"] = ()) -> str:
+    """The text for the other side: the message of a WeightSyncError, the traceback of any other error.
+
+    If one of `links` says that its peer has failed, that is the reason: whatever a worker reads then goes away.
+    """
+    try:
+        if not isinstance(error, WeightSyncError):
+            watch(links)
+    except WeightSyncError as first:
+        return str(first)
     return str(error) if isinstance(error, WeightSyncError) else "".join(traceback.format_exception(error))
 
 
@@ -163,8 +171,7 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
     """Poll `done()` and watch the links. Raises a failed peer's error, or WeightSyncError after `deadline`."""
     try:
         while not done():
-            for link in links:
-                link.watch()
+            watch(links)
             if time.monotonic() > deadline:
                 raise WeightSyncError(
                     "the weight transfer is stuck: it ran into its deadline; is receive_weights running on every"
@@ -174,9 +181,16 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
     except WeightSyncError:
         raise
     except RuntimeError:  # of gloo, for a closed connection; a link says whose, possibly a moment later
-        late = time.monotonic() + 1.0
-        while time.monotonic() < late:
-            wait([link.connection for link in links], timeout=0.1)
-            for link in links:
-                link.watch()
+        watch(links, 5.0)
         raise
+
+
+def watch(links: Sequence[Link], seconds: float = 0.0) -> None:
+    """Raise WeightSyncError if a peer has failed, or does so within `seconds`. Keeps other messages for `recv`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        for link in links:
+            link.watch()
+        if not links or (left := deadline - time.monotonic()) <= 0:
+            return
+        wait([link.connection for link in links], left)

@@ -72,7 +72,7 @@ class WeightReceiver:
             if self.weight_routing:
                 self.weight_staging = None  # syncs need no whole buckets
         except Exception as error:
-            self._close_links(reason_of(error))
+            self._close_links(reason_of(error, self.weight_links))
 
     def _receive(self, timeout: float, connect: Callable[[list[Link]], None]) -> dict:
         """Take part in one sync. Returns {"version": n} or {"error": reason}."""
@@ -97,8 +97,9 @@ class WeightReceiver:
         except Exception as error:
             # Never raise: vLLM stops reading the workers' answers at the first exception and then takes the unread ones
             # for answers to its next call.
-            self._close_links(reason_of(error))
-            return {"error": reason_of(error)}
+            reason = reason_of(error, self.weight_links)
+            self._close_links(reason)
+            return {"error": reason}
 
     def _agree(self, messages: list[dict]) -> list[dict]:
         """The handshake with all ranks, which at least one asks for. Returns their messages after it."""
