@@ -246,8 +246,8 @@ def test_group_that_does_not_come_together_is_an_error(monkeypatch):
     monkeypatch.setattr(groups_module, "CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    for rank, reason in [(0, "Timed out .* waiting for clients"), (1, "The client socket has timed out")]:
-        with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}: {reason}"):
+    for rank in range(2):
+        with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}: .*[Tt]imed out"):
             stateless_init_process_group("127.0.0.1", port, rank, 2, torch.device("cpu"))
 
 
