@@ -243,11 +243,11 @@ def test_every_tensor_that_the_engine_ignores_is_named():
 
 
 def test_group_that_does_not_come_together_is_an_error(monkeypatch):
-    monkeypatch.setattr(groups_module, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(groups_module, "CONNECT_SECONDS", 3.0)  # in which rank 0 must connect to its own store
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    for rank in range(2):
-        with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}: .*[Tt]imed out"):
+    for rank, reason in [(0, "Timed out .* waiting for clients"), (1, "The client socket has timed out")]:
+        with pytest.raises(WeightSyncError, match=f"no group at 127.0.0.1:{port}: {reason}"):
             stateless_init_process_group("127.0.0.1", port, rank, 2, torch.device("cpu"))
 
 
@@ -345,7 +345,7 @@ def test_worker_that_raises_ends_the_trainers_wait_with_its_traceback():
     started = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"engine worker 1 (.|\n)*ValueError: cannot load b"):
         WeightSender(trainer).send_weights([(name, torch.ones(4)) for name in "abc"])
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 10
     for thread in receiving:
         thread.join(10)
         assert not thread.is_alive()

@@ -27,14 +27,16 @@ class WeightSyncError(RuntimeError):
 def reason_of(error: BaseException, links: Sequence["Link"] = ()) -> str:
     """The text for the other side: the message of a WeightSyncError, the traceback of any other error.
 
-    If one of `links` says that its peer has failed, that is the reason: whatever a worker reads then goes away.
+    If one of `links` says that its peer has failed, that is the reason of any other error: a trainer that ends a
+    session frees the memory that its workers read.
     """
+    if isinstance(error, WeightSyncError):
+        return str(error)
     try:
-        if not isinstance(error, WeightSyncError):
-            watch(links)
+        watch_all(links)
     except WeightSyncError as first:
         return str(first)
-    return str(error) if isinstance(error, WeightSyncError) else "".join(traceback.format_exception(error))
+    return "".join(traceback.format_exception(error))
 
 
 class Link:
@@ -171,7 +173,7 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
     """Poll `done()` and watch the links. Raises a failed peer's error, or WeightSyncError after `deadline`."""
     try:
         while not done():
-            watch(links)
+            watch_all(links)
             if time.monotonic() > deadline:
                 raise WeightSyncError(
                     "the weight transfer is stuck: it ran into its deadline; is receive_weights running on every"
@@ -181,11 +183,11 @@ def wait_until(done: Callable[[], bool], links: list[Link], deadline: float) -> 
     except WeightSyncError:
         raise
     except RuntimeError:  # of gloo, for a closed connection; a link says whose, possibly a moment later
-        watch(links, 5.0)
+        watch_all(links, 5.0)
         raise
 
 
-def watch(links: Sequence[Link], seconds: float = 0.0) -> None:
+def watch_all(links: Sequence[Link], seconds: float = 0.0) -> None:
     """Raise WeightSyncError if a peer has failed, or does so within `seconds`. Keeps other messages for `recv`."""
     deadline = time.monotonic() + seconds
     while True:
