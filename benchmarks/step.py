@@ -28,8 +28,8 @@ completion. The model samples all of them nearly equally often, so completions e
 Times are medians of the steps after the first. A step lasts until the next one begins, so the clock leaves nothing
 out: "rest" is what is in none of the other parts, and "sync" has sleeping and waking in it. Tokens/s are the median of
 a step's tokens over that of its time. TRL is told to use no gradient checkpointing, to learn from `--trl-batch`
-completions at a time, and which share of the GPU is vLLM's. All else are its defaults: it learns in the checkpoint's
-bf16, while our master weights are fp32. Its parts are timed from outside, and each ends when the GPU has done its work.
+completions at a time, and which share of the GPU is vLLM's. All else are its defaults: its weights are fp32 and it
+computes in bf16, as we do. Its parts are timed from outside, and each ends when the GPU has done its work.
 
 With `--topology nccl`, the table also has the shares of a step in which the engine and the trainer are idle. In
 rlhf.py and TRL, the engine is idle in all parts but the rollout, and the trainer in the rollout. rlhf_async.py logs its
@@ -48,6 +48,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shlex
 import statistics
 import subprocess
@@ -213,7 +214,7 @@ def started(folder: Path, command: list[str], gpus: str) -> Iterator[subprocess.
 def run_way(folder: Path, command: list[str], gpus: str) -> float:
     """Run a command, as `started` does, to its end. Returns the peak of memory in use, in GB.
 
-    Raises RunError with the last line of the output if it fails.
+    Raises RunError if it fails: with the last error in the output, or its last line if there is none.
     """
     peak = 0.0
     with started(folder, command, gpus) as process:
@@ -223,7 +224,8 @@ def run_way(folder: Path, command: list[str], gpus: str) -> float:
             time.sleep(0.5)
     if process.returncode:
         lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
-        raise RunError(f"{folder.name}: {lines[-1]} (all of it in {folder}/output.txt)")
+        errors = [line for line in lines if re.search(r"[Ee]rror: .", line)]  # torchrun's summary comes after them
+        raise RunError(f"{folder.name}: {(errors or lines)[-1]} (all of it in {folder}/output.txt)")
     return peak
 
 

@@ -56,7 +56,7 @@ def main(workload: dict) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = workload["gpus"]  # not the server's, or Trainer would learn on those as well
     import torch
     from datasets import Dataset, Image, List
-    from transformers import TrainerCallback
+    from transformers import AutoConfig, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     model, gpu, batch = Path("../model").resolve(), bool(workload["gpus"]), workload["trl_batch"]
@@ -72,6 +72,7 @@ def main(workload: dict) -> None:
         def on_train_end(self, *_, **__):
             parts.next_step()
 
+    token = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
     config = GRPOConfig(
         output_dir="trl",
         per_device_train_batch_size=batch,
@@ -85,6 +86,8 @@ def main(workload: dict) -> None:
         use_vllm=gpu,
         vllm_mode="server" if workload["topology"] == "nccl" else "colocate",
         vllm_gpu_memory_utilization=workload["gpu_memory_utilization"],
+        # A model with random weights samples image tokens, and TRL stops at one. Without vLLM, it bars them itself.
+        generation_kwargs={"logit_bias": {token: -100.0}} if gpu and token else None,
         logging_steps=1,
         save_strategy="no",
         report_to="none",

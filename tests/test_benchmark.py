@@ -223,8 +223,10 @@ def test_summary_has_medians_and_what_is_in_no_part(step):
 def test_shorter_completions_and_a_command_that_fails_are_errors(step, tmp_path):
     with pytest.raises(RunError, match=r"TRL: completions have 7\.5 tokens on average, and not 8"):
         step.step_tokens("TRL", 7.5, step.Arguments(tokens=8))
-    with pytest.raises(RunError, match=r"way: ValueError: no memory \(all of it in .*/way/output\.txt\)"):
-        step.run_way(tmp_path / "way", ["-c", "raise ValueError('no memory')"], gpus="")
+    ends = "print('[rank0]: ValueError: no memory\\nChildFailedError: \\n====='); exit(1)"  # as torchrun's output does
+    for name, code in (("one", "raise ValueError('no memory')"), ("ranks", ends)):
+        with pytest.raises(RunError, match=rf"{name}: .*ValueError: no memory \(all of it in .*/{name}/output\.txt\)"):
+            step.run_way(tmp_path / name, ["-c", code], gpus="")
     with pytest.raises(RunError, match="--trl-batch 16 does not divide the 24 completions"):
         step.trl_step(tmp_path, step.Arguments(prompts=3, completions=8), gpus="")
 
