@@ -262,6 +262,28 @@ def test_towers_learn_if_they_are_to(model, train_vision):
     assert any(of_language_model(name) for name in changed)
 
 
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_run_goes_on_with_the_towers_that_learned(model, tmp_path, train_vision):
+    learner = GRPOLearner(model, config(train_vision=train_vision, group_size=3), CPU)
+    learner.learn(groups(learner))
+    learner.save(tmp_path)
+    other = GRPOLearner(str(tmp_path), config(train_vision=not train_vision), CPU)
+    with pytest.raises(RunError, match=r"\d+ tensors learned in that run, and \d+ now: is --train-vision as it was\?"):
+        other.load_state(tmp_path)
+
+
+def test_towers_whose_first_images_come_later_are_offloaded_as_well(model):
+    images, weights = groups(GRPOLearner(model, config(), CPU)), []
+    text = [replace(rollout, images=None, prompt_ids=[5, 6]) for rollout in images]
+    for offload in (False, True):
+        learner = GRPOLearner(model, config(train_vision=True, group_size=3, offload_optimizer=offload), CPU)
+        learner.max_mismatch = None  # no engine samples anew after each step
+        for batch in (text, images, images):
+            learner.learn(batch)
+        weights.append(weights_of(learner))
+    assert all(weights[1][name].equal(tensor) for name, tensor in weights[0].items())
+
+
 def learn(folder, batches):
     for model, batch in batches.items():
         learner = GRPOLearner(model, config(group_size=3, max_grad_norm=0.01, train_vision=True), CPU)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from weight_sync.lora import LoRAWeight
 from weight_sync.ranks import local_part
 
+from ..errors import RunError
 from .sharding import rank_and_ranks, sharded_like, whole
 
 WEIGHTS_FILE, STATE_FILE = "model.safetensors", "trainer_state.pt"
@@ -66,9 +67,11 @@ def state_files(folder: Path) -> list[Path]:
 
 def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict:
     """Load the optimizer's state for these parameters, of which this rank takes its rows. Returns what `write_state`
-    wrote beside it."""
+    wrote beside it. Raises RunError if other parameters learned then."""
     saved = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in state_files(folder)]
     state = saved[0].pop("optimizer")
+    if (count := len(state["param_groups"][0]["params"])) != len(parameters):
+        raise RunError(f"{count} tensors learned in that run, and {len(parameters)} now: is --train-vision as it was?")
     moments = [state["state"], *(other["optimizer"]["state"] for other in saved[1:])]
     for i, parameter in enumerate(parameters):
         for name in state["state"].get(i, {}).keys() - {"step"}:

@@ -220,12 +220,13 @@ class Offload:
         if self.on_host or not moments:
             return
         sizes = [local.numel() for *_, local in moments]
-        if self.memory is None:
-            self.memory = torch.empty(sum(sizes))
+        if self.memory is None:  # for all parameters: a vision tower has moments only after the first image
+            learning = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            self.memory = torch.empty(2 * sum(local_part(parameter.detach()).numel() for parameter in learning))
             if moments[0][2].is_cuda:  # page-lock it: torch's own pinned memory would round up to powers of two
                 register = torch.cuda.cudart().cudaHostRegister
                 torch.cuda.check_error(register(self.memory.data_ptr(), self.memory.nbytes, 0))
-        for (state, name, local), host in zip(moments, self.memory.split(sizes), strict=True):
+        for (state, name, local), host in zip(moments, self.memory[: sum(sizes)].split(sizes), strict=True):
             state[name] = host.view_as(local).copy_(local)
         self.on_host = True
 
