@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin
 
-from annotated_types import Ge, Gt, Lt
-from pydantic import TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from ..errors import TaskError
 from ..flags import Flag, arg, flags_in, flat, with_values
@@ -62,7 +62,7 @@ class RunArguments:
         " accelerate's trackers, or none",
     )
     resume: Path | None = arg(None, help="folder of a run to continue from its last checkpoint")
-    timeout: Annotated[float, Gt(0)] = arg(
+    timeout: Annotated[float, Gt(0), Le(1e6)] = arg(
         3600.0,
         help="seconds that a phase (starting, generating, learning, syncing) may take; then the run ends with an error",
     )
@@ -104,11 +104,16 @@ class Parser(argparse.ArgumentParser):
         checked = {}
         for name, value in values.items():
             try:
-                checked[name] = TypeAdapter(self.flags[name].type).validate_python(value)
+                checked[name] = validated(self.flags[name], value)
             except ValidationError as invalid:
                 error = invalid.errors()[0]
                 self.error(f"{source} {flag(name)}: {error['msg']}, not {error['input']}")
         return checked
+
+
+def validated(flag: Flag, value):
+    """The value, or its text, with the flag's type. Raises ValidationError if it has another or is not finite."""
+    return TypeAdapter(flag.type, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
 
 
 def parse(cls: type, description: str):
@@ -152,7 +157,7 @@ def resumed(flags: dict[str, Flag], saved: dict, now: dict) -> tuple[dict, list[
     unknown = [flag(name) for name in sorted(before.keys() - flags.keys())]
     for name in before.keys() & flags.keys() - now.keys():
         try:
-            before[name] = TypeAdapter(flags[name].type).validate_python(before[name])
+            before[name] = validated(flags[name], before[name])
         except ValidationError:
             unknown.append(f"{flag(name)} {before.pop(name)}")
     if {"reward", "reward_model"} & now.keys():
