@@ -19,6 +19,7 @@ from recipe.rollouts.evaluation import evaluate, pass_at_k
 from recipe.run.checkpoint import Models, choose_models, write_checkpoint
 from recipe.tasks import addition
 from recipe.tasks.rewards import Batch
+from recipe.tasks.task import load_task
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
 
@@ -135,6 +136,12 @@ def test_it_leaves_the_training_run_alone():
 def test_nothing_to_evaluate_on_is_an_error():
     with pytest.raises(TaskError, match=r"^--eval-every: nothing to evaluate on"):
         task_of(arguments(eval_share=0.0))
+
+
+def test_evaluation_without_a_reward_is_an_error():
+    args = arguments(reward=None)
+    with pytest.raises(TaskError, match=r"^--reward is missing"):
+        load_task(args.task, 0, 4, needs_reward=False)
 
 
 def test_sums_that_are_evaluated_on_are_taught_in_neither_order():

@@ -208,7 +208,8 @@ def load_task(
     if not args.dataset and (not environment or tools.rows_choose):
         chooses = f"--environment {environment} names several: each row of a dataset chooses one"
         raise TaskError(f"--dataset is missing: {chooses if environment else f'--task {args.task} has no default'}")
-    if needs_reward and not args.reward and not reward_models and not (tools and tools.rewards):
+    has_reward = args.reward or reward_models or (tools and tools.rewards)
+    if not has_reward and (needs_reward or args.eval_every):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
     rows = _load(args, args.dataset, args.dataset_split, environment)
     eval_rows = _load_eval_rows(args, rows, seed, environment)
