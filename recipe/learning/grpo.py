@@ -27,7 +27,6 @@ from annotated_types import Ge
 
 from ..flags import arg
 from .learner import LearnerConfig, PolicyLearner, Proof
-from .lora import without_adapters
 from .model import Model
 from .objectives import ObjectiveConfig, advantages
 from .rollout import Rollout, known_rewards, rollout_metrics
@@ -79,7 +78,7 @@ class GRPOLearner(PolicyLearner):
         left_out = unknown | truncated & config.mask_truncated_completions  # (DAPO's overlong filtering)
         several_updates = config.num_epochs * config.num_mini_batches > 1
         scores = self.score(rollouts, proof_rollouts) if several_updates else None
-        reference = self._reference_logprobs(rollouts) if config.kl_coef else None
+        reference = self.reference_logprobs(rollouts) if config.kl_coef else None
         metrics = self._run_policy_updates(rollouts, advantage, left_out, scores, reference, proof_rollouts)
         return rollout_metrics(rollouts, config.group_size) | metrics
 
@@ -87,10 +86,3 @@ class GRPOLearner(PolicyLearner):
         """Advantages [B, 1], and which rollouts have none: a bool [B]."""
         rewards = known_rewards(rollouts)
         return advantages(rewards, self.config.group_size, self.config.advantage)[:, None], rewards.isnan()
-
-    def _reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Log-probabilities [B, T] by the model that the run began with."""
-        if self.reference:
-            return self.reference.score_all(rollouts)[0]
-        with without_adapters(self.model.module):
-            return self.model.score_all(rollouts)[0]

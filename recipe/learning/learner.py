@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import DivergenceError, MismatchError
 from ..flags import arg
 from .layout import as_tensor
-from .lora import load_adapters
+from .lora import load_adapters, without_adapters
 from .model import Model, ModelConfig, RankBatch
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
 from .rollout import Rollout
@@ -290,6 +290,13 @@ class PolicyLearner(Learner):
         metrics = self._check_mismatch(sums)
         entropy = float((entropies * tensors["mask"]).sum() / tensors["mask"].sum())
         return PolicyScores(logprobs, metrics | {"entropy": entropy})
+
+    def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
+        """Log-probabilities [B, T] by the reference: a frozen model or, if there is none, this one without adapters."""
+        if self.reference:
+            return self.reference.score_all(rollouts)[0]
+        with without_adapters(self.model.module):
+            return self.model.score_all(rollouts)[0]
 
     def _score_mismatch(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Score rollouts for their `_mismatch_sums`."""

@@ -23,7 +23,6 @@ from annotated_types import Ge, Gt, Le
 
 from ..flags import arg
 from .learner import Learner, LearnerConfig, PolicyLearner, PolicyScores, Proof, learning_rate
-from .lora import without_adapters
 from .model import Model
 from .objectives import PolicyLossConfig
 from .rollout import Rollout
@@ -192,11 +191,6 @@ class PPOLearner(PolicyLearner):
         scores = self.score(rollouts)
         scores.metrics["kl_coef"] = self.extra_state["kl_coef"]
         return scores
-
-    def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Log-probabilities [B, T] by the model without the adapters, which is the reference."""
-        with without_adapters(self.model.module):
-            return self.model.score_all(rollouts)[0]
 
     def learn(self, experience: Experience) -> dict[str, float]:
         """Update the policy, and adapt the coefficient of the KL. Returns metrics."""

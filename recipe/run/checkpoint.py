@@ -167,9 +167,7 @@ def choose_models(
         check_adapters(checkpoint, config)
         if (done := int(checkpoint.name.rpartition("-")[2])) >= args.steps:
             raise RunError(f"that run has done its {done} steps: ask for more with --steps")
-    if args.ray_address:
-        folders = {path for path in (initial, str(checkpoint or initial)) if os.path.isdir(path)}
-        check_nodes(sorted(folders), "GPU" if device == "cuda" else "CPU")
+    check_nodes(args, device, initial, str(checkpoint or initial))
     return Models(initial, initial if config.lora_rank else str(checkpoint or initial), checkpoint), config
 
 
@@ -203,9 +201,7 @@ def choose_ppo_models(
     if reward_model:
         reward_model = load_or_make(reward_model, run_folder / "reward_model", args, "--reward-model")
         check_reward_model(reward_model, is_chat)
-    if args.ray_address:
-        folders = [path for path in (critic, reward_model) if path and os.path.isdir(path)]
-        check_nodes(folders, "GPU" if device == "cuda" else "CPU")
+    check_nodes(args, device, critic, reward_model)
     reference = None if config.lora_rank else models.initial
     paths = {"trainer": models.loaded, "critic": critic, "reference": reference, "reward_model": reward_model}
     return {name: path for name, path in paths.items() if path}, states, config
@@ -225,8 +221,7 @@ def choose_teacher(
         raise RunError(f"--temperature {temperature:g}: a teacher's log-probabilities are those at 1")
     path = load_or_make(teacher, run_folder / "teacher", args, "--teacher")
     check_vocabulary(f"the teacher {teacher}", path, model, "--teacher")
-    if args.ray_address and os.path.isdir(path):
-        check_nodes([path], "GPU" if device == "cuda" else "CPU")
+    check_nodes(args, device, path)
     return path
 
 
@@ -244,11 +239,15 @@ def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--mod
     return model
 
 
-def check_nodes(folders: list[str], resource: str) -> None:
-    """Raise RunError if a node with this resource, where Ray may place trainer or engine, lacks one of the folders."""
+def check_nodes(args: RunArguments, device: str, *models: str | None) -> None:
+    """Raise RunError if a node of the cluster, where Ray may place trainer or engine, lacks one of these folders."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    folders = sorted({model for model in models if model and os.path.isdir(model)})
+    if not args.ray_address or not folders:
+        return
+    resource = "GPU" if device == "cuda" else "CPU"
     find_missing = ray.remote(lambda: [folder for folder in folders if not os.path.isdir(folder)])
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource)]
     calls = []
