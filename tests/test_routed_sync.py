@@ -157,6 +157,17 @@ def test_adapters_are_merged_where_they_are_packed(monkeypatch, model):
         assert sync(weights) == "replay"
 
 
+def test_tensor_that_is_laid_out_anew_is_sent_whole(monkeypatch):
+    monkeypatch.setattr(sender_module, "ranks_of", lambda tensors: Ranks())
+    monkeypatch.setitem(globals(), "sharded", lambda weights, *_: weights)
+    sync, weights = Sync(ranks=1, engines=1, syncs=3), model_tensors(1)
+    assert sync(weights) == "replay" and sync.senders[0].routing
+    weights |= {name: weights[name].t().contiguous().t() for name in ("q", "o", "fc")}
+    for _ in range(2):
+        weights["q"].mul_(2)
+        assert sync(weights) == "replay" and not sync.senders[0].routing
+
+
 @pytest.mark.parametrize("side", ["rank", "worker"])
 def test_flipped_bit_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
     sync = Sync(ranks=2, engines=2, syncs=2)

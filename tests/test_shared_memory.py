@@ -54,6 +54,27 @@ class LoadingEngine(Engine, EngineModel):
         return self.needed - expected.keys()
 
 
+def test_adapters_that_each_sync_wraps_anew_take_one_handshake(monkeypatch):
+    channel = SharedMemoryChannel(CPU)
+    receiving, sender = Receiving(ColocatedWorker(Engine(), channel.handles), syncs=3), WeightSender(channel)
+    handshakes, preflight = [], sender._preflight
+    monkeypatch.setattr(sender, "_preflight", lambda metadata: handshakes.append(metadata) or preflight(metadata))
+    tensors = torch.randn(6, 4).t(), torch.randn(2, 6), torch.randn(4, 2)  # a base that does not lie in one piece
+    for scaling in (0.5, 0.5, 2.0):
+        tensors[1].add_(1)
+        sender.send_weights({"w": LoRAWeight(*tensors, scaling)}.items())
+        expected = materialized(LoRAWeight(*tensors, scaling))
+        assert same_bits(receiving.worker.weight_model.weights["w"], expected)
+    receiving.join(10)
+    assert len(handshakes) == 1
+
+
+def test_long_path_of_the_folder_for_temporary_files_is_not_a_sockets(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
+    (path,) = SharedMemoryChannel(CPU).handles.values()
+    assert path.startswith("/tmp/weight-sync-")
+
+
 def test_worker_without_a_trainer_beside_it_says_so():
     answer = ColocatedWorker(Engine(), {"GPU-1": "somewhere"}).receive_weights(timeout=5)
     assert answer == {"error": "no trainer rank is on cpu:0: they are on ['GPU-1']"}
@@ -62,9 +83,11 @@ def test_worker_without_a_trainer_beside_it_says_so():
 def test_memory_of_a_former_shared_buffer_cannot_be_mapped():
     buffer = shared_buffer(64, CPU)
     share_tensor(buffer)
+    with pytest.raises(WeightSyncError, match="only contiguous views of a shared_buffer can"):
+        share_tensor(buffer.view(8, 8).t())
     address = buffer.data_ptr()
     del buffer
-    with pytest.raises(WeightSyncError, match="only tensors of shared_buffer can be mapped"):
+    with pytest.raises(WeightSyncError, match="only contiguous views of a shared_buffer can"):
         storage = SimpleNamespace(data_ptr=lambda: address)  # what torch then put there
         share_tensor(SimpleNamespace(is_cuda=False, untyped_storage=lambda: storage))
 
@@ -259,7 +282,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
     buckets.STAGING_BYTES = 1024  # `w` has 8,400 bytes: it is cut
     socket.gethostname = lambda: f"node {rank % nodes}"
     channel = SharedMemoryChannel(CPU)
-    receiving = Receiving(ColocatedWorker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=2)
+    receiving = Receiving(ColocatedWorker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=3)
     # Uneven shards, two without rows on rank 1, tensors that are cut, one that is not sharded, two with adapters.
     whole = {"a": torch.randn(1), "w": torch.randn(101, 20), "b": torch.randn(7), "u": torch.randn(2, 3, 100)}
     whole |= {"e": torch.randn(1), "h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
@@ -274,7 +297,10 @@ def _sharded_rank(rank, port, nodes, failures, done):
         base, adapter = (base.T.contiguous() if transposed else base), (lora_A, lora_B, 0.7, transposed)
         shards[name] = LoRAWeight(distribute_tensor(base, mesh, [Shard(0)]), *adapter)
         whole[name] = materialized(LoRAWeight(base, *adapter))
-    for _ in range(2):
+    local = shards["u"]._local_tensor
+    moved = local + 1 if rank else local  # on one rank, which has row 1, it comes to lie elsewhere
+    for i, shards["u"]._local_tensor in enumerate((local, local, moved)):
+        whole["u"][1] += i // 2
         sender.send_weights(shards.items())
         received = receiving.worker.weight_model.weights
         if not all(same_bits(received[n], t.bfloat16() if n == "w" else t) for n, t in whole.items()):
@@ -289,7 +315,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
         channel = SharedMemoryChannel(CPU)
         receiving = Receiving(ColocatedWorker(engines[rank], channel.handles), syncs=2)
         sender = WeightSender(channel)
-        for _ in range(2):
+        for shards["u"]._local_tensor in (local, moved):
             report = sender.send_weights(shards.items())
             if report.loader != loader:
                 failures.put((rank, report))

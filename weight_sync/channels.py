@@ -17,6 +17,7 @@ from .ranks import Ranks
 
 HELLO_SECONDS = 5.0  # limit for the first message of a new connection
 HELLO_BYTES = 1 << 12  # largest first message
+FOLDER_CHARS = 80  # of the folder for temporary files; the path of a socket in it has at most 107
 LINK_KEY = "rlhf_utils/link"  # with "/" and a trainer rank, the key in a group's store of where that rank listens
 
 
@@ -64,7 +65,8 @@ class SharedMemoryChannel:
         if device.type == "cuda":
             refuse_expandable_segments()
         self.device, self.workers = device, workers
-        self.folder = tempfile.mkdtemp(prefix="weight-sync-")  # mode 0700: no other user reaches the socket
+        parent = "/tmp" if len(tempfile.gettempdir()) > FOLDER_CHARS else None
+        self.folder = tempfile.mkdtemp(prefix="weight-sync-", dir=parent)  # mode 0700: no other user reaches the socket
         self.remove_folder = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.server = socket.socket(socket.AF_UNIX)
         self.server.bind(f"{self.folder}/link")

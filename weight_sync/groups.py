@@ -134,8 +134,8 @@ def share_tensor(tensor: torch.Tensor) -> tuple:
         from torch.multiprocessing.reductions import reduce_tensor
 
         return reduce_tensor(tensor.detach())
-    if not can_share(tensor):
-        raise WeightSyncError("on CPU, only tensors of shared_buffer can be mapped by another process")
+    if not (can_share(tensor) and tensor.is_contiguous()):
+        raise WeightSyncError("on CPU, only contiguous views of a shared_buffer can be mapped by another process")
     address = tensor.untyped_storage().data_ptr()
     return _map_memory, (_shared_paths[address], tensor.dtype, tensor.shape, tensor.data_ptr() - address)
 

@@ -116,7 +116,7 @@ class Link:
             message = json.loads(self.connection.recv_bytes(max_bytes))
             if not isinstance(message, dict):
                 raise ValueError(f"{message!r} is no JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WeightSyncError(f"{self.peer} sent something that is not a message of the weight sync") from error
         if "error" in message:
             raise WeightSyncError(f"{self.peer} failed: {message['error']}")

@@ -14,7 +14,7 @@ from .comparison import Comparison, comparison_of
 from .copies import BatchedCopy, digest_together, load_kernel
 from .groups import Wire, can_share, shared_buffer
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
-from .lora import LoRAWeight
+from .lora import LoRAWeight, Merge
 from .ranks import Ranks, ShardedPart, local_part, ranks_of
 from .regions import Region, copy_of
 from .rotation import Rotation
@@ -80,7 +80,7 @@ class WeightSender:
         self.replay, self.timeout, self.closed, self.version = replay, timeout, False, 0
         self.links: list[Link] = []  # to the workers
         # What the last handshake agreed on:
-        self.sources = None  # (name, address, dtype, shape, strides, LoRAWeight) of each tensor; addresses of factors
+        self.sources = None  # (name, address, dtype, shape, strides) of each tensor, and of the factors of LoRAWeights
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.tensors: dict[str, torch.Tensor] = {}  # tied ones once; of weights with adapters, the bases
         self.adapted: dict[str, LoRAWeight] = {}
@@ -146,7 +146,7 @@ class WeightSender:
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
             tensors = weights | {name: weight.base for name, weight in adapted.items()}
             with torch.cuda.device_of(local_part(next(iter(tensors.values()), torch.empty(0)))):
-                if self.maps and self.loader == "replay" and not names:
+                if self.maps and self.loader == "replay" and not names and not self._spans_nodes:
                     self._fill_memory("replay", self.version + 1)  # a GPU does it while this side checks its tensors
                 self._agree(tensors, adapted)
                 return send()
@@ -157,8 +157,9 @@ class WeightSender:
     def _agree(self, tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> None:
         """Preflight, unless the tensors are those of the last sync."""
         local = {name: local_part(tensor) for name, tensor in tensors.items()}
-        sources = [(name, t.data_ptr(), t.dtype, t.shape, t.stride(), adapted.get(name)) for name, t in local.items()]
-        sources += [(name, weight.lora_A.data_ptr(), weight.lora_B.data_ptr()) for name, weight in adapted.items()]
+        sources = [(name, *_memory(tensor)) for name, tensor in local.items()]
+        for name, weight in adapted.items():
+            sources.append((name, weight.scaling, weight.transposed, _memory(weight.lora_A), _memory(weight.lora_B)))
         if sources == self.sources:
             return
         if len(devices := {str(tensor.device) for tensor in local.values()}) > 1:
@@ -167,8 +168,11 @@ class WeightSender:
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         if self.sources is None:
             self.ranks = ranks_of(self.tensors)
-        if metadata != self.metadata or self.maps:  # workers may have mapped memory that the tensors have left
+        in_place = self.maps and self.whole and self.whole.parts[0][self.ranks.rank] is None
+        cut = self.routes and not all(tensor.is_contiguous() for tensor in local.values())  # as they were before
+        if metadata != self.metadata or in_place or cut:  # in place: workers map memory that the tensors have left
             self._preflight(metadata)
+        self.filled = None  # from the old tensors
         self.sources = sources
 
     def _preflight(self, metadata: list) -> None:
@@ -266,12 +270,12 @@ class WeightSender:
 
             def copy(place: torch.Tensor, region: Region) -> tuple:
                 piece = pieces[region.piece]
-                tensor = self.tensors[piece.name]
+                tensor, adapted = self.tensors[piece.name], self.adapted.get(piece.name)
                 if not local_part(tensor).is_contiguous():  # then it is sent whole
-                    rows = tensor[piece.begin // piece.row :][: piece.count // piece.row]
-                    return place.view(rows.shape), rows
+                    rows = tensor[(first := piece.begin // piece.row) :][: piece.count // piece.row]
+                    return place.view(rows.shape), Merge(adapted, rows, first) if adapted else rows
                 elements = shares[piece.name][piece.begin - piece.first :][: piece.count]
-                return copy_of(place, region, piece, elements, self.adapted.get(piece.name))
+                return copy_of(place, region, piece, elements, adapted)
 
             copies = [[] for _ in staging.steps]
             for i, step in enumerate(copies):
@@ -391,6 +395,11 @@ class WeightSender:
             rotation.add(version, self.filled[i : i + 1])
         if not compared:
             self.whole.digest(0, self.filled)
+
+
+def _memory(tensor: torch.Tensor) -> tuple:
+    """What tells whether copies from this tensor are still those that it needs."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:
