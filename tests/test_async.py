@@ -462,6 +462,11 @@ def held(monkeypatch):
     return actor
 
 
+def test_engine_without_prompts_has_no_completions(held):
+    """As where an evaluation has fewer prompts than there are engines."""
+    assert asyncio.run(held.sample([], [], True, [])) == []
+
+
 def test_what_waits_comes_after_all_that_does_not(held):
     async def run():
         held.llm.goes_on.set()
