@@ -114,7 +114,7 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
     ("text", "message"),
     [
         ('{"prompt": "a"}\n{"prompt": 3}\n', 'row 1 of train: no usable "prompt"'),
-        ('{"prompt": "a"}\n\n{"prompt": \n', "row 2 of train: not JSON"),
+        ('{"prompt": "a"}\n\n{"prompt": \n', "row 1 of train: not JSON"),
         ('{"prompt": "a"}\n["prompt"]\n', "row 1 of train: no usable"),
         ('{"prompt": []}\n', "row 0 of train: no usable"),
         ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: no usable"),
@@ -224,6 +224,15 @@ def test_csv_is_the_text_that_is_in_its_fields(load, folder, separator):
         ["007", None, "null"],
         ["1e5", None, "2026-01-31"],
     ]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_blank_lines_are_no_rows(load, suffix):
+    Path(f"rows.{suffix}").write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n \n{"prompt": "c"}\n\n')
+    for split, prompts in (("train[:2]", "ab"), ("train[-1:]", "c"), ("train[67%:]", "c")):
+        rows = load("--dataset", f"rows.{suffix}", "--dataset-split", split).rows
+        assert "".join(row.prompt for row in rows) == prompts
+    assert rows[0].origin.endswith("row 0 of train[67%:]")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])

@@ -71,8 +71,6 @@ def load_rows(
     function, rows = named_function("--map", mapping) if mapping else None, []
     for number, record in enumerate(_records(name, config, split)):
         origin = f"{name}, row {number} of {split}"
-        if isinstance(record, JSONLine) and not record.strip():
-            continue
         mapped = _parsed(record, origin) if isinstance(record, JSONLine) else record
         if function:
             try:
@@ -233,6 +231,11 @@ def _read(file: str) -> Iterator[dict | JSONLine]:
                 yield {column: text or None for column, text in row.items()}
         elif file_ending(file) == ".json":
             text = lines.read()
-            yield from json.loads(text) if text.lstrip().startswith("[") else map(JSONLine, text.split("\n"))
+            yield from json.loads(text) if text.lstrip().startswith("[") else json_lines(text.split("\n"))
         else:
-            yield from map(JSONLine, lines)
+            yield from json_lines(lines)
+
+
+def json_lines(lines: Iterable[str]) -> Iterator[JSONLine]:
+    """These lines without the blank ones, which are no rows."""
+    return (JSONLine(line) for line in lines if line.strip())
