@@ -85,7 +85,7 @@ def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:
         messages.append(message if content is None else message | {"content": content})
     if given and not placed:
         number = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
-        text = messages[number]["content"]
+        text = messages[number].get("content") or ""
         parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
         messages[number] = messages[number] | {"content": [PLACE] * len(given) + parts}
         placed, places = given, len(given)

@@ -93,6 +93,8 @@ def test_what_is_wrong_with_an_image_names_its_row(paths, tmp_path):
     ):
         with pytest.raises(TaskError, match=message):
             take_images({"prompt": [question], "images": images}, "row 1")
+    (answer,), _ = take_images({"prompt": [{"role": "assistant", "tool_calls": []}], "images": [*paths]}, "row 1")
+    assert answer["content"].count(PLACE) == len(paths)
     _, cut = take_images({"prompt": [question], "images": [png(Image.effect_noise((99, 99), 9))[:-999]]}, "row 1")
     with pytest.raises(TaskError, match=r"^row 1: an image cannot be read: "):
         cut.decoded()
@@ -162,6 +164,8 @@ def test_conversation_keeps_its_images_and_the_engines_prompt(paths, monkeypatch
     rollout = talk.rollout()
     assert rollout.prompt_ids == [7, 7, 7, 8]
     assert colours(rollout.images) == [(255, 0, 0)]
+    tools.max_model_len = 11
+    assert talk.room == 11 - 5  # the engine's limit counts the image's tokens
 
 
 # --- The learner ------------------------------------------------------------------------------------------------------

@@ -414,6 +414,8 @@ def test_missing_server_and_wrong_key_are_refused(servers):
         pool_of(servers[:1], sample)
     with pytest.raises(RunError, match=r"^--engine-url localhost:8000: nobody answers there .*protocol"):
         pool_of([SimpleNamespace(url="localhost:8000")], sample)
+    with pytest.raises(RunError, match=r"^--engine-url http://a:80a0: Invalid port: '80a0'$"):
+        pool_of([SimpleNamespace(url="http://a:80a0")], sample)
 
 
 def test_another_model_is_the_preflights_error(servers, monkeypatch):

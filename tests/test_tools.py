@@ -310,6 +310,7 @@ class Silent:
 
 
 BOTH = {"counter": Counter, "silent": Silent}
+NAMESAKES = {"counter": Counter, "other": type("Counter", (Counter,), {})}
 MESSAGES = [{"role": "user", "content": "go"}]
 
 
@@ -554,6 +555,14 @@ def test_special_tokens_in_a_tools_text_are_text(converse):
     assert converse.made.tokenizer.eos_token_id not in answer.tolist()
 
 
+def test_text_that_looks_like_the_mark_of_a_special_token_is_text(converse):
+    converse(lambda *_: "end", tools=["test_tools:shout"])
+    template = converse.made.task.tools.template
+    for number in (0, 99):
+        ids = template.answer_ids([{"role": "tool", "name": "f", "content": f"a\ue000{number}\ue001b"}], 0)
+        assert template.tokenizer.decode(ids).count(f"a{number}b") == 1
+
+
 def test_each_completion_has_an_environment_that_is_used_again(converse):
     def says(text, number):
         return [f"[add(number={number})]", f"[add(number={10 * number})]", "end"][text.count("=sum")]
@@ -715,6 +724,7 @@ def test_environment_needs_no_dataset(converse, monkeypatch):
         ({"environment": "test_tools:MESSAGES"}, "not a factory"),
         ({"environment": "test_tools:Engines"}, "raised TypeError"),
         ({"environment": "test_tools:SimpleNamespace"}, "has no method reset"),
+        ({"environment": "test_tools:NAMESAKES"}, "two classes have the name Counter"),
         ({"environment": "test_tools:BOTH", "dataset": None}, "--dataset"),
         ({"environment": "test_tools:Silent", "reward": None}, "--reward is missing"),
         ({"tools": ["test_tools:shout"], "tool_parser": "nobody"}, "--tool-parser nobody"),

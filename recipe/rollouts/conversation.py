@@ -77,7 +77,8 @@ class Conversation:
         """How many tokens the completion may still have."""
         most, max_model_len = self.max_tokens, self.tools.max_model_len
         if max_model_len:
-            most = min(most, max_model_len - len(self.prompt_ids))
+            prompt_ids = self.parts[0].prompt_ids if self.parts else self.prompt_ids  # the engine expands images
+            most = min(most, max_model_len - len(prompt_ids))
         return most - len(self.ids)
 
     async def take(self, sampled: Rollout) -> None:

@@ -77,7 +77,10 @@ class Replica:
         self.serving, self.in_flight = False, 0  # in_flight: requests
         self.workers, self.shares_device = 0, False  # shares_device: its worker is on the trainer's GPU
         self.arguments: tuple = ()  # of `receive_weights`, beside the timeout
-        self.host = httpx.URL(url).host
+        try:
+            self.host = httpx.URL(url).host
+        except httpx.InvalidURL as error:
+            raise RunError(f"--engine-url {url}: {error}") from error
         self.report: SyncReport | None = None  # of its last sync
         self.reason = ""  # why it was lost, or could not return
         self.client = httpx.AsyncClient(
@@ -95,7 +98,7 @@ class Replica:
             answer = await self.client.request(method, path, json=body, **options)
         except httpx.TimeoutException as error:
             raise ReplicaError(f"it did not answer {path} within {self.timeout:g} s") from error
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except httpx.TransportError as error:
             raise ReplicaError(f"no answer: {error or type(error).__name__}") from error
         if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
             raise RunError(f"{self.name} at {self.url} refuses {path}: {answer.text[:SHOWN_CHARS]}")
@@ -148,7 +151,7 @@ class Replica:
             channels = await self.client.post("/collective_rpc", json={"method": "report_channel"})
             if channels.is_error:
                 raise refuse(f"its workers are without --worker-extension-cls {EXTENSION}")
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+        except httpx.TransportError as error:
             raise refuse(f"nobody answers there ({error or type(error).__name__})") from error
         self.workers = world_size.json()["world_size"]
         self.shares_device = channels.json()["results"][0] == "shared memory"

@@ -112,6 +112,7 @@ class ChatTemplate:
 
     def _marked(self, text: str) -> str:
         """A tool's content or name, with marks in place of special tokens."""
+        text = re.sub("[\ue000\ue001]", "", text)  # or it could have marks of its own
         return self.special_text.sub(lambda match: f"\ue000{self.special.index(match[0])}\ue001", text)
 
     def _encode(self, text: str) -> list[int]:

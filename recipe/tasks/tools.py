@@ -75,7 +75,9 @@ class Tools:
             if factory and not callable(getattr(cls, "reset", None)):
                 raise TaskError(f"--environment {args.environment}: {cls.__name__} has no method reset")
             if inspect.isfunction(getattr(cls, "get_reward", None)):
-                self.rewards[cls.__name__] = partial(self._rewards_of, cls)
+                reward = self.rewards.setdefault(cls.__name__, partial(self._rewards_of, cls))
+                if reward.args != (cls,):
+                    raise TaskError(f"--environment {args.environment}: two classes have the name {cls.__name__}")
             self.schemas[name] = [_schema(tool) for tool in environment.tools.values()]
             environment.release()
 
