@@ -18,7 +18,7 @@ from recipe.rollouts.engine import sampling_options
 from recipe.rollouts.evaluation import evaluate, pass_at_k
 from recipe.run.checkpoint import Models, choose_models, write_checkpoint
 from recipe.tasks import addition
-from recipe.tasks.rewards import Batch
+from recipe.tasks.rewards import Batch, exact
 from recipe.tasks.task import load_task
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
@@ -68,7 +68,7 @@ def test_engines_share_the_held_out_prompts_and_answer_greedily():
 
 
 def test_samples_at_the_temperature_of_training():
-    args = arguments(eval_samples=6, temperature=0.7, reward=["test_evaluation:exact"])
+    args = arguments(eval_samples=6, temperature=0.7, reward=["recipe.tasks.rewards:exact"])
     engine, held_out = engines("1", "2", "3", "4", "5", "6"), task_of(args)
     metrics = evaluate(engine, held_out, args.learner, 4)
     ((_, sampling, _),) = engine.calls[0]
@@ -101,10 +101,6 @@ def test_completions_whose_reward_is_not_known_neither_pass_nor_fail():
 def test_reward_is_told_how_many_steps_are_done(step):
     args = arguments()
     assert evaluate(engines("1"), task_of(args), args.learner, step)["eval/steps_done"] == step
-
-
-def exact(completions, answer, **_):
-    return addition.exact(completions, answer)
 
 
 @pytest.mark.parametrize(("pass_reward", "passes"), [(1.0, 1), (1.01, 0), (0.5, 1)])
@@ -156,7 +152,7 @@ def test_sums_that_are_evaluated_on_are_taught_in_neither_order():
 
 
 def test_answer_and_nothing_else_is_right():
-    assert addition.exact(["46", "46 ", "4", "", "046"], ["46"] * 5) == [1, 0, 0, 0, 0]
+    assert exact(["46", "46 ", "4", "", "046"], ["46"] * 5) == [1, 0, 0, 0, 0]
 
 
 def test_tasks_model_is_taught_once_in_the_runs_folder(tmp_path, monkeypatch, capsys):

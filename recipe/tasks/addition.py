@@ -29,11 +29,6 @@ def problems(split: str) -> list[dict]:
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b), "carry": (a % 10 + b % 10) // 10} for a, b in ordered]
 
 
-def exact(completions: list[str], answer: list[str], **_) -> list[float]:
-    """1 for the answer and nothing else, 0 otherwise."""
-    return [float(completion == expected) for completion, expected in zip(completions, answer, strict=True)]
-
-
 def build_model(folder: Path, seed: int) -> None:
     """Write the built-in model to `folder`, taught until the share `RIGHT` of its answers is right."""
     build_tiny_model(folder, seed)
@@ -64,7 +59,7 @@ def teach_sums(folder: Path, seed: int, carries: float, right: float) -> int:
 DEFAULTS = {
     "dataset": "recipe.tasks.addition:problems",
     "eval_split": "test",
-    "reward": ["recipe.tasks.addition:exact"],
+    "reward": ["recipe.tasks.rewards:exact"],
     "model": "recipe.tasks.addition:build_model",
     "max_tokens": 4,  # three digits and the end
     "steps": 500,

@@ -48,11 +48,6 @@ def square(rng: random.Random) -> dict:
     return {"prompt": [{"role": "user", "content": "?"}], "images": [image], "answer": name}
 
 
-def exact(completions: list[list[dict]], answer: list[str], **_) -> list[float]:
-    """1 for the colour's name and nothing else, 0 otherwise."""
-    return [float(messages[-1]["content"] == name) for messages, name in zip(completions, answer, strict=True)]
-
-
 def build_model(folder: Path, seed: int) -> None:
     """Write the model to `folder`, taught until the share `RIGHT` of its answers about known colours is right."""
     build_tiny_vision_model(folder, seed)
@@ -115,7 +110,7 @@ def build_tiny_vision_model(folder: Path, seed: int) -> None:
 DEFAULTS = {
     "dataset": "recipe.tasks.colour:squares",
     "eval_split": "test",
-    "reward": ["recipe.tasks.colour:exact"],
+    "reward": ["recipe.tasks.rewards:exact"],
     "model": "recipe.tasks.colour:build_model",
     "max_tokens": 8,  # the longest name and the end
     "steps": 60,

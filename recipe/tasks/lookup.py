@@ -37,8 +37,8 @@ TEMPLATE = """
 class Drawers:
     """A drawer with a number in it."""
 
-    def reset(self, drawer: str, number: str, **_) -> None:
-        self.drawer, self.number = drawer, number
+    def reset(self, drawer: str, answer: str, **_) -> None:
+        self.drawer, self.number = drawer, answer
 
     def look(self, drawer: str) -> str:
         """
@@ -59,14 +59,9 @@ def drawers(split: str) -> list[dict]:
     names = rng.sample(DRAWERS, len(DRAWERS))
     names = names[:HELD_OUT] if split == "test" else names[HELD_OUT:] * NUMBERS
     return [
-        {"prompt": [{"role": "user", "content": f"{name}?"}], "drawer": name, "number": f"{rng.randrange(100):02}"}
+        {"prompt": [{"role": "user", "content": f"{name}?"}], "drawer": name, "answer": f"{rng.randrange(100):02}"}
         for name in names
     ]
-
-
-def exact(completions: list[list[dict]], number: list[str], **_) -> list[float]:
-    """1 if the last message is the number and nothing else, 0 otherwise."""
-    return [float(messages[-1]["content"] == expected) for messages, expected in zip(completions, number, strict=True)]
 
 
 def build_model(folder: Path, seed: int) -> None:
@@ -101,7 +96,7 @@ DEFAULTS = {
     "eval_split": "test",
     "environment": "recipe.tasks.lookup:Drawers",
     "tool_parser": "pythonic",
-    "reward": ["recipe.tasks.lookup:exact"],
+    "reward": ["recipe.tasks.rewards:exact"],
     "model": "recipe.tasks.lookup:build_model",
     "max_tokens": 32,
     "steps": 40,

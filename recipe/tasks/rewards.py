@@ -74,6 +74,11 @@ def completion_text(completion: str | list[dict]) -> str:
     return completion if isinstance(completion, str) else content_text(completion[-1].get("content"))
 
 
+def exact(completions: list, answer: list[str], **_) -> list[float]:
+    """1 for a completion that is the answer and nothing else, 0 otherwise."""
+    return [float(completion_text(each) == right) for each, right in zip(completions, answer, strict=True)]
+
+
 class Rewards:
     """The reward functions of these names ("module:function"), and the sum of what they return, by `weights`.
 
