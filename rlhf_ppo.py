@@ -14,8 +14,9 @@
 
 1. Place: one Ray placement group. `colocated`: each GPU has a bundle with a rank of each model and a worker of the
    engine. They take turns: the engine sleeps, and idle models wait in host memory, except for the policy's weights,
-   which the engine reads where they are. `split`: nothing moves. Trainer and critic share a GPU. Reference and reward
-   model share another, if there is one to spare, else the same one. The engine has GPUs of its own.
+   which the engine reads where they are. (In an evaluation, the engine stays awake beside the reward model.) `split`:
+   nothing moves. Trainer and critic share a GPU. Reference and reward model share another, if there is one to spare,
+   else the same one. The engine has GPUs of its own.
 2. Connect the trainer with the engine's workers, and sync once: now the engine serves the trainer's weights.
 3. Each step: generate, reward, compute log-probabilities and values, estimate advantages, learn, sync. The rollouts
    after a sync prove it: the engine's log-probabilities of the tokens it sampled must equal the trainer's but for
