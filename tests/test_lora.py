@@ -93,6 +93,8 @@ def test_a_base_of_half_precision_is_merged_in_fp32():
         merged = LoRAWeight(base, lora_A, lora_B, 2.0).merge(base)
     assert merged.equal(expected)
     assert not merged.equal(base.float())
+    with torch.autocast("cpu"):
+        assert LoRAWeight(base, lora_A, lora_B, 2.0).merge(base).equal(expected)
     in_place = base.clone()
     for _ in range(200):  # what merging into the base itself does to it
         in_place += ((lora_B @ lora_A) * 2.0).bfloat16()

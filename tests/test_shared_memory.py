@@ -69,6 +69,23 @@ def test_adapters_that_each_sync_wraps_anew_take_one_handshake(monkeypatch):
     assert len(handshakes) == 1
 
 
+@pytest.mark.parametrize("freed", [True, False])
+def test_memory_that_the_trainer_has_freed_is_not_read(freed):
+    """FSDP2 frees the storage of gathered weights, and then has other tensors by the same names."""
+    channel = SharedMemoryChannel(CPU)
+    receiving, sender = Receiving(ColocatedWorker(ReplayingEngine(), channel.handles), syncs=3), WeightSender(channel)
+    first = torch.randn(1 << 20)
+    for _ in range(2):
+        assert sender.send_weights([("w", first)]).loader == "replay"
+    first.untyped_storage().resize_(0)
+    if freed:
+        with pytest.raises(WeightSyncError, match=r"^w \(Tensor\) has no memory, or none any more$"):
+            sender.send_weights([("w", first)])
+    else:
+        assert sender.send_weights([("w", torch.randn(1 << 20))]).loader == "replay"
+    receiving.join(10)
+
+
 def test_long_path_of_the_folder_for_temporary_files_is_not_a_sockets(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("long" * 20)))
     (path,) = SharedMemoryChannel(CPU).handles.values()
@@ -282,7 +299,7 @@ def _sharded_rank(rank, port, nodes, failures, done):
     buckets.STAGING_BYTES = 1024  # `w` has 8,400 bytes: it is cut
     socket.gethostname = lambda: f"node {rank % nodes}"
     channel = SharedMemoryChannel(CPU)
-    receiving = Receiving(ColocatedWorker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=3)
+    receiving = Receiving(ColocatedWorker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=5)
     # Uneven shards, two without rows on rank 1, tensors that are cut, one that is not sharded, two with adapters.
     whole = {"a": torch.randn(1), "w": torch.randn(101, 20), "b": torch.randn(7), "u": torch.randn(2, 3, 100)}
     whole |= {"e": torch.randn(1), "h": torch.randn(5, 3).half(), "plain": torch.randn(301)}
@@ -297,10 +314,14 @@ def _sharded_rank(rank, port, nodes, failures, done):
         base, adapter = (base.T.contiguous() if transposed else base), (lora_A, lora_B, 0.7, transposed)
         shards[name] = LoRAWeight(distribute_tensor(base, mesh, [Shard(0)]), *adapter)
         whole[name] = materialized(LoRAWeight(base, *adapter))
-    local = shards["u"]._local_tensor
+    shards["turned"] = distribute_tensor(whole["w"].t().contiguous(), mesh, [Shard(1)]).t()  # not in one piece
+    whole["turned"] = whole["w"].clone()
+    local, plain = shards["u"]._local_tensor, whole["plain"]
     moved = local + 1 if rank else local  # on one rank, which has row 1, it comes to lie elsewhere
-    for i, shards["u"]._local_tensor in enumerate((local, local, moved)):
-        whole["u"][1] += i // 2
+    sharded = distribute_tensor(plain, mesh, [Shard(0)])  # as FSDP2's parameters after a forward pass, and before
+    states = (local, plain), (local, plain), (moved, plain), (moved, sharded), (moved, plain)
+    for i, (shards["u"]._local_tensor, shards["plain"]) in enumerate(states):
+        whole["u"][1] += i == 2
         sender.send_weights(shards.items())
         received = receiving.worker.weight_model.weights
         if not all(same_bits(received[n], t.bfloat16() if n == "w" else t) for n, t in whole.items()):

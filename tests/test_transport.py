@@ -228,8 +228,32 @@ def test_tied_weights_of_which_one_is_adapted_are_an_error():
         WeightSender(trainer).send_weights([("embedding", weight), ("head", adapted)])
 
 
+@pytest.mark.parametrize(
+    ("lora_A", "lora_B", "transposed"),
+    [((4, 2), (2, 6), False), ((2, 4), (6, 3), False), ((2, 4), (6, 2), True), ((2, 6), (4, 2), False)],
+)
+def test_factors_that_do_not_fit_their_base_are_an_error(lora_A, lora_B, transposed):
+    adapted = LoRAWeight(torch.randn(6, 4), torch.randn(lora_A), torch.randn(lora_B), 1.0, transposed)
+    with pytest.raises(WeightSyncError, match=r"^w: lora_A and lora_B are \[.*\], and not \[r, \d\] and \[\d, r\]$"):
+        WeightSender(groups(1)[0]).send_weights([("w", adapted)])
+
+
+def test_sync_in_inference_mode_leaves_later_ones_as_they_are():
+    trainer, other = groups(2)
+    receiving, sender = Receiving(Worker(Engine(), other), syncs=3), WeightSender(trainer)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            weight = torch.randn(9)
+            sender.send_weights([("w", weight)])
+        assert same_bits(receiving.worker.weight_model.weights["w"], weight)
+    receiving.join(10)
+
+
 def test_tensors_on_devices_that_cannot_send_are_an_error():
     sender = WeightSender(groups(1)[0])
+    adapted = LoRAWeight(torch.ones(2, 2), torch.ones(1, 2, device="meta"), torch.ones(2, 1), 1.0)
+    with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
+        WeightSender(groups(1)[0]).send_weights([("w", adapted)])
     with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
         sender.send_weights([("a", torch.ones(3)), ("b", torch.ones(3, device="meta"))])
     with pytest.raises(WeightSyncError, match="the tensors are on the CPU, and NCCL sends those of a GPU"):

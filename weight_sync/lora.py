@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from .link import WeightSyncError
 
 TILING = {"ROWS": 32, "COLUMNS": 64, "RANKS": 16, "num_warps": 2}  # of the kernel
 
@@ -30,6 +33,15 @@ class LoRAWeight:
     def numel(self) -> int:
         return self.base.numel()
 
+    def check(self, name: str) -> None:
+        """Raise WeightSyncError, with this name, if the factors do not fit the base: the kernel would not notice."""
+        outputs, inputs = reversed(self.shape) if self.transposed else self.shape
+        factors, rank = (self.lora_A, self.lora_B), len(self.lora_A)
+        if any(isinstance(factor, DTensor) for factor in factors):
+            raise WeightSyncError(f"{name}: lora_A and lora_B must be whole on every rank, and not DTensors")
+        if (shapes := [tuple(factor.shape) for factor in factors]) != [(rank, inputs), (outputs, rank)]:
+            raise WeightSyncError(f"{name}: lora_A and lora_B are {shapes}, and not [r, {inputs}] and [{outputs}, r]")
+
     def merge(self, base: torch.Tensor) -> torch.Tensor:
         """`base` + scaling * lora_B @ lora_A in fp32: bit for bit what peft merges. Makes one new tensor."""
         return Merge(self, base).merged()
@@ -47,7 +59,8 @@ class Merge:
     def merged(self) -> torch.Tensor:
         """The merged weight [m, n] in fp32, a new tensor."""
         lora_A, lora_B, (rows, columns) = self.weight.lora_A.float(), self.weight.lora_B.float(), self._region()
-        delta = (lora_B @ lora_A).T[rows, columns] if self.weight.transposed else lora_B[rows] @ lora_A[:, columns]
+        with torch.autocast(self.base.device.type, enabled=False):
+            delta = (lora_B @ lora_A).T[rows, columns] if self.weight.transposed else lora_B[rows] @ lora_A[:, columns]
         # Subtract -delta: where nothing has been learned yet it is +0, and a weight of -0 stays -0.
         delta = delta.mul_(-self.weight.scaling).add_(0.0)
         return torch.sub(self.base, delta, out=delta)

@@ -84,6 +84,9 @@ class WeightSender:
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.tensors: dict[str, torch.Tensor] = {}  # tied ones once; of weights with adapters, the bases
         self.adapted: dict[str, LoRAWeight] = {}
+        self.kept: list[torch.Tensor] = []  # the memory of all these
+        self.addresses: list[int] = []  # and where it was: FSDP2 frees it, and allocates anew
+        self.bounds: list[list[int]] = []  # of what each rank holds of the tensors
         self.ranks = Ranks()  # which hold shards of the tensors
         self.buckets: list[list[Piece]] = []
         self.routes: list[int] = []  # the workers' ranks in the group, if each is to get only what it needs
@@ -95,18 +98,21 @@ class WeightSender:
         self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
+    @torch.inference_mode(False)  # what one sync allocates, another one writes
     @torch.no_grad()
     def send_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor | LoRAWeight]]) -> SyncReport:
         """Send these weights to every engine worker. Names are those of the Hugging Face checkpoint; any dtype.
 
-        Runs while `receive_weights` runs on every worker. Tied tensors travel once. DTensors must be sharded by rows,
-        as FSDP2 shards them; all ranks that hold shards, with HSDP those of one replica, call this together, and each
-        sends its own. Raises WeightSyncError with the reason of the side that failed. The session is then closed, and a
-        new one needs new channels on both sides.
+        The tensors are read after the iterable has ended, and until this returns. Meanwhile, `receive_weights` runs on
+        every worker. Tied tensors travel once. DTensors must be sharded by rows, as FSDP2 shards them; all ranks that
+        hold shards, with HSDP those of one replica, call this together, and each sends its own. Raises WeightSyncError
+        with the reason of the side that failed. The session is then closed, and a new one needs new channels on both
+        sides.
         """
         started = time.perf_counter()
         return self._in_session(named_tensors, lambda: self._sync(started))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor | LoRAWeight]]) -> Comparison:
         """Send the tensors of the last sync again. Every worker compares its quantized weights with them.
@@ -126,7 +132,7 @@ class WeightSender:
         self.closed = True
         for link in self.links:
             link.close(error)
-        self.links, self.tensors, self.adapted, self.sources = [], {}, {}, None
+        self.links, self.tensors, self.adapted, self.kept, self.sources = [], {}, {}, [], None
         self._free()
         self.channel.close(error)
 
@@ -146,7 +152,9 @@ class WeightSender:
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
             tensors = weights | {name: weight.base for name, weight in adapted.items()}
             with torch.cuda.device_of(local_part(next(iter(tensors.values()), torch.empty(0)))):
-                if self.maps and self.loader == "replay" and not names and not self._spans_nodes:
+                if [tensor.data_ptr() for tensor in self.kept] != self.addresses:
+                    self.sources = []  # others may lie where the last ones did
+                elif self.maps and self.loader == "replay" and not names and not self._spans_nodes:
                     self._fill_memory("replay", self.version + 1)  # a GPU does it while this side checks its tensors
                 self._agree(tensors, adapted)
                 return send()
@@ -162,18 +170,30 @@ class WeightSender:
             sources.append((name, weight.scaling, weight.transposed, _memory(weight.lora_A), _memory(weight.lora_B)))
         if sources == self.sources:
             return
-        if len(devices := {str(tensor.device) for tensor in local.values()}) > 1:
+        factors = [factor for weight in adapted.values() for factor in (weight.lora_A, weight.lora_B)]
+        if len(devices := {str(tensor.device) for tensor in (*local.values(), *factors)}) > 1:
             raise WeightSyncError(f"the tensors are on {', '.join(sorted(devices))}: a sync sends those of one device")
+        for name, tensor in local.items():
+            if tensor.numel() and not tensor.data_ptr():  # of a subclass that wraps others, such as torchao's
+                raise WeightSyncError(f"{name} ({type(tensor).__name__}) has no memory, or none any more")
+        for name, weight in adapted.items():
+            weight.check(name)
         self.tensors, self.adapted, self.packings = _without_ties(tensors, adapted), adapted, {}
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+        ranks = ranks_of(self.tensors)
         if self.sources is None:
-            self.ranks = ranks_of(self.tensors)
+            self.ranks = ranks
+        elif ranks.size > 1 and (ranks.size, ranks.rank) != (self.ranks.size, self.ranks.rank):
+            raise WeightSyncError("tensors are sharded, and none was in the first sync: make a new session")
+        bounds = [self.ranks.bounds(tensor) for tensor in self.tensors.values()]
         in_place = self.maps and self.whole and self.whole.parts[0][self.ranks.rank] is None
         cut = self.routes and not all(tensor.is_contiguous() for tensor in local.values())  # as they were before
-        if metadata != self.metadata or in_place or cut:  # in place: workers map memory that the tensors have left
+        if (metadata, bounds) != (self.metadata, self.bounds) or in_place or cut:  # workers map what tensors have left
             self._preflight(metadata)
         self.filled = None  # from the old tensors
-        self.sources = sources
+        self.sources, self.bounds = sources, bounds
+        self.kept = [*map(local_part, self.tensors.values()), *factors]
+        self.addresses = [tensor.data_ptr() for tensor in self.kept]
 
     def _preflight(self, metadata: list) -> None:
         """The handshake: every worker checks names, dtypes and shapes, and both ends agree on dtypes and buckets.
@@ -272,7 +292,10 @@ class WeightSender:
                 piece = pieces[region.piece]
                 tensor, adapted = self.tensors[piece.name], self.adapted.get(piece.name)
                 if not local_part(tensor).is_contiguous():  # then it is sent whole
-                    rows = tensor[(first := piece.begin // piece.row) :][: piece.count // piece.row]
+                    if isinstance(tensor, ShardedPart):
+                        raise WeightSyncError(f"{piece.name} is a part of a tensor that does not lie in one piece")
+                    first, begin = piece.begin // piece.row, (piece.begin - piece.first) // piece.row
+                    rows = local_part(tensor)[begin:][: piece.count // piece.row]
                     return place.view(rows.shape), Merge(adapted, rows, first) if adapted else rows
                 elements = shares[piece.name][piece.begin - piece.first :][: piece.count]
                 return copy_of(place, region, piece, elements, adapted)
