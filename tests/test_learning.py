@@ -22,6 +22,7 @@ import rlhf_colocate
 import rlhf_distill
 import rlhf_nccl
 import rlhf_ppo
+import rlhf_serve
 from recipe.errors import DivergenceError, MismatchError, RunError
 from recipe.flags import flags_in, flat
 from recipe.learning.grpo import GRPOConfig, GRPOLearner
@@ -829,6 +830,7 @@ def test_flags_that_cannot_be_are_usage_errors(flags, capsys, given, message):
         (rlhf, "--loss cispo --importance-cap 2", "--importance-cap needs another --loss: cispo clips the ratio"),
         (rlhf, "--mismatch-correction none --importance-cap 2", "--importance-cap needs a --mismatch-correction"),
         (rlhf, "--importance-floor 0.4", "--importance-floor needs --mismatch-correction icepop"),
+        (rlhf_serve, "--engine-url http://a:1 --enforce-eager", "--enforce-eager needs servers of the run's own"),
         (rlhf_ppo, "--kl-horizon 500", "--kl-horizon needs --kl-target"),
         (rlhf, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
         (rlhf_nccl, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),

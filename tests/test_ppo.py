@@ -502,6 +502,11 @@ def takes(tests, **_):
 def raises(completions, **_):
     raise ValueError("no luck")
 
+def short(completions, log_extra, **_):
+    log_extra("one", [1])
+    return [0.0] * len(completions)
+
+
 def never(completions, **_):
     threading.Event().wait()
 """
@@ -555,6 +560,11 @@ def test_rewards_are_ray_tasks_that_share_the_prompts_and_run_again_if_they_die(
     assert all(psutil.Process(rollout.extra["pid"]).create_time() < finished for rollout in again.rollouts)
     with pytest.raises(TaskError, match=r"^the reward raises raised ValueError: no luck \(functions.py, line \d+\)"):
         scored(session, "where", "raises")
+    with pytest.raises(TaskError, match=r"^the reward short: log_extra: zip\(\) argument 2 is shorter"):
+        scored(session, "short")
+    for resources in ('{"CPU": 1e6}', '{"CPU": -1}', '{"gold": 1}'):
+        with pytest.raises(RunError, match=r"^--reward-resources .*: no node has these"):
+            scored(session, "where", reward_resources=resources)
 
     assert [rollout.reward for rollout in scored(session, "dies_once").rollouts] == [1] * 6
     with pytest.raises(RunError, match=r"^the reward dies failed while rewarding: .*died"):

@@ -42,6 +42,7 @@ class Server:
         self.version, self.paused, self.silent, self.reason = "default", False, threading.Event(), "stop"
         self.silent.set()  # while it is not, nothing is answered
         self.refuses = self.redirects = None  # a path
+        self.length, self.page = 64, None  # page: what it answers in place of JSON
         self.lacks, self.calls, self.proof, self.channel, self.resets = None, [], "True", "broadcast", True
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
@@ -64,7 +65,7 @@ class Server:
                 status, answer = owner.answer(path, query, body, self.headers.get("Authorization"))
                 if http is not owner.http:  # it died meanwhile
                     return
-                data = json.dumps(answer).encode()
+                data = owner.page or json.dumps(answer).encode()
                 with suppress(OSError):
                     self.send_response(status)
                     self.send_header("Content-Length", str(len(data)))
@@ -101,7 +102,7 @@ class Server:
             assert self.paused
             self.version = body["new_version"]
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
-        answers = {"/v1/models": {"data": [{"max_model_len": 64}]}, "/get_world_size": {"world_size": 1}}
+        answers = {"/v1/models": {"data": [{"max_model_len": self.length}]}, "/get_world_size": {"world_size": 1}}
         if path == "/reset_prefix_cache":  # while requests wait, vLLM resets nothing unless it is to reset them as well
             resets_waiting = "reset_running_requests=true" in query
             answers[path] = {"success": self.resets and (resets_waiting or not self.paused)}
@@ -414,6 +415,11 @@ def test_missing_server_and_wrong_key_are_refused(servers):
         pool_of(servers[:1], sample)
     with pytest.raises(RunError, match=r"^--engine-url localhost:8000: nobody answers there .*protocol"):
         pool_of([SimpleNamespace(url="localhost:8000")], sample)
+    servers[0].redirects = None
+    pool_of([*servers[:1], SimpleNamespace(url=f"{servers[0].url}/")], sample)  # one server
+    servers[0].page = b"<html>"
+    with pytest.raises(RunError, match=r"^--engine-url \S+: what answers there is no server of vLLM; start it with"):
+        pool_of(servers[:1], sample)
     with pytest.raises(RunError, match=r"^--engine-url http://a:80a0: Invalid port: '80a0'$"):
         pool_of([SimpleNamespace(url="http://a:80a0")], sample)
 
@@ -429,13 +435,14 @@ def test_another_model_is_the_preflights_error(servers, monkeypatch):
         pool_of(servers, sample)
 
 
-def test_wrongly_restarted_server_stays_out_and_is_named_once(servers, capsys):
+@pytest.mark.parametrize("wrong", [{"lacks": "/inference/v1/generate"}, {"length": 24}])
+def test_wrongly_restarted_server_stays_out_and_is_named_once(servers, capsys, wrong):
     printed = []
 
     async def act(pool, args):
         servers[0].die()
         await until(lambda: len(pool._serving()) == 1)
-        servers[0].lacks = "/inference/v1/generate"
+        vars(servers[0]).update(wrong)
         servers[0].restart()
         await until(lambda: printed.append(capsys.readouterr().out) or "engine 0 at http" in "".join(printed))
         await asyncio.sleep(0.5)  # in which it is asked again

@@ -671,6 +671,10 @@ def test_reward_that_does_not_fit_the_columns_is_refused(rewards, takes, problem
             lambda log_extra, **_: log_extra("step", [1, 1]),
             "raised ValueError: log_extra: completions have a column 'step'",
         ),
+        (
+            lambda log_extra, **_: log_extra("pairs", [{("a", "b"): 1}] * 2),
+            "raised ValueError: log_extra: JSON cannot have the column 'pairs': keys must be str",
+        ),
     ],
 )
 def test_reward_that_returns_nonsense(rewards, returned, message):

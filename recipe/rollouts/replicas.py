@@ -104,7 +104,10 @@ class Replica:
             raise RunError(f"{self.name} at {self.url} refuses {path}: {answer.text[:SHOWN_CHARS]}")
         if not answer.is_success:
             raise ReplicaError(f"it answered {path} with {answer.status_code}: {answer.text[:SHOWN_CHARS]}")
-        return answer.json() if answer.content else {}
+        try:
+            return answer.json() if answer.content else {}
+        except ValueError as error:  # a proxy's page, say
+            raise ReplicaError(f"it answered {path} with something that is not JSON") from error
 
     async def rpc(self, method: str, *args, **options) -> list:
         """What this method returns in all workers. Anything but dicts and lists comes as text: "True"."""
@@ -151,13 +154,16 @@ class Replica:
             channels = await self.client.post("/collective_rpc", json={"method": "report_channel"})
             if channels.is_error:
                 raise refuse(f"its workers are without --worker-extension-cls {EXTENSION}")
+            self.workers = world_size.json()["world_size"]
+            self.shares_device = channels.json()["results"][0] == "shared memory"
+            max_model_len = models.json()["data"][0]["max_model_len"]
         except httpx.TransportError as error:
             raise refuse(f"nobody answers there ({error or type(error).__name__})") from error
-        self.workers = world_size.json()["world_size"]
-        self.shares_device = channels.json()["results"][0] == "shared memory"
+        except (ValueError, LookupError, TypeError) as error:
+            raise refuse("what answers there is no server of vLLM") from error
         if self.shares_device and self.workers > 1:
             raise RunError(f"--engine-url {self.url}: of its {self.workers} workers, one can be on the trainer's GPU")
-        return models.json()["data"][0]["max_model_len"]
+        return max_model_len
 
     async def generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         """The completions of one prompt, as `/inference/v1/generate` returns them. Waits for as long as it takes."""
@@ -226,14 +232,15 @@ class ReplicaPool:
         from transformers import AutoTokenizer
 
         key = args.api_key or os.environ.get("VLLM_API_KEY")
-        urls = list(dict.fromkeys(args.engine_url)) or [
+        urls = list(dict.fromkeys(url.rstrip("/") for url in args.engine_url)) or [
             self._start_server(model, args.engines, engine, device, i, key) for i in range(args.engines)
         ]
         self.replicas = [Replica(f"engine {i}", url, key, args.engine_timeout) for i, url in enumerate(urls)]
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         if self.servers:
             await asyncio.gather(*map(self._until_started, self.replicas, self.servers))
-        return min(await asyncio.gather(*(replica.check() for replica in self.replicas)))
+        self.max_model_len = min(await asyncio.gather(*(replica.check() for replica in self.replicas)))
+        return self.max_model_len
 
     async def begin(self) -> SyncReport:
         """Connect all replicas, and sync. From now on, a lost replica may return."""
@@ -357,7 +364,8 @@ class ReplicaPool:
     async def _return(self, replica: Replica) -> None:
         answered, known_reason = time.perf_counter(), replica.reason
         try:
-            await replica.check()
+            if (length := await replica.check()) < self.max_model_len:
+                raise RunError(f"it takes {length} tokens, and this run up to {self.max_model_len}")
             async with self.sync_lock:
                 await self._sync(await self.together([replica], self.connect))
         except Exception as error:  # of the server's check, or of the trainer: both are asked again

@@ -11,6 +11,7 @@ import ray
 from annotated_types import Ge
 from pydantic import AfterValidator
 
+from ..errors import RunError, TaskError
 from ..flags import arg
 from ..functions import json_object
 from ..learning.value_models import RewardModel
@@ -52,7 +53,10 @@ class RewardWorkers:
     def __init__(self, rewards: Rewards, reward_model: ActorGroup | None, args: RewardArguments):
         self.rewards, self.reward_model = rewards, reward_model
         self.workers = args.reward_workers
-        resources = json.loads(args.reward_resources)
+        resources = {name: float(amount) for name, amount in json.loads(args.reward_resources).items()}
+        offers = [node["Resources"] for node in ray.nodes() if node["Alive"]] if any(resources.values()) else [{}]
+        if not any(all(0 <= amount <= offer.get(name, 0) for name, amount in resources.items()) for offer in offers):
+            raise RunError(f"--reward-resources {args.reward_resources}: no node has these, so no reward could begin")
         cpus, gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
         options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "scheduling_strategy": "SPREAD"}
         self.task = ray.remote(run_reward).options(**options)
@@ -89,7 +93,10 @@ class RewardWorkers:
             for group, values_of, (values, logged) in zip(groups, values_of_groups, answers, strict=True):
                 values_of[name] = values
                 for log, *arguments in logged:
-                    group[log](*arguments)
+                    try:
+                        group[log](*arguments)
+                    except Exception as error:  # of what a user's function gave it
+                        raise TaskError(f"the reward {name}: {log}: {error}") from error
         if scoring:
             scores = iter(scores_of_ranks[0])
             for group, values_of in zip(groups, values_of_groups, strict=True):

@@ -33,6 +33,11 @@ NEEDS = [  # flags that do nothing alone: what they need, in words, and whether 
     ),
     (("importance_cap",), "a --mismatch-correction", lambda a: a.mismatch_correction != "none"),
     (("importance_floor",), "--mismatch-correction icepop", lambda a: a.mismatch_correction == "icepop"),
+    (
+        ("engines", "engine_args", "gpu_memory_utilization", "enforce_eager"),
+        "servers of the run's own: --engine-url names others",
+        lambda a: not getattr(a, "engine_url", None),
+    ),
     (("kl_horizon",), "--kl-target", lambda a: a.kl_target),
     (("reward_coef",), "--reward or --environment", lambda a: a.reward or a.environment),
 ]

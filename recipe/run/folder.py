@@ -220,7 +220,8 @@ class RunFolder:
         seconds = sorted(row["time/sync"] for row in steps)[len(steps) // 2]
         learned = f"reward {first:.3f} -> {last:.3f}"
         if REVERSE_KL in steps[-1]:
-            learned = f"reverse KL {steps[0].get(REVERSE_KL, math.nan):.3f} -> {steps[-1][REVERSE_KL]:.3f}"
+            first = next(row[REVERSE_KL] for row in steps if REVERSE_KL in row)
+            learned = f"reverse KL {first:.3f} -> {steps[-1][REVERSE_KL]:.3f}"
         line = f"OK: {learned} in {len(steps)} steps, {seconds:.4f} s per sync (median)"
         if evaluations:
             line += f", eval {evaluations[0]['eval/reward']:.3f} -> {evaluations[-1]['eval/reward']:.3f}"

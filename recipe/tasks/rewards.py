@@ -12,6 +12,7 @@ completion's entries are its own, in each call: a reward may change them.
 import asyncio
 import copy
 import inspect
+import json
 import math
 import time
 from collections import defaultdict
@@ -212,6 +213,10 @@ class RewardCall:
     def _log_extra(self, column: str, values: list) -> None:
         if column in OWN_COLUMNS:
             raise ValueError(f"log_extra: completions have a column {column!r} already")
+        try:
+            json.dumps(values, default=str)
+        except (TypeError, ValueError) as error:  # keys of a dict, say
+            raise ValueError(f"log_extra: JSON cannot have the column {column!r}: {error}") from error
         for extra, value in zip(self.extra, values, strict=True):
             extra[column] = value
 
