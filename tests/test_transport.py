@@ -241,9 +241,10 @@ def test_factors_that_do_not_fit_their_base_are_an_error(lora_A, lora_B, transpo
 def test_sync_in_inference_mode_leaves_later_ones_as_they_are():
     trainer, other = groups(2)
     receiving, sender = Receiving(Worker(Engine(), other), syncs=3), WeightSender(trainer)
+    weight = torch.randn(9)
     for inference in (True, False, True):
         with torch.inference_mode(inference):
-            weight = torch.randn(9)
+            weight.add_(1)
             sender.send_weights([("w", weight)])
         assert same_bits(receiving.worker.weight_model.weights["w"], weight)
     receiving.join(10)
