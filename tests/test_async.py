@@ -464,7 +464,7 @@ def held(monkeypatch):
 
 def test_engine_without_prompts_has_no_completions(held):
     """As where an evaluation has fewer prompts than there are engines."""
-    assert asyncio.run(held.sample([], [], True, [])) == []
+    assert asyncio.run(held.sample([], [])) == []
 
 
 def test_what_waits_comes_after_all_that_does_not(held):

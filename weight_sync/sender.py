@@ -84,8 +84,7 @@ class WeightSender:
         self.metadata = None  # (name, name of the dtype, shape) of each tensor, tied ones once
         self.tensors: dict[str, torch.Tensor] = {}  # tied ones once; of weights with adapters, the bases
         self.adapted: dict[str, LoRAWeight] = {}
-        self.kept: list[torch.Tensor] = []  # the memory of all these
-        self.addresses: list[int] = []  # and where it was: FSDP2 frees it, and allocates anew
+        self.kept: list[tuple[torch.Tensor, int]] = []  # their memory, and where it was: FSDP2 frees it
         self.bounds: list[list[int]] = []  # of what each rank holds of the tensors
         self.ranks = Ranks()  # which hold shards of the tensors
         self.buckets: list[list[Piece]] = []
@@ -152,8 +151,8 @@ class WeightSender:
             adapted = {name: weight for name, weight in weights.items() if isinstance(weight, LoRAWeight)}
             tensors = weights | {name: weight.base for name, weight in adapted.items()}
             with torch.cuda.device_of(local_part(next(iter(tensors.values()), torch.empty(0)))):
-                if [tensor.data_ptr() for tensor in self.kept] != self.addresses:
-                    self.sources = []  # others may lie where the last ones did
+                if any(tensor.data_ptr() != address for tensor, address in self.kept):
+                    self.sources = []  # other tensors may lie where the last ones did
                 elif self.maps and self.loader == "replay" and not names and not self._spans_nodes:
                     self._fill_memory("replay", self.version + 1)  # a GPU does it while this side checks its tensors
                 self._agree(tensors, adapted)
@@ -163,7 +162,7 @@ class WeightSender:
             raise
 
     def _agree(self, tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> None:
-        """Preflight, unless the tensors are those of the last sync."""
+        """Preflight, unless the tensors are those of the last sync. Raises WeightSyncError for what cannot be sent."""
         local = {name: local_part(tensor) for name, tensor in tensors.items()}
         sources = [(name, *_memory(tensor)) for name, tensor in local.items()]
         for name, weight in adapted.items():
@@ -171,11 +170,7 @@ class WeightSender:
         if sources == self.sources:
             return
         factors = [factor for weight in adapted.values() for factor in (weight.lora_A, weight.lora_B)]
-        if len(devices := {str(tensor.device) for tensor in (*local.values(), *factors)}) > 1:
-            raise WeightSyncError(f"the tensors are on {', '.join(sorted(devices))}: a sync sends those of one device")
-        for name, tensor in local.items():
-            if tensor.numel() and not tensor.data_ptr():  # of a subclass that wraps others, such as torchao's
-                raise WeightSyncError(f"{name} ({type(tensor).__name__}) has no memory, or none any more")
+        _check(local, factors)
         for name, weight in adapted.items():
             weight.check(name)
         self.tensors, self.adapted, self.packings = _without_ties(tensors, adapted), adapted, {}
@@ -187,13 +182,15 @@ class WeightSender:
             raise WeightSyncError("tensors are sharded, and none was in the first sync: make a new session")
         bounds = [self.ranks.bounds(tensor) for tensor in self.tensors.values()]
         in_place = self.maps and self.whole and self.whole.parts[0][self.ranks.rank] is None
-        cut = self.routes and not all(tensor.is_contiguous() for tensor in local.values())  # as they were before
-        if (metadata, bounds) != (self.metadata, self.bounds) or in_place or cut:  # workers map what tensors have left
+        cut = self.routes and not all(tensor.is_contiguous() for tensor in local.values())
+        if (
+            (metadata, bounds) != (self.metadata, self.bounds)
+            or in_place  # workers map memory that the tensors may have left
+            or cut  # workers get parts of tensors, which then lay in one piece
+        ):
             self._preflight(metadata)
-        self.filled = None  # from the old tensors
-        self.sources, self.bounds = sources, bounds
-        self.kept = [*map(local_part, self.tensors.values()), *factors]
-        self.addresses = [tensor.data_ptr() for tensor in self.kept]
+        self.sources, self.bounds, self.filled = sources, bounds, None  # what was filled is from the last tensors
+        self.kept = [(t, t.data_ptr()) for t in (*map(local_part, self.tensors.values()), *factors)]
 
     def _preflight(self, metadata: list) -> None:
         """The handshake: every worker checks names, dtypes and shapes, and both ends agree on dtypes and buckets.
@@ -423,6 +420,15 @@ class WeightSender:
 def _memory(tensor: torch.Tensor) -> tuple:
     """What tells whether copies from this tensor are still those that it needs."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _check(tensors: dict[str, torch.Tensor], factors: list[torch.Tensor]) -> None:
+    """Raise WeightSyncError for tensors on several devices, or without memory."""
+    if len(devices := {str(tensor.device) for tensor in (*tensors.values(), *factors)}) > 1:
+        raise WeightSyncError(f"the tensors are on {', '.join(sorted(devices))}: a sync sends those of one device")
+    for name, tensor in tensors.items():
+        if tensor.numel() and not tensor.data_ptr():  # freed, or of a subclass that wraps others, such as torchao's
+            raise WeightSyncError(f"{name} ({type(tensor).__name__}) has no memory, or none any more")
 
 
 def _without_ties(named_tensors: dict[str, torch.Tensor], adapted: dict[str, LoRAWeight]) -> dict[str, torch.Tensor]:

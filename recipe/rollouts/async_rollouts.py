@@ -107,8 +107,6 @@ class AsyncEngineActor:
 
         Prompts of `low_priority` wait behind all others in vLLM's queue.
         """
-        if not prompts:
-            return []
         inputs = map(engine_prompt, prompts, images or [None] * len(prompts))
         calls = [self._generate(*request, low_priority) for request in zip(inputs, sampling, strict=True)]
         requests = await asyncio.gather(*calls)

@@ -304,7 +304,7 @@ def engine_prompt(ids: list[int], images: Images | None):
 def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
     """The completions of finished vllm.RequestOutputs, in order, without rewards."""
     outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
-    texts = _texts(tokenizer, outputs)
+    texts = _texts(tokenizer, outputs) if outputs else []  # of no sequences, a tokenizer makes one text
     return [
         Rollout(
             np.array(prompt_ids, np.int32),

@@ -231,11 +231,11 @@ def _read(file: str) -> Iterator[dict | JSONLine]:
                 yield {column: text or None for column, text in row.items()}
         elif file_ending(file) == ".json":
             text = lines.read()
-            yield from json.loads(text) if text.lstrip().startswith("[") else json_lines(text.split("\n"))
+            yield from json.loads(text) if text.lstrip().startswith("[") else _json_lines(text.split("\n"))
         else:
-            yield from json_lines(lines)
+            yield from _json_lines(lines)
 
 
-def json_lines(lines: Iterable[str]) -> Iterator[JSONLine]:
+def _json_lines(lines: Iterable[str]) -> Iterator[JSONLine]:
     """These lines without the blank ones, which are no rows."""
     return (JSONLine(line) for line in lines if line.strip())
