@@ -304,13 +304,16 @@ GRAPHS = {"enforce_eager": False, "compilation_config": DECODE_GRAPHS, "max_num_
 COMPILED = {"enforce_eager": False, "max_num_seqs": 8}  # vLLM's own default: compiled, with graphs of all batches
 
 
+APART = min(2, max(1, torch.cuda.device_count() - 1))  # workers of an engine on GPUs of its own
+
+
 def start(folder, workers: int, **options) -> Pair:
     return Pair(build_tiny_model(folder), workers, **options)
 
 
 @pytest.fixture(scope="module")
 def separate(tmp_path_factory):
-    with start(tmp_path_factory.mktemp("model"), 2, enable_sleep_mode=True, **GRAPHS) as pair:
+    with start(tmp_path_factory.mktemp("model"), APART, enable_sleep_mode=True, **GRAPHS) as pair:
         yield pair
 
 
@@ -334,7 +337,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(
     params=[
-        pytest.param("separate", marks=pytest.mark.gpu(3)),
+        pytest.param("separate", marks=pytest.mark.gpu(2)),
         *(pytest.param(name, marks=pytest.mark.gpu(1)) for name in ("colocated", "with_graphs", "compiled")),
     ]
 )
@@ -439,15 +442,15 @@ def test_memory_is_flat_over_200_syncs(pair):
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
     options, _ = quantize_by_torchao(None)
-    with start(tmp_path_factory.mktemp("model"), 2, max_mismatch=MAX_MISMATCH["cuda"], **GRAPHS, **options) as pair:
+    with start(tmp_path_factory.mktemp("model"), APART, max_mismatch=MAX_MISMATCH["cuda"], **GRAPHS, **options) as pair:
         yield pair
 
 
-@pytest.mark.gpu(3)
+@pytest.mark.gpu(2)
 def test_scales_that_a_replay_left_behind_fail_the_comparison(quantized):
     for seed in range(2):
         assert_replayed(quantized, seed)
-        assert compare(quantized)[0] == 16  # fused and split linear layers of two workers
+        assert compare(quantized)[0] == 8 * APART  # fused and split linear layers of each worker
     quantized.rpc("keep_scales", True)
     quantized.set({name: 1.03 * tensor for name, tensor in quantized.perturbed(1).items()})
     assert quantized.sync().loader == "replay"
@@ -456,7 +459,7 @@ def test_scales_that_a_replay_left_behind_fail_the_comparison(quantized):
         compare(quantized)
     quantized.rpc("keep_scales", False)
     assert_replayed(quantized, seed=2)
-    assert compare(quantized)[0] == 16
+    assert compare(quantized)[0] == 8 * APART
 
 
 # --- Kernels ----------------------------------------------------------------------------------------------------------
