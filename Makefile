@@ -57,7 +57,7 @@ test-all: test test-rest test-long  ## all tests that need no GPU
 test-surface: venv  ## what is not public of another vLLM: WHEEL=its wheel, a file or unpacked
 	$(PYTEST) tests/test_surface.py
 
-test-gpu: venv  ## the tests for GPUs, about an hour on four; too few: skipped, with REQUIRE_GPU=1 a failure
+test-gpu: venv  ## the tests for GPUs, which nothing else may use: an hour on four; too few: skipped, with REQUIRE_GPU=1 a failure
 	$(PYTEST) -m gpu -rs
 
 lint: venv  ## ruff
