@@ -33,7 +33,7 @@ def import_module(what: str, module: str):
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
 
 

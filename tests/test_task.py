@@ -39,7 +39,7 @@ from recipe.rollouts.engine import complete, resample
 from recipe.run.arguments import parse
 from recipe.tasks.dataset import Row
 from recipe.tasks.gsm8k import final_number
-from recipe.tasks.rewards import Batch, Group, Rewards, completion_text, reward_metrics
+from recipe.tasks.rewards import Batch, Group, Rewards, completion_text, exact, reward_metrics
 from recipe.tasks.tiny_model import byte_tokenizer
 from recipe.tasks.uppercase import uppercase
 from rlhf import Arguments
@@ -278,6 +278,8 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
             ["--dataset", "rows.json", "--eval-dataset", "x.csv", "--reward", "maps:none"],
             "cannot be called .* 'x'",
         ),
+        (["--dataset", "rows.json", "--reward", "quits:f"], "--reward quits:f cannot be imported: SystemExit: 3"),
+        (["--dataset", "folder[1]"], r"folder\[1\] is not read: `datasets` takes its brackets"),
         (["--task", "incomplete"], "--dataset is missing: --task incomplete has no default"),
     ],
 )
@@ -297,6 +299,8 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
         "def none(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n    return []\n"
     )
     Path("incomplete.py").write_text("DEFAULTS = {}")
+    Path("quits.py").write_text("import sys\nsys.exit(3)\n")
+    Path("folder[1]").mkdir()
     with pytest.raises(TaskError, match=message):
         load(*flags)
     assert not logging.getLogger("datasets").isEnabledFor(logging.ERROR)  # it would say the same, before the error
@@ -354,6 +358,27 @@ def test_evaluation_prompts_are_not_learned_from(load, capsys):
     assert len(task.eval_rows) + len(task.rows) == 10
     assert load(*flags, 0).eval_rows == task.eval_rows
     assert len({tuple(row.prompt for row in load(*flags, seed).eval_rows) for seed in range(9)}) > 1
+
+
+def test_evaluation_prompts_are_known_in_parts_and_when_a_map_changes_its_rows(load):
+    Path("chats.py").write_text(
+        "def chat(text): return {'prompt': [{'role': 'user', 'content': text}]}\n"
+        "ROWS = [chat('a'), chat([{'type': 'text', 'text': 'a'}]), chat('b')]\n"
+        "def rows(split): return ROWS if split == 'train' else ROWS[:1]\n"
+        "def polite(row):\n    row['prompt'].insert(0, {'role': 'system', 'content': 'Please.'})\n    return row\n"
+    )
+    for flags in ([], ["--map", "chats:polite"]):
+        task = load("--dataset", "chats:rows", "--eval-split", "test", *flags)
+        assert [row.prompt[-1]["content"] for row in task.rows] == ["b"]
+        assert len(task.eval_rows[0].prompt) == (2 if flags else 1)
+
+
+@pytest.mark.parametrize("file", ["rows[1].jsonl", "folder[1]/rows.jsonl", "what?.csv"])
+def test_name_of_a_file_is_no_pattern(load, file):
+    for path, prompt in ((file, "mine"), (file.replace("[1]", "1").replace("?", "x"), "another")):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).write_text(f"prompt\n{prompt}\n" if file.endswith("csv") else json.dumps({"prompt": prompt}))
+    assert [row.prompt for row in load("--dataset", file).rows] == ["mine"]
 
 
 def test_function_and_folder_give_the_split_that_is_asked_for(load):
@@ -546,8 +571,11 @@ def test_content_in_parts_is_text_for_template_screen_and_rewards(load, content)
     task.tokenize("model")
     assert tokenizer.decode(row.prompt_ids) == "</s><user>Hi there<assistant>"
     assert row.text == "Hi there"
-    assert completion_text([{"role": "tool", "content": parts}]) == "Hi there"
+    assert completion_text([{"role": "assistant", "content": parts}]) == "Hi there"
     assert completion_text([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
+    # A tool's answer that fills the completion is not what the policy says.
+    assert completion_text([{"role": "assistant", "content": "Hm"}, {"role": "tool", "content": "42"}]) == "Hm"
+    assert exact([[{"role": "assistant", "content": "2"}]] * 3, [2, "2", 3]) == [1.0, 1.0, 0.0]
     assert row.prompt[0]["content"] == parts  # which rewards get, as from TRL
 
 

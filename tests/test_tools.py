@@ -247,6 +247,13 @@ async def cancel() -> str:
     raise asyncio.CancelledError
 
 
+async def leave() -> str:
+    """
+    Go.
+    """
+    sys.exit("gone")
+
+
 async def sleep() -> str:
     """
     Answer late.
@@ -432,10 +439,11 @@ def test_coroutines_are_awaited_whatever_makes_them(converse, tool, answer):
         ('[fail(kind="sleep")]', "no answer within 0.2 s"),
         ("[sleep()]", "no answer within 0.2 s"),
         ("[cancel()]", "cancelled"),
+        ("[leave()]", "SystemExit: gone"),
     ],
 )
 def test_tool_that_fails_answers_its_error(converse, call, error):
-    tools = [f"test_tools:{name}" for name in ("shout", "fail", "sleep", "cancel")]
+    tools = [f"test_tools:{name}" for name in ("shout", "fail", "sleep", "cancel", "leave")]
     rollouts = converse(call_once(call), tools=tools, tool_timeout=0.2 if "sleep" in call else 20, max_tokens=150)
     assert answers(rollouts[0]) == [str({"error": error})]
     assert {rollout.messages[-1]["content"] for rollout in rollouts} == {"done"}

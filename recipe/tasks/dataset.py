@@ -1,6 +1,8 @@
 """Rows of a dataset: a prompt each, and other columns for the rewards."""
 
+import copy
 import csv
+import glob
 import json
 import os
 import re
@@ -74,7 +76,7 @@ def load_rows(
         mapped = _parsed(record, origin) if isinstance(record, JSONLine) else record
         if function:
             try:
-                mapped = function(mapped)
+                mapped = function(copy.deepcopy(mapped))  # a dataset's function may return its rows again
             except Exception as error:
                 raise failed(f"{origin}: --map {mapping}", error) from error
             if mapped is None:
@@ -172,13 +174,16 @@ def _records(name: str, config: str | None, split: str) -> list[dict | JSONLine]
     ending = file_ending(name)
     if os.path.isfile(name) and not ending:
         raise TaskError(f"{name} is not read: a file ends with {', '.join(FORMATS)}, or with .gz after one of them")
+    if os.path.isdir(name) and glob.has_magic(name):
+        raise TaskError(f"{name} is not read: `datasets` takes its brackets, * or ? for a pattern")
     if os.path.isfile(name) and not os.path.getsize(name):
         return []  # for which `datasets` has another error in each format
     import datasets  # only where it is needed: importing it takes a second
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is in the error that it raises, too
-    source = {"path": FORMATS[ending], "data_files": name} if ending else {"path": name, "name": config}
+    pattern = glob.escape(name) if os.path.isfile(name) else name  # which may be a pattern itself, or an address
+    source = {"path": FORMATS[ending], "data_files": pattern} if ending else {"path": name, "name": config}
     with tempfile.TemporaryDirectory() as cache:  # local files need none
         local = {"cache_dir": cache} if os.path.exists(name) else {}
         try:

@@ -45,7 +45,7 @@ class UserThread:
         if is_async(function):
 
             async def call():  # so that wrong arguments are an error of the call
-                return await function(**arguments)
+                return await _without_exit(function(**arguments))
 
             return asyncio.run_coroutine_threadsafe(call(), event_loop())
         future = Future()
@@ -84,7 +84,17 @@ class Environment(UserThread):
 def _result(call: Callable):
     """What a call returns or, if that is a coroutine, what it returns in the users' event loop."""
     result = call()
-    return asyncio.run_coroutine_threadsafe(result, event_loop()).result() if inspect.iscoroutine(result) else result
+    if not inspect.iscoroutine(result):
+        return result
+    return asyncio.run_coroutine_threadsafe(_without_exit(result), event_loop()).result()
+
+
+async def _without_exit(coroutine):
+    """What the coroutine returns. An exit is an error of this one: the loop of all others would end."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _run(call: Callable, future: Future) -> None:

@@ -71,13 +71,16 @@ class Batch:
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """The text of a completion, as a reward gets it; the last message's, if it is a conversation."""
-    return completion if isinstance(completion, str) else content_text(completion[-1].get("content"))
+    """The text of a completion, as a reward gets it; that of the assistant's last message, if it is a conversation."""
+    if isinstance(completion, str):
+        return completion
+    last = next(message for message in reversed(completion) if message["role"] == "assistant")
+    return content_text(last.get("content"))
 
 
-def exact(completions: list, answer: list[str], **_) -> list[float]:
-    """1 for a completion that is the answer and nothing else, 0 otherwise."""
-    return [float(completion_text(each) == right) for each, right in zip(completions, answer, strict=True)]
+def exact(completions: list, answer: list, **_) -> list[float]:
+    """1 for a completion that is the answer, a text or a number, and nothing else; 0 otherwise."""
+    return [float(completion_text(each) == str(right)) for each, right in zip(completions, answer, strict=True)]
 
 
 class Rewards:

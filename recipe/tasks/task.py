@@ -18,7 +18,7 @@ from ..flags import arg
 from ..functions import json_object
 from ..learning.multimodal import is_multimodal
 from .chat_template import ChatTemplate
-from .dataset import Row, file_ending, load_rows
+from .dataset import Row, file_ending, load_rows, without_parts
 from .rewards import FROM_THE_RUN, Rewards
 from .tools import ToolArguments, Tools
 
@@ -269,5 +269,5 @@ def _load(args: TaskArguments, name: str | None, split: str, environment: str | 
 
 def _key(row: Row, environment: str | None) -> str:
     """A text that is equal for equal prompts; with an environment, for rows that are equal to its `reset`."""
-    images = row.images and row.images.key.hex()
-    return json.dumps([row.prompt, images, row.columns if environment else None], sort_keys=True, default=str)
+    images, columns = row.images and row.images.key.hex(), row.columns if environment else None
+    return json.dumps([without_parts(row.prompt), images, columns], sort_keys=True, default=str)
