@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, modeling_utils
 
-from recipe.errors import MismatchError
+from recipe.errors import MismatchError, RunError
 from recipe.learning import sharding
 from recipe.learning.grpo import GRPOLearner
 from recipe.learning.model import Model
@@ -411,6 +411,18 @@ def test_moments_of_two_ranks_are_read_by_three_and_one(tmp_path):
     optimizer = torch.optim.AdamW([parameter])
     load_state(tmp_path, [parameter], optimizer)
     assert optimizer.state[parameter]["exp_avg"].equal(whole)
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"), [((0,), "lacks files"), ((1,), "lacks files"), ((0, 1), "has no trainer")]
+)
+def test_missing_file_of_training_state_is_an_error(tmp_path, missing, says):
+    write_moments(tmp_path, torch.arange(14.0).view(7, 2).chunk(2))
+    for rank in missing:
+        (tmp_path / f"trainer_state-0000{rank}.pt").unlink()
+    parameter = torch.nn.Parameter(torch.zeros(7, 2))
+    with pytest.raises(RunError, match=says):
+        load_state(tmp_path, [parameter], torch.optim.AdamW([parameter]))
 
 
 @pytest.mark.slow

@@ -67,8 +67,10 @@ def state_files(folder: Path) -> list[Path]:
 
 def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict:
     """Load the optimizer's state for these parameters, of which this rank takes its rows. Returns what `write_state`
-    wrote beside it. Raises RunError if other parameters learned then."""
+    wrote beside it. Raises RunError if other parameters learned then, or if a file is missing."""
     saved = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in state_files(folder)]
+    if not saved:
+        raise RunError(f"{folder} has no {STATE_FILE}, so no run can go on from it")
     state = saved[0].pop("optimizer")
     if (count := len(state["param_groups"][0]["params"])) != len(parameters):
         raise RunError(f"{count} tensors learned in that run, and {len(parameters)} now: is --train-vision as it was?")
@@ -76,7 +78,10 @@ def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: to
     for i, parameter in enumerate(parameters):
         for name in state["state"].get(i, {}).keys() - {"step"}:
             shards = [rank_moments[i][name] for rank_moments in moments]
-            state["state"][i][name] = sharded_like(parameter, _local_rows(parameter, shards))
+            rows = _local_rows(parameter, shards)
+            if rows.shape != local_part(parameter.detach()).shape:  # AdamW would write beyond its end
+                raise RunError(f"{folder} lacks files of the {STATE_FILE} that several ranks wrote")
+            state["state"][i][name] = sharded_like(parameter, rows)
     state["param_groups"] = optimizer.state_dict()["param_groups"]  # with this run's flags
     optimizer.load_state_dict(state)
     return saved[0]
