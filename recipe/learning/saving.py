@@ -79,7 +79,7 @@ def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: to
         for name in state["state"].get(i, {}).keys() - {"step"}:
             shards = [rank_moments[i][name] for rank_moments in moments]
             rows = _local_rows(parameter, shards)
-            if rows.shape != local_part(parameter.detach()).shape:  # AdamW would write beyond its end
+            if rows.shape != local_part(parameter.detach()).shape:  # AdamW would go beyond their end
                 raise RunError(f"{folder} lacks files of the {STATE_FILE} that several ranks wrote")
             state["state"][i][name] = sharded_like(parameter, rows)
     state["param_groups"] = optimizer.state_dict()["param_groups"]  # with this run's flags
