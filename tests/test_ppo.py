@@ -381,14 +381,16 @@ def test_reward_model_has_its_own_template_and_reads_the_end(reward_model, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"),
+    ("kind", "architecture", "model_max_length"),
     [
-        ("deberta-v2", {"position_biased_input": False}),  # names no blocks that could be checkpointed
-        ("roberta", {"max_position_embeddings": 130}),  # whose positions begin at 2
+        ("deberta-v2", {"position_biased_input": False}, 128),  # names no blocks that could be checkpointed
+        ("roberta", {"max_position_embeddings": 130}, None),  # whose positions begin at 2
     ],
 )
-def test_reward_models_that_are_encoders_score_as_transformers_does(reward_model, tmp_path, kind, architecture):
-    tokenizer = AutoTokenizer.from_pretrained(reward_model, model_max_length=128)
+def test_reward_models_that_are_encoders_score_as_transformers_does(
+    reward_model, tmp_path, kind, architecture, model_max_length
+):
+    tokenizer = AutoTokenizer.from_pretrained(reward_model, model_max_length=model_max_length)
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     encoder = AutoConfig.for_model(kind, vocab_size=300, num_labels=1, **size, **architecture)
     AutoModelForSequenceClassification.from_config(encoder).save_pretrained(tmp_path)
@@ -398,7 +400,7 @@ def test_reward_models_that_are_encoders_score_as_transformers_does(reward_model
     short, long = scorer.rewards(["a: ", "a: "], ["ABC", "x" * 200])
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     for text, score in (("a: ABC", short), ("x" * 128, long)):
-        expected = plain(**tokenizer(text, return_tensors="pt", truncation=True)).logits
+        expected = plain(**tokenizer(text, return_tensors="pt", truncation=True, max_length=128)).logits
         assert score == pytest.approx(float(expected.detach()), abs=1e-5)
 
 

@@ -68,8 +68,11 @@ class RewardModel(ValueModel):
     def rewards(self, prompts: list, completions: list) -> list[float]:
         """The score of each completion after its prompt. Both are texts or lists of chat messages."""
         max_length = getattr(self.module.config, "max_position_embeddings", None)
-        if max_length:  # of RoBERTa's 514 positions, two are for padding, which its tokenizer knows
-            max_length = min(max_length, self.tokenizer.model_max_length)
+        if max_length:
+            table = getattr(getattr(self.module.base_model, "embeddings", None), "position_embeddings", None)
+            padding = getattr(table, "padding_idx", None)  # RoBERTa's first token is at the position after it
+            reserved = 0 if padding is None else padding + 1
+            max_length = min(max_length - reserved, self.tokenizer.model_max_length)
         rollouts = []
         for prompt, completion in zip(prompts, completions, strict=True):
             encoded = self.tokenizer(

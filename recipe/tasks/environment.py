@@ -45,9 +45,9 @@ class UserThread:
         if is_async(function):
 
             async def call():  # so that wrong arguments are an error of the call
-                return await _without_exit(function(**arguments))
+                return await function(**arguments)
 
-            return asyncio.run_coroutine_threadsafe(call(), event_loop())
+            return _in_event_loop(call())
         future = Future()
         self.jobs.put(partial(_run, partial(function, **arguments), future))
         return future
@@ -84,17 +84,17 @@ class Environment(UserThread):
 def _result(call: Callable):
     """What a call returns or, if that is a coroutine, what it returns in the users' event loop."""
     result = call()
-    if not inspect.iscoroutine(result):
-        return result
-    return asyncio.run_coroutine_threadsafe(_without_exit(result), event_loop()).result()
+    return _in_event_loop(result).result() if inspect.iscoroutine(result) else result
 
 
-async def _without_exit(coroutine):
-    """What the coroutine returns. An exit is an error of this one: the loop of all others would end."""
-    try:
-        return await coroutine
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+def _in_event_loop(coroutine: Coroutine) -> Future:
+    async def without_exit():  # which would end the loop of all others
+        try:
+            return await coroutine
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    return asyncio.run_coroutine_threadsafe(without_exit(), event_loop())
 
 
 def _run(call: Callable, future: Future) -> None:
