@@ -732,6 +732,17 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     assert steps == [1, 2, 3]
 
 
+def test_metrics_of_an_earlier_run_without_checkpoints_are_replaced(tmp_path, capsys):
+    args = arguments_of(rlhf, output=tmp_path / "run")
+    for says in ("", f"{tmp_path / 'run'} had metrics of an earlier run, which these replace\n"):
+        with RunFolder(args.run, "test") as run:
+            run.start_metrics(0, args)
+            assert capsys.readouterr().out == says
+            run.log_metrics(1, {"reward/mean": 0.5})
+            capsys.readouterr()
+        assert len(run.metrics_file.read_text().splitlines()) == 1
+
+
 def test_libraries_write_to_the_log_and_prints_to_the_screen(tmp_path, capsys):
     with RunFolder(RunArguments(output=tmp_path / "run"), "test"):
         print("printed")

@@ -169,6 +169,12 @@ def arguments(servers: list, **options) -> rlhf_serve.Arguments:
     return arguments_of(rlhf_serve, **defaults | options)
 
 
+def test_completions_end_at_the_runs_own_limit_as_well(servers):
+    for limit, tokens in ((None, 64), (24, 24), (100, 64)):
+        pool = rlhf_serve.Engines(0)
+        assert asyncio.run(pool.start("model", arguments(servers, max_model_len=limit), "cpu", Trainer())) == tokens
+
+
 def pool_of(servers: list, act, **options) -> tuple:
     """What `act(pool, args)` returns, with a pool of these servers that serve. And its trainer."""
 

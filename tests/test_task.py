@@ -347,9 +347,12 @@ def test_evaluation_prompts_are_not_learned_from(load, capsys):
     task = load("--dataset", "rows.jsonl", "--eval-dataset", "test.jsonl")
     assert [row.prompt for row in task.rows] == list("aabbddee")
     assert [row.prompt for row in task.eval_rows] == ["c", "z"]
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first.startswith("8 prompts of ") and first.endswith("rows.jsonl; reward: 1 x uppercase")
     assert second == "2 of 10 prompts are not learned from: they are among those to evaluate on"
+    assert third == "2 prompts are held out, and no step evaluates on them: --eval-every is 0"
+    load("--dataset", "rows.jsonl", "--eval-dataset", "test.jsonl", "--eval-every", 2)
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
     flags = ["--dataset", "rows.jsonl", "--eval-share", 0.4, "--seed"]
     task = load(*flags, 0)

@@ -13,6 +13,7 @@ seconds. To notice silence, the pool asks every half second for something that v
 import asyncio
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
@@ -239,7 +240,8 @@ class ReplicaPool:
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         if self.servers:
             await asyncio.gather(*map(self._until_started, self.replicas, self.servers))
-        self.max_model_len = min(await asyncio.gather(*(replica.check() for replica in self.replicas)))
+        lengths = await asyncio.gather(*(replica.check() for replica in self.replicas))
+        self.max_model_len = min(*lengths, engine.max_model_len or math.inf)
         return self.max_model_len
 
     async def begin(self) -> SyncReport:

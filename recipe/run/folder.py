@@ -130,6 +130,8 @@ class RunFolder:
     def start_metrics(self, steps_done: int, args) -> None:
         """Save the script's `Arguments`, as it has settled them; drop metrics and completions of steps after
         `steps_done`; start the trackers."""
+        if not steps_done and self.metrics_file.exists() and self.metrics_file.stat().st_size:
+            self.say(f"{self.path} had metrics of an earlier run, which these replace")
         for rows in (self.metrics_file, self.completions_file):
             _keep_rows(rows, steps_done)
         self.rows = [*map(json.loads, self.metrics_file.read_text().splitlines())]

@@ -235,6 +235,8 @@ def load_task(
     print(f"{len(train_rows)} prompts of {args.dataset or environment}; reward: {rewards}")
     if (left_out := len(rows) - len(train_rows)) and not args.eval_share:
         print(f"{left_out} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
+    if eval_rows and not args.eval_every:
+        print(f"{len(eval_rows)} prompts are held out, and no step evaluates on them: --eval-every is 0")
     return Task(train_rows, eval_rows, rewards, args, seed, steps, tools)
 
 
