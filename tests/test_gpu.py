@@ -117,10 +117,9 @@ def test_student_learns_from_a_teacher_beside_its_engine_or_apart(script, tmp_pa
     """Its own model agrees with every token: scores are of the right tokens."""
 
     def reverse_kls(teacher):
-        flags = f"--model model --teacher {teacher} --learning-rate 3e-3 --gpu-memory-utilization 0.1 --save-every 0"
-        run = script(
-            "rlhf_distill.py", *flags.split(), "--output", teacher[-5:], CUDA_VISIBLE_DEVICES=gpus(slice(count))
-        )
+        flags = f"--model model --teacher {teacher} --output {teacher[-5:]} --learning-rate 3e-3 --prompts-per-step 32"
+        options = "--gpu-memory-utilization", 0.1, "--save-every", 0
+        run = script("rlhf_distill.py", *flags.split(), *options, CUDA_VISIBLE_DEVICES=gpus(slice(count)))
         text = run.finish()
         assert text.splitlines()[-1].startswith("OK: reverse KL "), text
         assert re.search(REPLAY, text), text
@@ -131,7 +130,7 @@ def test_student_learns_from_a_teacher_beside_its_engine_or_apart(script, tmp_pa
     build_tiny_model(tmp_path / "model")
     assert abs(reverse_kls("model")[0]) < 0.01
     before, *after = reverse_kls("recipe.tasks.tiny_model:build_tiny_base")
-    assert sum(after[-5:]) / 5 < 0.7 * before  # a single step's is between 0.3 and 0.6 of it by then
+    assert sum(after[-5:]) / 5 < before / 2  # of one step alone, it may be more
 
 
 @pytest.mark.gpu(1)
