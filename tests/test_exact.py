@@ -256,6 +256,23 @@ def test_logits_have_the_stride_of_an_engines(monkeypatch):
     assert strides == [320, 320]
 
 
+def test_block_table_reaches_to_the_end_of_a_tile(monkeypatch):
+    monkeypatch.undo()  # the kernel itself
+
+    def read(q, k, out, block_table, max_seqlen_k, **_):
+        memory = torch.empty(0, dtype=torch.int32).set_(block_table.untyped_storage())
+        for tile in (32, 128):  # tokens that vLLM's kernel takes at a time, on a Hopper and on a Blackwell
+            pages = torch.arange(math.ceil(max_seqlen_k / tile) * tile) // k.shape[1]
+            for row in range(len(block_table)):
+                memory[row * block_table.stride(0) + pages]
+        out.copy_(q)
+
+    module = SimpleNamespace(unified_attention=read)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.triton_unified_attention", module)
+    q, k, v = torch.randn(3, 2, 41, 4, 32)
+    assert exact.attention_kernel(q, k, v, 1.0, None)[0].equal(q)
+
+
 def settled(gpu, say=lambda _: None, **options):
     args, trainers = arguments_of(rlhf, **options), SimpleNamespace(call_rank_0=lambda *_: gpu)
     return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, trainers)

@@ -31,6 +31,7 @@ from .multimodal import auto_class, learning_modules
 
 FLASH_HEAD_DIM = 128  # with which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
 PAGE = 16  # tokens in a block of the Triton kernel's keys and values
+TILE = 128  # the most tokens that the kernel takes at a time
 KNOWN_LAYERS = torch.nn.Linear, torch.nn.Embedding, torch.nn.LayerNorm  # exact as transformers has them
 ROW_PARALLEL = ("o_proj", "down_proj", "fc2", "out_proj")  # layers whose inputs vLLM divides among workers
 VOCABULARY_PADDING = 64  # vLLM pads a vocabulary to a multiple of this
@@ -449,6 +450,8 @@ def attention_kernel(
     pages = -(-key_length // PAGE)
     padding = (0, 0, 0, 0, 0, pages * PAGE - key_length)
     k, v = (torch.nn.functional.pad(t, padding).view(-1, PAGE, *t.shape[2:]) for t in (k, v))
+    # A tile may end behind the last page, and the kernel reads the block table up to there.
+    table = torch.arange(batch * pages + TILE // PAGE, dtype=torch.int32, device=q.device)[: batch * pages]
     out = torch.empty_like(q)
     unified_attention(
         q=q.flatten(0, 1),
@@ -462,7 +465,7 @@ def attention_kernel(
         softmax_scale=scale,
         causal=True,
         window_size=window_size,
-        block_table=torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages),
+        block_table=table.view(batch, pages),
         softcap=0.0,
         q_descale=None,
         k_descale=None,
