@@ -244,6 +244,26 @@ for stale, options in (
         found |= {side for side, said in sides.items() for each in said if DIFFERS in str(each)}
     assert found == {"ranks", "workers"}, (stale, found)
     assert not all(worker.check_weights_changed() for worker in sync.workers)
+
+
+class Wrong(sender.Packing):
+    # One bit of the copy that workers map is not what was read.
+    def pack(self, i):
+        super().pack(i)
+        for rank, trainer in enumerate(sync.trainers):
+            if self in trainer.sender.packings.values():
+                trainer.sender.whole.parts[0][rank][0] ^= 1
+
+
+sync = Sync(ranks=2)
+sync()
+for trainer in sync.trainers:
+    trainer.sender.packings[trainer.sender.whole].__class__ = Wrong
+sides = [side for _ in range(rotation.SYNCS) for side in (sync.send(), sync.errors)]
+assert sum(DIFFERS in str(side) for side in sides) == 2, sides
+sender.Packing = Wrong
+sync = Sync(ranks=2)
+assert all("what arrived is not what the trainer sent" in str(side) for side in (sync.send(), sync.errors))
 """
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .buckets import row_of
 from .copies import Digester
 from .link import CONNECT_SECONDS, Link, WeightSyncError, wait_until
+from .staging import RANK_NUMBERS
 
 TEXT_BYTES = 1000  # longest text that one rank tells the others
 
@@ -87,7 +88,7 @@ class Ranks:
         self.sum(digests, links, deadline)
         for rank, part in enumerate(parts):
             total = torch.zeros_like(digests[:1])
-            Digester([part], rank).run(total) if part is not None else total.copy_(digests[rank])
+            Digester([part], rank * RANK_NUMBERS).run(total) if part is not None else total.copy_(digests[rank])
             if not total.equal(digests[rank : rank + 1]):
                 raise WeightSyncError(f"what arrived from trainer rank {rank} is not what it has sent")
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -92,8 +93,9 @@ class WeightSender:
         self.whole: Staging | None = None  # of all that this rank has
         self.routing: RoutedStaging | None = None  # of what each worker needs
         self.packings: dict[Staging, Packing] = {}
-        self.rotations: list[Rotation] = []  # what is compared of the memory that workers map
+        self.regions: list[list[Region]] = []  # what workers read of the memory that they map
         self.rotation_of: list[int] = []  # by worker; workers that read the same share one
+        self.rotations: list[Rotation] = []  # what is compared of it
         self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
@@ -173,7 +175,8 @@ class WeightSender:
         _check(local, factors)
         for name, weight in adapted.items():
             weight.check(name)
-        self.tensors, self.adapted, self.packings = _without_ties(tensors, adapted), adapted, {}
+        self.tensors, self.adapted = _without_ties(tensors, adapted), adapted
+        self.packings, self.rotations = {}, []
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         ranks = ranks_of(self.tensors)
         if self.sources is None:
@@ -242,7 +245,7 @@ class WeightSender:
 
     def _free(self) -> None:
         self.whole = self.routing = None
-        self.packings, self.rotations, self.rotation_of, self.filled = {}, [], [], None
+        self.packings, self.regions, self.rotations, self.filled = {}, [], [], None
 
     def _share_memory(self, in_one_piece: bool) -> TrainerMemory:
         """What workers map: the tensors, or copies of them.
@@ -301,7 +304,8 @@ class WeightSender:
             for i, step in enumerate(copies):
                 for part, places in staging.sent(i, rank):
                     step.append(BatchedCopy(self._device, [copy(*place) for place in places]))
-                    digest_together(step[-1:], [part], i * self.ranks.size + rank)
+                    number = rank * RANK_NUMBERS if self.maps else i * self.ranks.size + rank
+                    digest_together(step[-1:], [part], number)
             self.packings[staging] = Packing(copies, self._device)
         return self.packings[staging]
 
@@ -342,7 +346,9 @@ class WeightSender:
         if self.loader != "replay":
             self.routing = None
         elif self.maps:
-            self._prepare_rotations([step for (step,) in regions])
+            read = [step for (step,) in regions]
+            self.regions = [each for i, each in enumerate(read) if each not in read[:i]]
+            self.rotation_of = [self.regions.index(each) for each in read]
 
     def _any_worker(self, values: list) -> str:
         """The first true value as text, "" if there is none: the same on all ranks. `values` has one of each worker."""
@@ -351,18 +357,24 @@ class WeightSender:
             return text  # all ranks have the answers of all workers
         return next(filter(None, self.ranks.texts(text, self._device)), "")
 
-    def _prepare_rotations(self, compared: list[list[Region]]) -> None:
-        """Compare these regions with the workers. Each has named what it reads."""
-        pieces, different = {piece.number: piece for piece in self.buckets[0]}, []
-        for regions in compared:
-            if regions not in different:
-                different.append(regions)
-                sources = []
-                for region in regions:
-                    piece, place = pieces[region.piece], torch.empty(region.size, device="meta")
-                    sources.append((self.whole.copy(0, piece, region, place)[1], piece.dtype))
+    def _compared(self) -> list[Rotation]:
+        """What a replay compares with the workers: the regions that each has named."""
+        if not self.rotations:
+            pieces = {piece.number: piece for piece in self.buckets[0]}
+            for regions in self.regions:
+                sources = [self._source(pieces[region.piece], region) for region in regions]
                 self.rotations.append(Rotation(self._device, sources, self.ranks.rank * RANK_NUMBERS))
-            self.rotation_of.append(different.index(regions))
+        return self.rotations
+
+    def _source(self, piece: Piece, region: Region) -> tuple[torch.Tensor | Merge, torch.dtype]:
+        """What a region is compared with, and the dtype that travels: this rank's tensor, also where workers read a
+        copy of it, if it can be cut like the copy."""
+        tensor, place = self.tensors[piece.name], torch.empty(region.size, device="meta")
+        if piece.rank == self.ranks.rank and local_part(tensor).is_contiguous():
+            elements = self.ranks.elements(tensor)[piece.begin - piece.first :][: piece.count]
+            with suppress(NotImplementedError):
+                return copy_of(place, region, piece, elements, self.adapted.get(piece.name))[1], piece.dtype
+        return self.whole.copy(0, piece, region, place)[1], piece.dtype
 
     def _transmit(self, mode: str) -> list[dict]:
         """Have the workers read everything once. Returns their answers."""
@@ -405,16 +417,20 @@ class WeightSender:
         """Start to make the copies that workers map, and to digest what each worker is to compare: all that this rank
         holds or, in a replay, a part."""
         packing = self._packing(self.whole)
+        packing.totals.zero_()
         packing.pack(0)
         if self._spans_nodes:  # bring the copies to ranks on other nodes
             sizes, deadline = part_sizes(self.buckets[0], self.ranks.size), self._deadline()
             self.ranks.exchange(self.whole.parts[0], sizes, packing.digests()[0], self.links, deadline)
-        compared = self.rotations if mode == "replay" else []
+        compared = self._compared() if mode == "replay" else []
         self.filled = torch.zeros(max(1, len(compared)), dtype=torch.int64, device=self._device)
         for i, rotation in enumerate(compared):
             rotation.add(version, self.filled[i : i + 1])
         if not compared:
-            self.whole.digest(0, self.filled)
+            if len(packing.totals) and not self._spans_nodes:
+                self.filled += packing.totals  # what was read, and not what lies in the copies
+            else:
+                self.whole.digest(0, self.filled)
 
 
 def _memory(tensor: torch.Tensor) -> tuple:
