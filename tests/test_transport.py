@@ -556,6 +556,16 @@ def channel_that_announces(announce):
     return GroupChannel(SimpleNamespace(rank=0, world_size=2, group=SimpleNamespace(store=store)))
 
 
+def test_communicator_is_destroyed_where_the_store_is_gone():
+    def announce(_):
+        raise torch.distributed.DistNetworkError("broken pipe")
+
+    channel, destroyed = channel_that_announces(announce), []
+    channel.communicator.destroy = lambda: destroyed.append(True)
+    channel.close("a worker died")
+    assert destroyed
+
+
 def test_strangers_at_the_port_do_not_prolong_the_wait(monkeypatch):
     monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.5)
     endpoint, started = {}, time.monotonic()

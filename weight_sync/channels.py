@@ -8,6 +8,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -42,7 +43,8 @@ class GroupChannel:
 
     def close(self, error: str | None) -> None:
         if error:
-            self._announce({"error": error})  # to a worker without a link
+            with suppress(RuntimeError):  # rank 0, which keeps the store, may be gone
+                self._announce({"error": error})  # to a worker without a link
         if hasattr(self.communicator, "destroy"):
             self.communicator.destroy()  # neither memory nor a transfer that will never end must hold the GPU
 

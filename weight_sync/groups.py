@@ -67,9 +67,11 @@ class Wire:
             return lambda: all(each.done() and each.result() for each in running)
         self.stream.wait_stream(torch.cuda.current_stream())
         self.communicator.group_start()
-        for kind, tensor, peer in transfers:
-            getattr(self.communicator, kind)(tensor, peer, stream=self.stream)
-        self.communicator.group_end()
+        try:
+            for kind, tensor, peer in transfers:
+                getattr(self.communicator, kind)(tensor, peer, stream=self.stream)
+        finally:  # an open group would hold back what this thread's other communicators do
+            self.communicator.group_end()
         return self.stream.record_event().query
 
 

@@ -100,11 +100,12 @@ def shared_attention(attend: Callable, module, query, key, value, attention_mask
     """
     if attention_mask is None:
         return attend(module, query, key, value, None, **options)
-    return _attend_by_group(attend, module, query, key, value, attention_mask.group_shapes, **options), None
+    return _attend_by_group(attend, module, query, key, value, attention_mask, **options), None
 
 
 @torch.compiler.disable
-def _attend_by_group(attend: Callable, module, query, key, value, group_shapes: list[tuple[int, int, int]], **options):
+def _attend_by_group(attend: Callable, module, query, key, value, attention_mask, **options):
+    group_shapes = attention_mask.group_shapes  # read here: torch would compile anew for each number of groups
     if options.get("sliding_window"):
         raise ValueError("a layer with a sliding window has no shared prompts")
     sizes = [prompt_length + count * length for prompt_length, count, length in group_shapes]
