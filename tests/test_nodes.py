@@ -1,6 +1,6 @@
 """Two hosts on one machine, with a cable between them that can be cut: network namespaces, which root can make.
 
-pytest tests/test_nodes.py             a sync between them
+pytest tests/test_nodes.py -m slow     a sync between them
 pytest tests/test_nodes.py -m long     a run on a Ray cluster of the two
 """
 
