@@ -207,16 +207,17 @@ def test_two_ranks_learn_what_one_learns(tmp_path):
         assert_same([*torch.load(f"{model}/results-1.pt"), *torch.load(f"{model}/results-2.pt")], atol=1e-4)
 
 
+BFLOAT16 = ["--max-mismatch", 0.02, "--engine-args", '{"dtype": "bfloat16", "enable_prefix_caching": false}']
+
+
 @cpu_only
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        ("Qwen2_5_VL", ["--tensor-parallel-size", 2]),
-        ("Qwen3VL", ["--lora-rank", 2, "--save-merged"]),
-        ("Gemma3", []),
-        # vLLM's linear attention for CPUs computes in bf16 alone.
-        ("Qwen3_5", ["--max-mismatch", 0.02, "--engine-args", '{"dtype": "bfloat16", "enable_prefix_caching": false}']),
+        pytest.param("Qwen2_5_VL", ["--tensor-parallel-size", 2], marks=pytest.mark.slow),
+        pytest.param("Qwen3VL", ["--lora-rank", 2, "--save-merged"], marks=pytest.mark.long),
+        pytest.param("Gemma3", [], marks=pytest.mark.slow),
+        pytest.param("Qwen3_5", BFLOAT16, marks=pytest.mark.slow),  # vLLM's linear attention for CPUs has no fp32
     ],
 )
 def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family, flags):
