@@ -260,7 +260,7 @@ sync()
 for trainer in sync.trainers:
     trainer.sender.packings[trainer.sender.whole].__class__ = Wrong
 sides = [side for _ in range(rotation.SYNCS) for side in (sync.send(), sync.errors)]
-assert sum(DIFFERS in str(side) for side in sides) == 2, sides
+assert sum(DIFFERS in str(side) for side in sides) == 2, sides  # both of one sync, which ends the session
 sender.Packing = Wrong
 sync = Sync(ranks=2)
 assert all("what arrived is not what the trainer sent" in str(side) for side in (sync.send(), sync.errors))

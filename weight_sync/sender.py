@@ -282,10 +282,14 @@ class WeightSender:
         shares = {name: self.ranks.elements(tensor) for name, tensor in self.tensors.items()}
         return {name: share for name, share in shares.items() if len(share)}
 
+    def _elements(self, piece: Piece) -> torch.Tensor:
+        """The elements [count] of a piece that this rank sends."""
+        return self.ranks.elements(self.tensors[piece.name])[piece.begin - piece.first :][: piece.count]
+
     def _packing(self, staging: Staging) -> Packing:
         """The copies that fill this rank's parts of a staging."""
         if staging not in self.packings:
-            shares, rank = self._shares(), self.ranks.rank
+            rank = self.ranks.rank
             pieces = {piece.number: piece for piece in chain(*self.buckets)}
 
             def copy(place: torch.Tensor, region: Region) -> tuple:
@@ -297,8 +301,7 @@ class WeightSender:
                     first, begin = piece.begin // piece.row, (piece.begin - piece.first) // piece.row
                     rows = local_part(tensor)[begin:][: piece.count // piece.row]
                     return place.view(rows.shape), Merge(adapted, rows, first) if adapted else rows
-                elements = shares[piece.name][piece.begin - piece.first :][: piece.count]
-                return copy_of(place, region, piece, elements, adapted)
+                return copy_of(place, region, piece, self._elements(piece), adapted)
 
             copies = [[] for _ in staging.steps]
             for i, step in enumerate(copies):
@@ -349,6 +352,7 @@ class WeightSender:
             read = [step for (step,) in regions]
             self.regions = [each for i, each in enumerate(read) if each not in read[:i]]
             self.rotation_of = [self.regions.index(each) for each in read]
+            self._compared()  # now, and not in the next sync's time
 
     def _any_worker(self, values: list) -> str:
         """The first true value as text, "" if there is none: the same on all ranks. `values` has one of each worker."""
@@ -367,13 +371,13 @@ class WeightSender:
         return self.rotations
 
     def _source(self, piece: Piece, region: Region) -> tuple[torch.Tensor | Merge, torch.dtype]:
-        """What a region is compared with, and the dtype that travels: this rank's tensor, also where workers read a
-        copy of it, if it can be cut like the copy."""
-        tensor, place = self.tensors[piece.name], torch.empty(region.size, device="meta")
-        if piece.rank == self.ranks.rank and local_part(tensor).is_contiguous():
-            elements = self.ranks.elements(tensor)[piece.begin - piece.first :][: piece.count]
+        """What a region is compared with, and the dtype that travels: this rank's own tensor, also where workers read a
+        copy of it. Only what cannot be cut out of the tensor is compared with the copy."""
+        place = torch.empty(region.size, device="meta")
+        if piece.rank == self.ranks.rank and local_part(self.tensors[piece.name]).is_contiguous():
             with suppress(NotImplementedError):
-                return copy_of(place, region, piece, elements, self.adapted.get(piece.name))[1], piece.dtype
+                source = copy_of(place, region, piece, self._elements(piece), self.adapted.get(piece.name))[1]
+                return source, piece.dtype
         return self.whole.copy(0, piece, region, place)[1], piece.dtype
 
     def _transmit(self, mode: str) -> list[dict]:
@@ -426,11 +430,10 @@ class WeightSender:
         self.filled = torch.zeros(max(1, len(compared)), dtype=torch.int64, device=self._device)
         for i, rotation in enumerate(compared):
             rotation.add(version, self.filled[i : i + 1])
-        if not compared:
-            if len(packing.totals) and not self._spans_nodes:
-                self.filled += packing.totals  # what was read, and not what lies in the copies
-            else:
-                self.whole.digest(0, self.filled)
+        if not compared and len(packing.totals) and not self._spans_nodes:
+            self.filled += packing.totals  # of what was read, and not of what lies in the copies
+        elif not compared:
+            self.whole.digest(0, self.filled)
 
 
 def _memory(tensor: torch.Tensor) -> tuple:
