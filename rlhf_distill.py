@@ -149,7 +149,7 @@ def place(args: Arguments) -> tuple[str, str, ExactEngineArguments, list[Seat], 
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=False)
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=args.learner.reward_coef > 0)
     task.refuse_images("a teacher scores text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place

@@ -845,7 +845,7 @@ def test_flags_that_cannot_be_are_usage_errors(flags, capsys, given, message):
         (rlhf_ppo, "--kl-horizon 500", "--kl-horizon needs --kl-target"),
         (rlhf, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
         (rlhf_nccl, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),
-        (rlhf_distill, "--dataset x --reward-coef 1", "--reward-coef needs --reward or --environment"),
+        (rlhf_distill, "--group-size 1 --reward-coef 1", "--reward-coef needs a --group-size of 2 or more"),
     ],
 )
 def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, given, message):

@@ -236,6 +236,14 @@ def test_tables_have_columns_logged_for_some_completions():
     assert calls == [{"columns": ["step", "a", "b"], "data": [[1, "A", None], [1, "A", "B"]], "step": 1}]
 
 
+def test_mlflow_gets_names_that_it_takes():
+    calls, trackers = [], Trackers(["none"])
+    for name in ("mlflow", "other"):
+        trackers.running.append(SimpleNamespace(name=name, log=lambda metrics, step: calls.append(metrics)))
+    trackers.log(1, {"eval/pass@1": 1.0, "GB per s: x": 2.0})
+    assert calls == [{"eval/pass_1": 1.0, "GB per s: x": 2.0}, {"eval/pass@1": 1.0, "GB per s: x": 2.0}]
+
+
 def test_trackio_has_no_tables(tmp_path, installed, monkeypatch):
     monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
     calls, args = installed("trackio"), arguments(tmp_path, "trackio")

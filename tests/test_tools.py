@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 import trl
@@ -42,7 +43,9 @@ from recipe.run.arguments import parse
 from recipe.run.session import RaySession
 from recipe.tasks import lookup
 from recipe.tasks.chat_template import ChatTemplate
+from recipe.tasks.task import TaskArguments, load_task
 from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
+from recipe.tasks.tools import ToolArguments
 
 # Which tokens are learned from
 
@@ -629,6 +632,16 @@ def test_resets_text_is_appended_and_rewards_see_it(converse, monkeypatch):
     assert ids[0] == first.completion_ids.tolist()
     assert MESSAGES == [{"role": "user", "content": "go"}]
     assert json.loads(json.dumps(third.messages)) == third.messages  # for completions.jsonl
+
+
+def test_environment_gets_a_rows_images_as_a_reward_does(monkeypatch):
+    image = PIL.Image.new("RGB", (2, 2), "red")
+    rows = [{"prompt": MESSAGES, "image": image}]
+    monkeypatch.setattr(sys.modules[__name__], "prompts", lambda split: rows)
+    args = TaskArguments(dataset="test_tools:prompts", prompts_per_step=1)
+    task = load_task(args, 0, 1, ToolArguments(environment="test_tools:Counter"))
+    environment, _ = asyncio.run(task.tools.open(task.rows[0], evaluation=False))
+    assert environment.instance.row["images"] == [image]
 
 
 def test_environment_has_its_own_copy_of_a_row(converse, monkeypatch):

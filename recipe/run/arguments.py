@@ -39,7 +39,7 @@ NEEDS = [  # flags that do nothing alone: what they need, in words, and whether 
         lambda a: not getattr(a, "engine_url", None),
     ),
     (("kl_horizon",), "--kl-target", lambda a: a.kl_target),
-    (("reward_coef",), "--reward or --environment", lambda a: a.reward or a.environment),
+    (("reward_coef",), "a --group-size of 2 or more", lambda a: a.group_size > 1),
 ]
 
 

@@ -150,7 +150,8 @@ class RunFolder:
         the step has a checkpoint. That is saved before: nothing that fails here may lose it.
 
         Adds the metrics of the batch and of the sync; `time/step`, the seconds since the last step was logged, but for
-        evaluation; and `tokens/s`, the sampled tokens over that. Shows completions of the first step and the last one.
+        evaluation; and `tokens/s`, those of the batch's completions over that. Shows completions of the first step and
+        the last one.
         """
         metrics = batch.metrics | metrics
         metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}

@@ -5,6 +5,7 @@ A tracker gets the metrics of each step. One that has tables (wandb, clearml) ge
 
 import json
 import os
+import re
 from pathlib import Path
 
 from ..errors import RunError
@@ -48,7 +49,8 @@ class Trackers:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self.running:
-            tracker.log(metrics, step=step)
+            names = {name: re.sub(r"[^\w/:. -]", "_", name) if tracker.name == "mlflow" else name for name in metrics}
+            tracker.log({names[name]: value for name, value in metrics.items()}, step=step)  # MLflow takes no "@"
 
     def log_completions(self, step: int, table: list[dict]) -> None:
         """Report the completions of a step: a row each, with the columns of completions.jsonl by name."""
