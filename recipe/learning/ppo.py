@@ -71,20 +71,11 @@ class Experience:
     kl: float  # from the reference, per token
 
 
-def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean of the values [B, T] where the mask is 1."""
-    return (values * mask).sum() / mask.sum()
-
-
-def masked_var(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The variance of the values [B, T] where the mask is 1, without Bessel's correction."""
-    return masked_mean((values - masked_mean(values, mask)).square(), mask)
-
-
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The values [B, T] less their mean, over their standard deviation, where the mask is 1, and else 0 (What
     Matters in On-Policy Reinforcement Learning, Andrychowicz et al. 2020, arXiv:2006.05990)."""
-    return (values - masked_mean(values, mask)) * torch.rsqrt(masked_var(values, mask) + 1e-8) * mask
+    of_tokens = values[mask.bool()]
+    return (values - of_tokens.mean()) * torch.rsqrt(of_tokens.var(correction=0) + 1e-8) * mask
 
 
 def token_rewards(
@@ -126,8 +117,9 @@ def value_losses(
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
     """1 - Var(R - V) / Var(R) over all tokens: 1 if the critic knows the returns, 0 if its values are constant."""
-    variance = masked_var(returns, mask)
-    return float(1 - masked_var(returns - values, mask) / variance) if variance > 0 else 0.0
+    values, returns = values[mask.bool()], returns[mask.bool()]
+    variance = returns.var(correction=0)
+    return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOConfig) -> float:
@@ -154,11 +146,12 @@ def estimate(
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
     rewards = token_rewards(rewards, kl, mask, old_policy.metrics["kl_coef"], config.reward_clip)
     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+    tokens = mask.bool()
     metrics = {
-        "kl": float(masked_mean(kl, mask)),
-        "advantages/std": float(masked_var(advantages, mask).sqrt()),
-        "returns/mean": float(masked_mean(returns, mask)),
-        "values/mean": float(masked_mean(values, mask)),
+        "kl": float(kl[tokens].mean()),
+        "advantages/std": float(advantages[tokens].std(correction=0)),
+        "returns/mean": float(returns[tokens].mean()),
+        "values/mean": float(values[tokens].mean()),
         "ppo/explained_variance": explained_variance(values, returns, mask),
     }
     advantages = whiten(advantages, mask)
