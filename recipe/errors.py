@@ -19,7 +19,3 @@ class TaskError(UserError, ValueError):
 
 class MismatchError(UserError, RuntimeError):
     """Engine and trainer disagree about the log-probabilities of the same tokens."""
-
-
-class DivergenceError(UserError, RuntimeError):
-    """The gradient is not finite: an update by it would make every weight a NaN."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt
 from torch.distributed.tensor import DTensor
 
-from ..errors import DivergenceError, MismatchError
+from ..errors import MismatchError, RunError
 from ..flags import arg
 from .layout import as_tensor
 from .lora import load_adapters, without_adapters
@@ -186,7 +186,7 @@ class Learner:
 
     def _optimizer_step(self) -> float:
         """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises
-        DivergenceError, before anything is updated, if it is not finite."""
+        RunError, before anything is updated, if it is not finite: the update would make every weight a NaN."""
         if self.model.adapters and self.model.ranks > 1:  # every rank has whole adapters, which FSDP leaves alone
             gradients = [parameter.grad for parameter in self.parameters]
             total = torch.nn.utils.parameters_to_vector(gradients)
@@ -194,7 +194,7 @@ class Learner:
             torch.nn.utils.vector_to_parameters(total / self.model.ranks, gradients)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
         if not norm.isfinite():
-            raise DivergenceError(f"step {self.step + 1}: the gradient is not finite: {self._overflow_cause()}")
+            raise RunError(f"step {self.step + 1}: the gradient is not finite: {self._overflow_cause()}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
         self.offload.to_device()
