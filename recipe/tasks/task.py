@@ -75,21 +75,17 @@ class TaskArguments:
     prompts_per_step: Annotated[int, Ge(1)] = arg(8, help="prompts of a step, each with --group-size completions")
 
 
+@dataclass(eq=False)
 class Task:
     """Prompts to learn from and to evaluate on, the rewards of their completions, and the tools, if there are any."""
 
-    def __init__(
-        self,
-        rows: list[Row],
-        eval_rows: list[Row],
-        rewards: Rewards,
-        args: TaskArguments,
-        seed: int,
-        steps: int,
-        tools: Tools | None = None,
-    ):
-        self.rows, self.eval_rows, self.rewards, self.tools = rows, eval_rows, rewards, tools
-        self.args, self.seed, self.steps = args, seed, steps
+    rows: list[Row]
+    eval_rows: list[Row]
+    rewards: Rewards
+    args: TaskArguments
+    seed: int
+    steps: int
+    tools: Tools | None
 
     @property
     def is_chat(self) -> bool:
