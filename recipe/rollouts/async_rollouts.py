@@ -45,8 +45,8 @@ from .engine import (
     KEPT_PREFIX_CACHE,
     engine_prompt,
     engine_start,
-    labelled_rollouts_of,
     replace_equal_groups,
+    rollouts_of,
     sampling_options,
     sampling_params,
     set_environment,
@@ -112,7 +112,7 @@ class AsyncEngineActor:
         requests = await asyncio.gather(*calls)
         if evaluation:
             await self.llm.reset_prefix_cache()  # vLLM does not while it generates for others; the next sync does
-        return labelled_rollouts_of(requests, self.llm.get_tokenizer())
+        return rollouts_of(requests, self.llm.get_tokenizer(), labelled=True)
 
     async def _generate(self, prompt: dict, options: dict, low_priority: bool):
         from vllm.sampling_params import RequestOutputKind

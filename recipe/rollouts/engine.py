@@ -301,8 +301,13 @@ def engine_prompt(ids: list[int], images: Images | None):
     return TokensPrompt(prompt_token_ids=ids, **data)
 
 
-def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
-    """The completions of finished vllm.RequestOutputs, in order, without rewards."""
+def rollouts_of(requests: list, tokenizer, labelled: bool = False) -> list[Rollout]:
+    """The completions of finished vllm.RequestOutputs, in order, without rewards. If the engine has `labelled` tokens
+    with the version of their weights, rollouts have it as well."""
+
+    def versions_of(spans: list) -> np.ndarray:
+        return np.array([int(span.version) for span in spans for _ in range(span.start, span.end)], np.int32)
+
     outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
     texts = _texts(tokenizer, outputs) if outputs else []  # of no sequences, a tokenizer makes one text
     return [
@@ -312,19 +317,10 @@ def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
             np.array(output.logprobs.logprobs if output.logprobs else [], np.float32),
             text=text,
             truncated=output.finish_reason == "length",
+            versions=versions_of(output.weight_versions) if labelled else None,
         )
         for (prompt_ids, output), text in zip(outputs, texts, strict=True)
     ]
-
-
-def labelled_rollouts_of(requests: list, tokenizer) -> list[Rollout]:
-    """As `rollouts_of`, with the version of each token's weights, as the engine has labelled it."""
-    outputs = [output for request in requests for output in request.outputs]
-    rollouts = []
-    for rollout, output in zip(rollouts_of(requests, tokenizer), outputs, strict=True):
-        versions = [int(span.version) for span in output.weight_versions for _ in range(span.start, span.end)]
-        rollouts.append(replace(rollout, versions=np.array(versions, np.int32)))
-    return rollouts
 
 
 def _texts(tokenizer, outputs: list[tuple]) -> list[str]:

@@ -35,7 +35,7 @@ from ..flags import arg
 from ..learning.rollout import Rollout
 from ..run.actors import ActorArguments
 from ..run.session import one_line
-from .engine import labelled_rollouts_of, llm_options, logged_reason, unlink_shared_memory
+from .engine import llm_options, logged_reason, rollouts_of, unlink_shared_memory
 from .exact_engine import ExactEngineArguments, exact_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
@@ -281,7 +281,7 @@ class ReplicaPool:
             SimpleNamespace(prompt_token_ids=ids, outputs=[_output(choice) for choice in choices])
             for ids, choices in zip(prompts, answers, strict=True)
         ]
-        return labelled_rollouts_of(requests, self.tokenizer)
+        return rollouts_of(requests, self.tokenizer, labelled=True)
 
     async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         while True:
