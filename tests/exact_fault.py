@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from recipe.rollouts.exact_engine import ExactColocateWorkerExtension, ExactWorkerExtension
+from recipe.rollouts.exact_engine import ColocateWorkerExtension, WorkerExtension
 
 
 class Flipping:
@@ -23,9 +23,9 @@ class Flipping:
         return serves
 
 
-class FlippingExtension(Flipping, ExactWorkerExtension):
+class FlippingExtension(Flipping, WorkerExtension):
     pass
 
 
-class FlippingColocateExtension(Flipping, ExactColocateWorkerExtension):
+class FlippingColocateExtension(Flipping, ColocateWorkerExtension):
     pass

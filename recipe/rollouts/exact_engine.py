@@ -1,6 +1,6 @@
 """Exact engines, whose log-probabilities a trainer computes bit for bit: whether there can be one, and options.
 
-Since the workers' extension is here, vLLM imports this module in every worker before it loads the model. If
+vLLM takes the workers' extension from this module, and so imports it in every worker before it loads the model. If
 VLLM_BATCH_INVARIANT=1 is set, the import makes linear layers `torch.nn.functional.linear`. That mode has cuBLAS work
 without split-K, so they give the same bits as vLLM's Triton kernel, and a decode step takes 2.8 ms instead of 5.1
 (1.5B, 128 sequences, one H200).
@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension  # noqa: F401 - vLLM takes one of them from here
 
 from ..errors import RunError
 from ..flags import arg
@@ -44,14 +44,6 @@ if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
 
     for module in (linear, vocab_parallel_embedding):
         module.linear_batch_invariant = torch.nn.functional.linear
-
-
-class ExactWorkerExtension(WorkerExtension):
-    """`WorkerExtension`, for an exact engine."""
-
-
-class ExactColocateWorkerExtension(ColocateWorkerExtension):
-    """`ColocateWorkerExtension`, for an exact engine."""
 
 
 def settle_exactness(
@@ -107,4 +99,4 @@ def exact_options(exact: str, model: str, extension: str) -> dict:
         return {"worker_extension_cls": f"rlhf_utils.{extension}"}
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     backend = attention_backend(AutoConfig.from_pretrained(model))
-    return {"worker_extension_cls": f"{__name__}.Exact{extension}", "attention_backend": backend}
+    return {"worker_extension_cls": f"{__name__}.{extension}", "attention_backend": backend}
