@@ -49,10 +49,10 @@ class _Peer:
 
     def weight_bytes(self) -> int:
         """Bytes of the weights that this worker serves, including the scales of quantized ones."""
-        return sum(tensor.nbytes for tensor in self._engine_model().served_tensors())
+        return sum(tensor.nbytes for tensor in self.weight_model.served_tensors())
 
     def digest(self) -> int:
-        return self._engine_model().weights_digest()
+        return self.weight_model.weights_digest()
 
 
 class PeerExtension(_Peer, WorkerExtension):

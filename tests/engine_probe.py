@@ -33,7 +33,7 @@ class _Probe:
 
     def digest(self) -> int:
         """Of what is served now, whether or not a sync brought it."""
-        return self._engine_model().weights_digest()
+        return self.weight_model.weights_digest()
 
     def gpu_memory(self) -> tuple[int, int]:
         return gpu_memory(self.device)
@@ -45,7 +45,7 @@ class _Probe:
 
     def keep_scales(self, keep: bool) -> None:
         """Have every sync leave the scales of quantized weights as they are now, unseen by its digest; or no more."""
-        model = self._engine_model()
+        model = self.weight_model
         vars(model).pop("weights_digest", None)
         scales = [(p.scale, p.scale.clone()) for p in model.model.parameters() if hasattr(p, "scale")]
         weights_digest = model.weights_digest
@@ -60,7 +60,7 @@ class _Probe:
 
     def forget_copy(self) -> None:
         """Have the first worker's next recording leave out a copy."""
-        model, record = self._engine_model(), EngineModel.record
+        model, record = self.weight_model, EngineModel.record
 
         def forgetful(*args) -> str | None:
             del model.record
@@ -73,7 +73,7 @@ class _Probe:
 
     def spoil_replay(self) -> None:
         """Have replays flip a bit of each element after they have copied it, and vouch for the result."""
-        model = self._engine_model()
+        model = self.weight_model
 
         class Spoiled:
             def run(self, total: torch.Tensor) -> None:

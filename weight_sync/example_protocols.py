@@ -40,7 +40,7 @@ class SharedMemoryProtocols(WeightReceiver):
         """
         import zmq
 
-        model, buffer, error, message = self._engine_model(), None, None, ()
+        model, buffer, error, message = self.weight_model, None, None, ()
         with zmq.Context() as context, context.socket(zmq.REP) as socket_:
             socket_.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
             socket_.setsockopt(zmq.LINGER, 1000)
@@ -73,7 +73,7 @@ class SharedMemoryProtocols(WeightReceiver):
         `ipc_handles` maps device ids to {parameter name: handle}, with handles from `reduce_tensor` or `share_tensor`.
         vLLM passes such arguments to its workers only with VLLM_ALLOW_INSECURE_SERIALIZATION=1.
         """
-        handles, model = ipc_handles[self.report_device_id()], self._engine_model()
+        handles, model = ipc_handles[self.report_device_id()], self.weight_model
         model.collect([(name, rebuild_ipc(handle, self.device.index).clone()) for name, handle in handles.items()])
         model.load_if_complete()
         synchronize(self.device)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import ClassVar
 
@@ -32,7 +33,7 @@ class WeightReceiver:
         False before the first sync, after a partial one (some parameters sent, others not), and for a model without
         parameters.
         """
-        return self._engine_model().unchanged()
+        return self.weight_model.unchanged()
 
     def report_device_id(self) -> str:
         """The UUID of this worker's GPU, as nvidia-smi prints it; on CPU "cpu:" and the worker's rank in the engine."""
@@ -44,7 +45,7 @@ class WeightReceiver:
 
     def weight_digests(self) -> tuple[int | None, int | None]:
         """Two digests: of the parameters that this worker serves, and of all tensors that its model's layers keep."""
-        model = self._engine_model()
+        model = self.weight_model
         return model.weights_digest(buffers=False), model.state_digest()
 
     def load_parameter(self, name: str, tensor: torch.Tensor) -> None:
@@ -53,7 +54,7 @@ class WeightReceiver:
         Keeps the tensor itself until then: do not overwrite it. Raises WeightSyncError for a tensor that does not fit,
         and with the last one if vLLM's loader leaves something out.
         """
-        model = self._engine_model()
+        model = self.weight_model
         model.collect([(name, tensor)])
         model.load_if_complete()
 
@@ -66,7 +67,7 @@ class WeightReceiver:
 
             def compare(arrivals: Iterator[int]) -> dict:
                 tensors = chain.from_iterable(_batches(staging, arrivals))
-                return compare_quantized(self._engine_model(), wire_of(self.weight_buckets), tensors)
+                return compare_quantized(self.weight_model, wire_of(self.weight_buckets), tensors)
 
             self._answer(found=self._read(staging, compare))
             if self.weight_routing:
@@ -77,7 +78,7 @@ class WeightReceiver:
     def _receive(self, timeout: float, connect: Callable[[list[Link]], None]) -> dict:
         """Take part in one sync. Returns {"version": n} or {"error": reason}."""
         try:
-            model = self._engine_model()
+            model = self.weight_model
             model.collected = {}
             if not self.weight_links:
                 self.weight_links = []
@@ -103,7 +104,7 @@ class WeightReceiver:
 
     def _agree(self, messages: list[dict]) -> list[dict]:
         """The handshake with all ranks, which at least one asks for. Returns their messages after it."""
-        model, links = self._engine_model(), self.weight_links
+        model, links = self.weight_model, self.weight_links
         for i, link in enumerate(links):
             if "metadata" not in messages[i] and self._staging("reload").is_mapped:  # another rank's tensors have moved
                 link.recv(ANSWER_SECONDS)  # the digest that follows
@@ -120,7 +121,7 @@ class WeightReceiver:
 
     def _record(self, loaded: int | None) -> None:
         """Record the load that has left weights of digest `loaded`, and prove a replay, as the trainer asks for it."""
-        model, links = self._engine_model(), self.weight_links
+        model, links = self.weight_model, self.weight_links
         refused = model.record(self.weight_buckets, self._open_routing)
         reloaded = None if refused else model.state_digest()
         for i, link in enumerate(links):
@@ -154,7 +155,7 @@ class WeightReceiver:
         if not self._staging("reload").is_mapped:
             return []
         holds, ranks = self.weight_handshakes[i]["handles"], {p.number: p.rank for p in self.weight_buckets[0]}
-        compared = [pair for pair in self._engine_model().compared if str(ranks[pair[0].piece]) in holds]
+        compared = [pair for pair in self.weight_model.compared if str(ranks[pair[0].piece]) in holds]
         served = [(tensor, tensor.dtype) for _, tensor in compared]
         first_number = self.weight_handshakes[i]["rank"] * RANK_NUMBERS
         self.weight_rotations.append(Rotation(self.device, served, first_number))
@@ -180,7 +181,7 @@ class WeightReceiver:
 
     def _load(self, mode: str, version: int = 0) -> int | None:
         """Load everything as it arrives, by reload or replay. Returns the digest of the loaded weights."""
-        staging, model = self._staging(mode), self._engine_model()
+        staging, model = self._staging(mode), self.weight_model
         if mode == "replay" and staging.is_mapped:
             return self._replay_mapped(version)
         if mode in ("replay", "verify"):
@@ -207,7 +208,7 @@ class WeightReceiver:
             for rotation in self.weight_rotations:  # queued behind the copies
                 rotation.add(version, total)
 
-        loaded = self._engine_model().replay(arrivals())
+        loaded = self.weight_model.replay(arrivals())
         self._compare_digest(total, "what the engine now serves is not what the trainer has: digests of a part differ")
         return loaded
 
@@ -218,7 +219,7 @@ class WeightReceiver:
 
     def _load_other_weights(self) -> None:
         """Load tensors of the same shapes that are all one constant, which takes no memory."""
-        model, others = self._engine_model(), Staging(self.weight_buckets, [])
+        model, others = self.weight_model, Staging(self.weight_buckets, [])
         others.view = lambda _, piece: torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
         model.reload(_batches(others, range(len(others.steps))), model.expected)
 
@@ -228,13 +229,12 @@ class WeightReceiver:
             link.close(error)
         self.weight_links = []
         self.weight_staging = self.weight_routing = None
-        if hasattr(self, "weight_model"):
+        if "weight_model" in vars(self):
             self.weight_model.replay_steps, self.weight_model.collected = None, {}
 
-    def _engine_model(self) -> EngineModel:
-        if not hasattr(self, "weight_model"):
-            self.weight_model = EngineModel(self)
-        return self.weight_model
+    @cached_property
+    def weight_model(self) -> EngineModel:
+        return EngineModel(self)
 
 
 def _arrivals(staging: Staging, links: list[Link], total: torch.Tensor) -> Iterator[int]:
