@@ -18,7 +18,6 @@ class Rotation:
     def __init__(
         self, device: torch.device, regions: list[tuple[torch.Tensor | Merge, torch.dtype]], first_number: int = 0
     ):
-        self.device = device
         self.others = [[] for _ in range(SYNCS)]  # by turn: regions that no kernel hashes where they are
         runs = [{} for _ in range(SYNCS)]  # by turn, and by whether they are cast
         for i, (source, dtype) in enumerate(regions):
