@@ -6,8 +6,8 @@ import time
 
 from ..learning.sampling import SamplingConfig
 from ..run.actors import ActorGroup
-from ..tasks.rewards import Batch, reward_metrics
-from ..tasks.task import Task, TaskArguments
+from ..tasks.rewards import reward_metrics
+from ..tasks.task import Task
 from .engine import complete
 
 
@@ -34,16 +34,9 @@ def evaluate(engines: ActorGroup, task: Task, config: SamplingConfig, step: int)
     for part, first in enumerate(range(0, len(rows), at_once)):
         batch = complete(engines, task, rows[first : first + at_once], sampling, 0, evaluation=True, round_number=part)
         groups += task.rewards.compute(batch, step, engines.session).groups
-    batch = Batch(groups, reward_metrics(groups))
-    return evaluation_metrics(batch, args) | {"time/eval": time.perf_counter() - started}
-
-
-def evaluation_metrics(batch: Batch, args: TaskArguments) -> dict[str, float]:
-    """The metrics of an evaluation's completions, which have rewards."""
-    samples = args.eval_samples or 1
-    known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in batch.groups]
+    known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
     rewards = [reward for group in known for reward in group]
-    metrics = {f"eval/{name}": value for name, value in batch.metrics.items()}
+    metrics = {f"eval/{name}": value for name, value in reward_metrics(groups).items()}
     if rewards:
         metrics["eval/reward"] = sum(rewards) / len(rewards)
     least = args.pass_reward - 1e-6  # a reward may be a sum, which is rounded
@@ -52,7 +45,7 @@ def evaluation_metrics(batch: Batch, args: TaskArguments) -> dict[str, float]:
         chances = [pass_at_k(count, passed, k) for count, passed in counts if count >= k]
         if chances:
             metrics[f"eval/pass@{k}"] = sum(chances) / len(chances)
-    return metrics
+    return metrics | {"time/eval": time.perf_counter() - started}
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
