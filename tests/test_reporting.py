@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 from accelerate.utils import LoggerType
 from conftest import ROOT, arguments_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -73,6 +74,7 @@ def installed(monkeypatch):
         exec(STAND_IN, vars(module))
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(name)])
+        monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a new process
         return module.calls
 
     return install

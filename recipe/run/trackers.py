@@ -32,8 +32,10 @@ class Trackers:
 
         The project is "rlhf", or what the tracker's environment variable names, such as WANDB_PROJECT.
         """
+        from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+        PartialState()  # without it, the messages of accelerate's trackers are errors
         options = {
             "tensorboard": {"logging_dir": folder, "purge_step": steps_done + 1},
             "wandb": {"name": folder.name, "dir": str(folder), "id": run_id, "resume": "allow"},
