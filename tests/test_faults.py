@@ -17,10 +17,12 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Script, assert_removed, cpu_only
+from conftest import ROOT, Script, assert_removed, cpu_only, is_alive
 from pair import CORE_IN_PROCESS, PLAIN_WORKER
 
+from recipe.run.arguments import RunArguments
 from recipe.run.checkpoint import write_checkpoint
+from recipe.run.session import RaySession
 from rlhf_utils import WeightSyncError, stateless_init_process_group
 
 pytestmark = cpu_only
@@ -152,6 +154,22 @@ def main(args):
 
 run_main(main, RunArguments())
 """
+
+
+def test_session_ends_its_own_processes_and_no_others():
+    """W&B, for one, has a process of its own, which still sends metrics when the session has ended."""
+    others = [subprocess.Popen(["sleep", "600"])]
+    try:
+        with RaySession(RunArguments(), print) as session:
+            others.append(subprocess.Popen(["sleep", "600"]))
+            processes = [child for process in session.started for child in process.children(recursive=True)]
+        assert [process.poll() for process in others] == [None, None]
+        assert len(session.started) > 1
+        assert [process for process in [*session.started, *processes] if is_alive(process)] == []
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,9 @@ class RaySession:
             if "//" not in address and (address.count(":") == 1 or "[" in address):
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()  # else Ray tries for minutes
+            before = psutil.Process().children()
             ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
+            self.started = [process for process in psutil.Process().children() if process not in before]
         except SystemExit as error:  # Ray's own handler of SIGTERM
             raise KeyboardInterrupt from error
         except Exception as error:
@@ -75,7 +77,10 @@ class RaySession:
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}  # the run is ending already
-        family = psutil.Process().children(recursive=True)
+        family = [*self.started]  # and not what others have started in this process, such as W&B
+        for process in self.started:
+            with suppress(psutil.NoSuchProcess):
+                family += process.children(recursive=True)
         with suppress(Exception):  # an actor may have died
             self.end(dict(self.actors), AFTER_ERROR_SECONDS if error else SHUTDOWN_SECONDS)
         ray.shutdown()
