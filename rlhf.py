@@ -11,7 +11,7 @@
 1. Place: one Ray placement group, with a bundle for each trainer rank and one for each engine worker.
 2. Connect the trainer's ranks with all workers, and sync once: now the engines serve the trainer's weights.
 3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engines' log-probabilities of the
-   tokens they sampled must equal the trainer's, with --exact bit for bit, else but for rounding.
+   tokens they sampled must equal the trainer's: bit for bit if the run is exact, and otherwise but for rounding.
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
