@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+import torch
 
 from recipe.errors import RunError
 from recipe.flags import arg, section
@@ -151,6 +152,8 @@ class Trainer(LearnerActor):
         def send(name: str) -> SyncReport | str:
             try:
                 return self.senders[name].result(self.timeout).send_weights(weights)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):  # the trainer's own: no server is to blame
+                raise
             except (RuntimeError, TimeoutError) as error:  # RuntimeError: WeightSyncError, and gloo's
                 return str(error) or "its workers did not join their group"
 

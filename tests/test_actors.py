@@ -107,6 +107,13 @@ class Receiver(Actor):
         self.ended.touch()
 
 
+class Engines(Actor):
+    """Has the trainer send, as those of rlhf_serve.py."""
+
+    async def take_weights(self, trainer) -> None:
+        await trainer.sleep.remote(60)
+
+
 class AsyncActor(Actor):
     def __init__(self, number: int):
         self.synced = asyncio.Event()
@@ -235,6 +242,14 @@ def test_death_of_an_idle_actor_ends_the_wait(session, waiting_for):
         else:
             trainer.call("learning", Actor.sleep, 60)
     assert time.monotonic() - started < FAULT_SECONDS
+
+
+def test_death_is_not_blamed_on_who_waited_for_the_dead(session):
+    trainer, engines = group(session, "trainer"), group(session, "engines", cls=Engines)
+    pid = trainer.agreed("starting", Actor.pid)
+    threading.Timer(1, lambda: psutil.Process(pid).kill()).start()
+    with pytest.raises(RunError, match=r"^the trainer died while syncing$"):
+        engines.call("syncing", Engines.take_weights, trainer.actors["trainer"])
 
 
 def test_death_after_an_answer_ends_the_wait(session):

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
 from torch.distributed import HashStore
 
@@ -117,8 +118,6 @@ class Server:
         self.begun.set()
         self.goes_on.wait()
         length, sampling = len(body["token_ids"]), body["sampling_params"]
-        if sampling["max_tokens"] > 64:
-            return 400, {"error": "too long"}
         choice = {
             "token_ids": [sampling["seed"] % 256] * length,  # so a test sees whose answer it is
             "finish_reason": self.reason,
@@ -173,6 +172,14 @@ def test_completions_end_at_the_runs_own_limit_as_well(servers):
     for limit, tokens in ((None, 64), (24, 24), (100, 64)):
         pool = rlhf_serve.Engines(0)
         assert asyncio.run(pool.start("model", arguments(servers, max_model_len=limit), "cpu", Trainer())) == tokens
+
+    async def act(pool, args):
+        pool.max_model_len = 6
+        await sample(pool, args)
+
+    pool_of(servers, act)
+    for body in (body for server in servers for path, body in server.calls if path.endswith("generate") and body):
+        assert len(body["token_ids"]) + body["sampling_params"]["max_tokens"] == 6
 
 
 def pool_of(servers: list, act, **options) -> tuple:
@@ -391,8 +398,31 @@ def test_server_that_a_sync_did_not_reach_stays_paused(servers, fault):
 
 
 def test_what_vllm_refuses_ends_the_run(servers):
-    with pytest.raises(RunError, match=r"engine \d at http:.* refuses /inference/v1/generate: .*too long"):
-        pool_of(servers, sample, max_tokens=65)
+    servers[0].refuses = servers[1].refuses = "/inference/v1/generate"
+    with pytest.raises(RunError, match=r"engine \d at http:.* refuses /inference/v1/generate: .*not now"):
+        pool_of(servers, sample)
+
+
+def test_error_of_the_trainers_own_gpu_ends_the_run(servers):
+    """No server is lost by it."""
+
+    def fail(weights):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def act(pool, args):
+        async def send(names):
+            with ThreadPoolExecutor() as threads:
+                senders = {name: threads.submit(SimpleNamespace, send_weights=fail) for name in names}
+                learner = SimpleNamespace(step=5, model=SimpleNamespace(named_tensors=dict))
+                trainer = SimpleNamespace(senders=senders, timeout=5, threads=threads, learner=learner)
+                return rlhf_serve.Trainer.send_weights(trainer, names)
+
+        pool.trainer.send_weights = SimpleNamespace(remote=send)
+        with pytest.raises(torch.OutOfMemoryError):
+            await pool.take_weights()
+        assert len(pool._serving()) == 2
+
+    pool_of(servers, act)
 
 
 @pytest.mark.parametrize(
@@ -461,13 +491,14 @@ def test_wrongly_restarted_server_stays_out_and_is_named_once(servers, capsys, w
 
 def test_server_that_refuses_its_sync_is_asked_again(servers, capsys):
     async def act(pool, args):
-        servers[0].die()
-        await until(lambda: len(pool._serving()) == 1)
-        servers[0].refuses = "/pause"
-        servers[0].restart()
-        await until(lambda: capsys.readouterr().out.count("cannot return: engine 0 at http"))
-        servers[0].refuses = None
-        await until(lambda: len(pool._serving()) == 2)
+        for _ in range(2):  # it says so each time
+            servers[0].die()
+            await until(lambda: len(pool._serving()) == 1)
+            servers[0].refuses = "/pause"
+            servers[0].restart()
+            await until(lambda: capsys.readouterr().out.count("cannot return: engine 0 at http"))
+            servers[0].refuses = None
+            await until(lambda: len(pool._serving()) == 2)
 
     pool_of(servers, act)
 

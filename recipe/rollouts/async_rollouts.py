@@ -53,7 +53,7 @@ from .engine import (
     with_images,
 )
 
-PROOF_TOKENS = 256  # the fewest that prove a sync: a mean over fewer varies too much to have a bound
+PROOF_TOKENS = 256  # a batch with fewer proves no sync: their mean varies too much to have a bound
 PROOF_LENGTH = 8  # of a completion that is only a proof: the trainer computes its prompt as well, which costs more
 
 

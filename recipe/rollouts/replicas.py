@@ -284,6 +284,8 @@ class ReplicaPool:
         return rollouts_of(requests, self.tokenizer, labelled=True)
 
     async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
+        room = self.max_model_len - len(token_ids)  # of this run: a server may have more
+        sampling = sampling | {"max_tokens": min(sampling["max_tokens"], room)}
         while True:
             await self._until_some_serve()
             replica = min(self._serving(), key=lambda replica: replica.in_flight)
@@ -313,8 +315,8 @@ class ReplicaPool:
 
     def lose(self, replica: Replica, reason: str) -> None:
         """Give this replica's unfinished requests to others, and no more to it until it returns."""
+        replica.reason = reason
         if not replica.serving:
-            replica.reason = reason
             return
         print(f"{replica.name} is lost, and its {replica.in_flight} requests go to others: {reason}", flush=True)
         replica.end_serving()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from rlhf_utils import WeightSyncError
 
@@ -167,6 +167,8 @@ class RaySession:
     def _blame(self, phase: str, calls: dict[ray.ObjectRef, str]) -> Exception:
         """The error to raise for these calls: a death, else an error meant for the user, such as a failed sync. The
         rest are consequences."""
+        self._failed_pings()  # so that each actor has a ping
+        calls = calls | {ping: name for name, ping in self.pings.items()}  # one may have died that nobody waits for
         ray.wait(list(calls), num_returns=len(calls), timeout=3)  # other actors may be about to fail
         answers = [(actor, _answer(ref)) for ref, actor in calls.items()]
         errors = [(actor, answer) for actor, answer in answers if isinstance(answer, Exception)]
@@ -211,7 +213,8 @@ def explain(phase: str, actor: str, error: Exception) -> Exception:
 
 def _died(error: Exception) -> bool:
     """Whether the actor's process died. Ray also says so of an actor whose constructor raised."""
-    return isinstance(error, ActorDiedError) and "creation task" not in str(error)
+    own = isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError)  # which passes on another's death
+    return own and "creation task" not in str(error)
 
 
 def _cause(error: Exception) -> Exception:
