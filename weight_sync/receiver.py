@@ -234,6 +234,7 @@ class WeightReceiver:
 
     @cached_property
     def weight_model(self) -> EngineModel:
+        """This worker's model, which vLLM has not yet loaded when it makes the worker."""
         return EngineModel(self)
 
 

@@ -302,8 +302,8 @@ def engine_prompt(ids: list[int], images: Images | None):
 
 
 def rollouts_of(requests: list, tokenizer, labelled: bool = False) -> list[Rollout]:
-    """The completions of finished vllm.RequestOutputs, in order, without rewards. If the engine has `labelled` tokens
-    with the version of their weights, rollouts have it as well."""
+    """The completions of finished vllm.RequestOutputs, in order, without rewards. `labelled` says whether the
+    engine has labelled each token with the version of its weights; then the rollouts have these versions."""
 
     def versions_of(spans: list) -> np.ndarray:
         return np.array([int(span.version) for span in spans for _ in range(span.start, span.end)], np.int32)

@@ -51,8 +51,10 @@ class Trackers:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tracker in self.running:
-            names = {name: re.sub(r"[^\w/:. -]", "_", name) if tracker.name == "mlflow" else name for name in metrics}
-            tracker.log({names[name]: value for name, value in metrics.items()}, step=step)  # MLflow takes no "@"
+            taken = metrics
+            if tracker.name == "mlflow":  # which refuses other names, such as eval/pass@1
+                taken = {re.sub(r"[^\w/:. -]", "_", name): value for name, value in metrics.items()}
+            tracker.log(taken, step=step)
 
     def log_completions(self, step: int, table: list[dict]) -> None:
         """Report the completions of a step: a row each, with the columns of completions.jsonl by name."""

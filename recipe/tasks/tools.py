@@ -128,9 +128,9 @@ class Tools:
             if environment.instance is None:
                 return environment, None
             columns = {k: v for k, v in row.columns.items() if not (self.rows_choose and k == "environment")}
-            if row.images:
-                columns["images"] = row.images.decoded()
             own = copy.deepcopy({"prompt": row.prompt} | columns)  # the environment may change what it gets
+            if row.images:
+                own["images"] = row.images.decoded()
             text = await asyncio.wrap_future(environment.begin(environment.instance.reset, **own))
         except Exception as error:  # the user's code
             raise failed(f"{row.origin}: reset of --environment {self.args.environment}", error) from error
