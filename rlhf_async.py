@@ -6,7 +6,7 @@
     python rlhf_async.py                             # no GPU: a small built-in model, the same topology, gloo
     python rlhf_async.py --ray-address auto          # on a running Ray cluster
 
-    GPU 0..      trainer actors: fp32 master weights, GRPO (recipe/learning/grpo.py), WeightSender (rlhf_utils.py)
+    GPU 0..      trainer actors: fp32 master weights, GRPO (trainer/learning/grpo.py), WeightSender (rlhf_utils.py)
     other GPUs   engine actors: vllm.AsyncLLM with TP workers each, extended by rlhf_utils.WorkerExtension
 
 1. Place: one Ray placement group, with a bundle for each trainer rank and one for each engine worker.
@@ -15,7 +15,7 @@
    completions go on with the new weights. vLLM labels every token with the version of its weights. No token is more
    than --max-staleness steps old when a step learns from it. The newest ones prove the sync: the engines'
    log-probabilities of them must equal the trainer's but for rounding, or the run ends with an error. For older ones,
-   importance weights correct the loss (recipe/learning/objectives.py).
+   importance weights correct the loss (trainer/learning/objectives.py).
 4. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
@@ -26,23 +26,23 @@ from pathlib import Path
 
 import ray
 
-from recipe.errors import RunError
-from recipe.flags import section
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import Proof
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, RolloutsAhead
-from recipe.rollouts.engine import llm_options
-from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+from trainer.errors import RunError
+from trainer.flags import section
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, RolloutsAhead
+from trainer.rollouts.engine import llm_options
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tools import ToolArguments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 

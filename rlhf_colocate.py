@@ -7,7 +7,7 @@
     python rlhf_colocate.py                          # no GPU: a small built-in model, 2 ranks, 2 engines, shared memory
     python rlhf_colocate.py --ray-address auto       # on a running Ray cluster
 
-    every GPU  trainer actor: a rank of the learner (recipe/learning/grpo.py), sharded by FSDP2, and its WeightSender
+    every GPU  trainer actor: a rank of the learner (trainer/learning/grpo.py), sharded by FSDP2, and its WeightSender
                a worker of each engine actor there: vllm.LLM with rlhf_utils.ColocateWorkerExtension
 
 1. Place: one Ray placement group, with a bundle for each GPU. The engines start first, since vLLM measures the free
@@ -33,16 +33,17 @@ import ray
 import torch
 from annotated_types import Ge
 
-from recipe.errors import RunError
-from recipe.flags import arg, section
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import Proof
-from recipe.learning.multimodal import auto_class
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, complete, llm_options, resample
-from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
-from recipe.run.actors import (
+from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender
+from trainer.errors import RunError
+from trainer.flags import arg, section
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.learning.multimodal import auto_class
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.engine import EngineActor, complete, llm_options, resample
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.run.actors import (
     ActorArguments,
     ActorGroup,
     LearnerActor,
@@ -54,13 +55,12 @@ from recipe.run.actors import (
     reserve,
     seat,
 )
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tools import ToolArguments
-from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tools import ToolArguments
 from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16

@@ -3,12 +3,12 @@
     python rlhf_distill.py --teacher Qwen/Qwen2.5-7B-Instruct --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
                                                      # 3 GPUs: trainer, the student's engine, the teacher's engine
                                                      # 2 GPUs: the same; both engines share one of them
-    python rlhf_distill.py --task addition --teacher recipe.tasks.addition:build_teacher --steps 300
+    python rlhf_distill.py --task addition --teacher trainer.tasks.addition:build_teacher --steps 300
                                                      # no GPU: small models made on the spot, gloo
 
-    GPU 0..      trainer actors: fp32 master weights, the student (recipe/learning/distill.py), WeightSender
+    GPU 0..      trainer actors: fp32 master weights, the student (trainer/learning/distill.py), WeightSender
     other GPUs   engine actors: vllm.LLM with TP workers each, extended by rlhf_utils.WorkerExtension
-    other GPUs   teacher actors: vllm.LLM as it is (recipe/rollouts/teacher.py), or on the engines' GPUs
+    other GPUs   teacher actors: vllm.LLM as it is (trainer/rollouts/teacher.py), or on the engines' GPUs
 
 1. Place: one Ray placement group, with a bundle for each trainer rank, each engine worker and, if there are as many
    GPUs, each worker of the teacher. If there are fewer, the teacher's workers and the engines' share GPUs.
@@ -28,23 +28,23 @@ from pathlib import Path
 
 import ray
 
-from recipe.errors import RunError
-from recipe.flags import section
-from recipe.learning.distill import DistillConfig, DistillLearner
-from recipe.learning.learner import Proof
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, complete, in_parts, llm_options
-from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
-from recipe.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models, choose_teacher
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SyncReport, WeightSender, stateless_init_process_group
+from trainer.errors import RunError
+from trainer.flags import section
+from trainer.learning.distill import DistillConfig, DistillLearner
+from trainer.learning.learner import Proof
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.engine import EngineActor, complete, in_parts, llm_options
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models, choose_teacher
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tools import ToolArguments
 
 GPU_SHARE = 0.5  # the share of a GPU that Ray counts for a worker: the student's and the teacher's fit on one
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16

@@ -6,7 +6,7 @@
     python rlhf_nccl.py                              # no GPU: a small built-in model, the same topology, gloo
     python rlhf_nccl.py --ray-address auto           # on a running Ray cluster
 
-    GPU 0     trainer actor: fp32 master weights, GRPO (recipe/learning/grpo.py), vLLM's trainer-side transfer engine
+    GPU 0     trainer actor: fp32 master weights, GRPO (trainer/learning/grpo.py), vLLM's trainer-side transfer engine
     GPU 1..N  engine actor: vllm.LLM with N workers, each with vLLM's worker-side transfer engine
 
 1. Place: one Ray placement group, with a bundle for the trainer and one for each engine worker.
@@ -25,7 +25,7 @@ Adam state still take 114 of an H200's 140 GiB at the end of a learning step. Be
 Take this script if you want vLLM's supported API: on GPUs, none of our code runs in the engine's workers, and vLLM's
 other transports and its HTTP server work the same way. Take rlhf.py if the sync matters most: it checks names and
 shapes before a byte moves, checks bit for bit what the engine serves, passes a worker's error to the trainer, and is
-faster. vLLM has no transport for CPU: there, the script uses one of its own (recipe/rollouts/native_transfer.py).
+faster. vLLM has no transport for CPU: there, the script uses one of its own (trainer/rollouts/native_transfer.py).
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
 """
@@ -39,23 +39,23 @@ from typing import Literal
 import ray
 import torch
 
-from recipe.errors import MismatchError, RunError
-from recipe.flags import arg, section
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import Proof
-from recipe.learning.logprobs import token_scores
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
-from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.native_transfer import NativeSender
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.rewards import Batch
-from recipe.tasks.task import TaskArguments, load_task
 from rlhf_utils import SyncReport
+from trainer.errors import MismatchError, RunError
+from trainer.flags import arg, section
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.learning.logprobs import token_scores
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.native_transfer import NativeSender
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.rewards import Batch
+from trainer.tasks.task import TaskArguments, load_task
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that rounding explains
 MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # logits that are so close count as tied: a few bf16 steps
@@ -88,7 +88,7 @@ class Engine(EngineActor):
         options = {"load_format": "dummy", "quantization": args.quantization and "fp8_per_tensor"}
         options |= {"weight_transfer_config": {"backend": args.backend if device == "cuda" else "gloo"}}
         if device == "cpu":
-            options |= {"worker_extension_cls": "recipe.rollouts.native_transfer.GlooTransferWorker"}
+            options |= {"worker_extension_cls": "trainer.rollouts.native_transfer.GlooTransferWorker"}
         if args.backend == "ipc":
             os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(IPC_SHARE)
             os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are pickled

@@ -5,7 +5,7 @@
     python rlhf_online_quant.py                             # no GPU: a small built-in model, int8, gloo
     python rlhf_online_quant.py --ray-address auto          # on a running Ray cluster
 
-    GPU 0..      trainer actors: fp32 master weights, GRPO (recipe/learning/grpo.py), WeightSender (rlhf_utils.py)
+    GPU 0..      trainer actors: fp32 master weights, GRPO (trainer/learning/grpo.py), WeightSender (rlhf_utils.py)
     other GPUs   engine actors: vllm.LLM with TP workers each, extended by rlhf_utils.WorkerExtension; FP8 weights and
                  activations
 
@@ -13,7 +13,7 @@
 2. Connect all trainer ranks with all workers, and sync once: now the engines serve the trainer's weights, quantized.
 3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engines' log-probabilities of the
    tokens they sampled must be close to the trainer's, or the run ends with an error. Quantization always leaves a
-   distance, `mismatch`; truncated importance weights (recipe/learning/objectives.py) correct for it. `mismatch` barely
+   distance, `mismatch`; truncated importance weights (trainer/learning/objectives.py) correct for it. `mismatch` barely
    reacts to stale scales. So the engines also compare their quantized weights with what was sent: after the first sync,
    after the first and the last step, and with every checkpoint.
 4. Generate once more to prove the last sync, and print.
@@ -26,22 +26,22 @@ from pathlib import Path
 
 import ray
 
-from recipe.errors import RunError
-from recipe.flags import section
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import Proof
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample, set_environment
-from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tools import ToolArguments
 from rlhf_utils import Comparison, SyncReport, WeightSender, WeightSyncError, stateless_init_process_group
+from trainer.errors import RunError
+from trainer.flags import section
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample, set_environment
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.quantization import QuantizationArguments, quantize_by_torchao
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tools import ToolArguments
 
 # Mean |Δ logprob| that int8 and FP8 explain: in FP8, random weights of Qwen2.5's shapes had up to 0.095. This bound
 # cannot prove that a sync left no weight behind; `compare` can.
@@ -65,7 +65,10 @@ class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = {"worker_extension_cls": "recipe.rollouts.quantization.QuantizedWorkerExtension", "dtype": "bfloat16"}
+        options = {
+            "worker_extension_cls": "trainer.rollouts.quantization.QuantizedWorkerExtension",
+            "dtype": "bfloat16",
+        }
         options, environment = llm_options(args.engine, device, bundles, args.actors.engines, **options)
         set_environment(environment)  # the next line imports vLLM
         torchao_options, self.quantization = quantize_by_torchao(args.quantization.quantization_config)

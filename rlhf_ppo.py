@@ -7,7 +7,7 @@
     python rlhf_ppo.py                               # no GPU: small built-in models, all five on CPU
 
     Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
-    Trainer      the policy (PPO's actor): fp32 master weights, PPO (recipe/learning/ppo.py), WeightSender
+    Trainer      the policy (PPO's actor): fp32 master weights, PPO (trainer/learning/ppo.py), WeightSender
     Critic       the policy's trunk with a value head, and an optimizer of its own
     Reference    the model that the run began with, frozen; with --lora-rank, the policy without its adapters instead
     RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
@@ -35,24 +35,24 @@ from typing import Literal
 import ray
 import torch
 
-from recipe.errors import RunError
-from recipe.flags import arg, section
-from recipe.learning.learner import Proof
-from recipe.learning.model import Model
-from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
-from recipe.learning.rollout import Rollout, rollout_metrics
-from recipe.learning.value_models import RewardModel
-from recipe.rollouts.engine import EngineActor, complete, llm_options
-from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
-from recipe.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, memory_table, reserve, seat
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.task import TaskArguments, load_task
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
+from trainer.errors import RunError
+from trainer.flags import arg, section
+from trainer.learning.learner import Proof
+from trainer.learning.model import Model
+from trainer.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
+from trainer.learning.rollout import Rollout, rollout_metrics
+from trainer.learning.value_models import RewardModel
+from trainer.rollouts.engine import EngineActor, complete, llm_options
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, memory_table, reserve, seat
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.task import TaskArguments, load_task
 from weight_sync.groups import refuse_expandable_segments
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16

@@ -4,8 +4,8 @@
     python rlhf_serve.py                             # starts a server itself: 3 GPUs, trainer + TP=2 engine
     python rlhf_serve.py --engines 2 --tensor-parallel-size 1     # starts two; no GPU: a small built-in model, gloo
 
-    GPU 0        trainer actor: fp32 master weights, GRPO (recipe/learning/grpo.py), a WeightSender for each server
-    CPU          engines actor: speaks HTTP with all servers (recipe/rollouts/replicas.py)
+    GPU 0        trainer actor: fp32 master weights, GRPO (trainer/learning/grpo.py), a WeightSender for each server
+    CPU          engines actor: speaks HTTP with all servers (trainer/rollouts/replicas.py)
     elsewhere    vLLM's servers, extended by rlhf_utils.WorkerExtension; on GPU 0: by rlhf_utils.ColocateWorkerExtension
 
 1. Place: one Ray placement group, for the trainer and for the servers that this run starts.
@@ -28,23 +28,23 @@ from pathlib import Path
 import ray
 import torch
 
-from recipe.errors import RunError
-from recipe.flags import arg, section
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import Proof
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
-from recipe.rollouts.evaluation import evaluate
-from recipe.rollouts.exact_engine import ExactEngineArguments, settle_exactness
-from recipe.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tools import ToolArguments
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
+from trainer.errors import RunError
+from trainer.flags import arg, section
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.exact_engine import ExactEngineArguments, settle_exactness
+from trainer.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tools import ToolArguments
 from weight_sync.link import address_towards
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16

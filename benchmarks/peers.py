@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from recipe.rollouts.quantization import FusedQuantization
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
+from trainer.rollouts.quantization import FusedQuantization
 from weight_sync.trace import plain_tensors
 
 

@@ -18,16 +18,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ray
 from shapes import BenchmarkArguments
 
-from recipe.errors import RunError
-from recipe.flags import section
-from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment
-from recipe.rollouts.quantization import QuantizationArguments, quantize_by_torchao
-from recipe.run.actors import ActorGroup, Seat, reserve, seat
-from recipe.run.arguments import parse
-from recipe.run.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession, run_main
-from recipe.tasks.uppercase import PROMPTS
+from trainer.errors import RunError
+from trainer.flags import section
+from trainer.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment
+from trainer.rollouts.quantization import QuantizationArguments, quantize_by_torchao
+from trainer.run.actors import ActorGroup, Seat, reserve, seat
+from trainer.run.arguments import parse
+from trainer.run.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.uppercase import PROMPTS
 
 BATCH = {"cpu": (8, 8, 16), "cuda": (64, 8, 256)}  # prompts, completions of each, their tokens: enough to fill a GPU
 ROUNDS = {"cpu": 1, "cuda": 3}
@@ -63,7 +63,7 @@ class Engine(EngineActor):
         """Bytes of a worker's weights, KV-cache blocks, tokens in a block, and tokens per second of rollouts."""
         from vllm import SamplingParams
 
-        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # as in `recipe.rollouts.engine`
+        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # as in `trainer.rollouts.engine`
         params = SamplingParams(n=completions, max_tokens=tokens, ignore_eos=True, seed=0, **options)
         self.llm.generate(prompts, params, use_tqdm=False)  # warms up
         count, started = 0, time.perf_counter()

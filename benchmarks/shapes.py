@@ -3,7 +3,7 @@
 import subprocess
 from dataclasses import dataclass, field
 
-from recipe.run.arguments import RunArguments
+from trainer.run.arguments import RunArguments
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
 QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "max_position_embeddings": 32768}

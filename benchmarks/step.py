@@ -68,12 +68,12 @@ import psutil  # noqa: E402 - the project's modules are found by the line above
 from annotated_types import Ge, Gt, Le  # noqa: E402
 from shapes import MULTIMODAL, SHAPES, device_kind  # noqa: E402
 
-from recipe.errors import RunError  # noqa: E402
-from recipe.flags import arg  # noqa: E402
-from recipe.learning.multimodal import auto_class, learning_modules  # noqa: E402
-from recipe.run.arguments import parse  # noqa: E402
-from recipe.run.session import run_main  # noqa: E402
-from recipe.tasks.colour import TEMPLATE  # noqa: E402
+from trainer.errors import RunError  # noqa: E402
+from trainer.flags import arg  # noqa: E402
+from trainer.learning.multimodal import auto_class, learning_modules  # noqa: E402
+from trainer.run.arguments import parse  # noqa: E402
+from trainer.run.session import run_main  # noqa: E402
+from trainer.tasks.colour import TEMPLATE  # noqa: E402
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors

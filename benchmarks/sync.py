@@ -53,17 +53,6 @@ from peers import AllocationPeak  # noqa: E402
 from shapes import SHAPES, BenchmarkArguments, device_kind  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from recipe.errors import RunError  # noqa: E402
-from recipe.flags import arg, flat, section  # noqa: E402
-from recipe.learning.lora import LoRAArguments, adapter_parameters, add_adapters  # noqa: E402
-from recipe.learning.named_tensors import NamedTensors  # noqa: E402
-from recipe.learning.sharding import join_ranks  # noqa: E402
-from recipe.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment  # noqa: E402
-from recipe.rollouts.quantization import quantize_by_torchao  # noqa: E402
-from recipe.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
-from recipe.run.arguments import parse  # noqa: E402
-from recipe.run.folder import RunFolder  # noqa: E402
-from recipe.run.session import RaySession, run_main  # noqa: E402
 from rlhf import place  # noqa: E402
 from rlhf_colocate import GPU_SHARE  # noqa: E402
 from rlhf_utils import (  # noqa: E402
@@ -74,6 +63,17 @@ from rlhf_utils import (  # noqa: E402
     share_tensor,
     stateless_init_process_group,
 )
+from trainer.errors import RunError  # noqa: E402
+from trainer.flags import arg, flat, section  # noqa: E402
+from trainer.learning.lora import LoRAArguments, adapter_parameters, add_adapters  # noqa: E402
+from trainer.learning.named_tensors import NamedTensors  # noqa: E402
+from trainer.learning.sharding import join_ranks  # noqa: E402
+from trainer.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment  # noqa: E402
+from trainer.rollouts.quantization import quantize_by_torchao  # noqa: E402
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
+from trainer.run.arguments import parse  # noqa: E402
+from trainer.run.folder import RunFolder  # noqa: E402
+from trainer.run.session import RaySession, run_main  # noqa: E402
 from weight_sync.buckets import dtype_name  # noqa: E402
 from weight_sync.groups import shared_buffer  # noqa: E402
 

@@ -37,7 +37,7 @@ multiprocessing.set_forkserver_preload(
 
 def arguments_of(script, **values):
     """The arguments of this script, with these values of flags."""
-    from recipe.flags import flags_in, with_values
+    from trainer.flags import flags_in, with_values
 
     assert values.keys() <= flags_in(script.Arguments).keys()
     return with_values(script.Arguments(), values)
@@ -45,7 +45,7 @@ def arguments_of(script, **values):
 
 def task_of(args):
     """The task of a script that takes tools, with these arguments."""
-    from recipe.tasks.task import load_task
+    from trainer.tasks.task import load_task
 
     return load_task(args.task, args.run.seed, args.run.steps, args.tools)
 
@@ -189,7 +189,7 @@ def metrics_of(run: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The path of the built-in model."""
-    from recipe.tasks.tiny_model import build_tiny_model
+    from trainer.tasks.tiny_model import build_tiny_model
 
     return str(build_tiny_model(tmp_path_factory.mktemp("model")))
 
@@ -224,7 +224,7 @@ def shared_memory_file():
 @pytest.fixture
 def torch_arithmetic(monkeypatch):
     """Torch's arithmetic in the place of the kernels of vLLM that an exact trainer uses: they want a GPU."""
-    from recipe.learning import exact, exact_mlp
+    from trainer.learning import exact, exact_mlp
 
     def rms_norm(x, weight, eps, first):
         x = x.float()

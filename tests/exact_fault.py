@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from recipe.rollouts.exact_engine import ColocateWorkerExtension, WorkerExtension
+from trainer.rollouts.exact_engine import ColocateWorkerExtension, WorkerExtension
 
 
 class Flipping:

@@ -333,7 +333,7 @@ def quantizable(seed):
 
 def session_without_ray():
     """A session that waits for threads alone."""
-    from recipe.run.session import RaySession  # not above: processes that only sync start sooner
+    from trainer.run.session import RaySession  # not above: processes that only sync start sooner
 
     return RaySession(SimpleNamespace(ray_address=None, timeout=60), lambda *_: None)
 
@@ -349,13 +349,13 @@ class Engines:
         return len(self.answers)
 
     def call(self, phase, method, each):
-        from recipe.rollouts.engine import EngineActor
+        from trainer.rollouts.engine import EngineActor
 
         assert method is EngineActor.sample
         return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
 
     def sample(self, answer, calls, prompts, sampling, evaluation, images):
-        from recipe.learning.rollout import Rollout
+        from trainer.learning.rollout import Rollout
 
         calls.append((prompts, sampling, evaluation))
         assert images == [None] * len(prompts)

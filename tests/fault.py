@@ -20,7 +20,7 @@ import psutil
 from conftest import shared_memory_of
 
 sys.path.insert(0, os.path.dirname(sys.argv[2]))
-from recipe.run.session import RaySession
+from trainer.run.session import RaySession
 
 PHASE, COUNT, ACT, *TARGET = sys.argv[1].split()
 COUNT = int(COUNT)

@@ -13,12 +13,12 @@ from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.utils import _to_kwargs
 
-from recipe.learning import layout
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import PolicyLearner, Proof
-from recipe.learning.model import Model
-from recipe.learning.rollout import Rollout
-from recipe.tasks.tiny_model import byte_tokenizer
+from trainer.learning import layout
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import PolicyLearner, Proof
+from trainer.learning.model import Model
+from trainer.learning.rollout import Rollout
+from trainer.tasks.tiny_model import byte_tokenizer
 
 # --- Small models -----------------------------------------------------------------------------------------------------
 

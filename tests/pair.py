@@ -19,10 +19,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import rlhf
-from recipe.errors import MismatchError
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.rollout import Rollout
 from rlhf_utils import LoRAWeight, SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
+from trainer.errors import MismatchError
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.rollout import Rollout
 from weight_sync.lora import materialized
 from weight_sync.staging import TrainerMemory
 

@@ -19,20 +19,20 @@ import pytest
 import ray
 from ray import cloudpickle
 
-from recipe.errors import EngineError, RunError, TaskError
-from recipe.learning.grpo import GRPOConfig
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
-from recipe.rollouts.teacher import score
-from recipe.run import actors
-from recipe.run import session as run_session
-from recipe.run.actors import ActorGroup, Seat, StepClock, measure, memory_table, reserve, seat
-from recipe.run.arguments import RunArguments
-from recipe.run.session import RaySession, one_line
-from recipe.tasks.dataset import Row
-from recipe.tasks.rewards import Batch, Group, Rewards
-from recipe.tasks.task import TaskArguments
 from rlhf_utils import WeightSyncError
+from trainer.errors import EngineError, RunError, TaskError
+from trainer.learning.grpo import GRPOConfig
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
+from trainer.rollouts.teacher import score
+from trainer.run import actors
+from trainer.run import session as run_session
+from trainer.run.actors import ActorGroup, Seat, StepClock, measure, memory_table, reserve, seat
+from trainer.run.arguments import RunArguments
+from trainer.run.session import RaySession, one_line
+from trainer.tasks.dataset import Row
+from trainer.tasks.rewards import Batch, Group, Rewards
+from trainer.tasks.task import TaskArguments
 
 FAULT_SECONDS = 30
 
@@ -150,7 +150,7 @@ class Scorer:
 
 
 def rollout():
-    from recipe.learning.rollout import Rollout  # takes seconds, which most actors need not spend
+    from trainer.learning.rollout import Rollout  # takes seconds, which most actors need not spend
 
     ids = np.zeros(1, np.int32)
     return Rollout(ids, ids, ids, text="A", versions=ids)

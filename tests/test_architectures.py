@@ -11,9 +11,9 @@ from learners import ARCHITECTURES, MORE_ARCHITECTURES, build
 from pair import CORE_IN_PROCESS, DEVICE, Pair, swap_layers
 from safetensors.torch import load_file
 
-from recipe.errors import MismatchError
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
 from rlhf_utils import WeightSyncError
+from trainer.errors import MismatchError
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
 
 PACKED = ("Mixtral", "Qwen3Moe")  # whose experts vLLM packs on a CPU
 ENGINE_OPTIONS = {}

@@ -26,18 +26,18 @@ from learners import CPU, config, rollouts
 from pair import PLAIN_WORKER
 
 import rlhf_async
-from recipe.errors import MismatchError, RunError, TaskError
-from recipe.learning.grpo import GRPOLearner
-from recipe.learning.rollout import Rollout
-from recipe.rollouts import async_rollouts
-from recipe.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
-from recipe.rollouts.engine import sampling_options
-from recipe.rollouts.evaluation import evaluate
-from recipe.run.checkpoint import Models
-from recipe.run.session import RaySession
-from recipe.tasks.dataset import Row
-from recipe.tasks.rewards import Batch, Group, Rewards
-from recipe.tasks.tiny_model import byte_tokenizer
+from trainer.errors import MismatchError, RunError, TaskError
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.rollout import Rollout
+from trainer.rollouts import async_rollouts
+from trainer.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
+from trainer.rollouts.engine import sampling_options
+from trainer.rollouts.evaluation import evaluate
+from trainer.run.checkpoint import Models
+from trainer.run.session import RaySession
+from trainer.tasks.dataset import Row
+from trainer.tasks.rewards import Batch, Group, Rewards
+from trainer.tasks.tiny_model import byte_tokenizer
 
 MAX_MISMATCH = rlhf_async.MAX_MISMATCH["cpu"]
 MAX_GROWTH = 48 << 20  # bytes, in 60 syncs: of the weights alone that is 120 MiB

@@ -18,8 +18,8 @@ import torch
 from conftest import ROOT, arguments_of, cpu_only
 from pair import CORE_IN_PROCESS, gpus
 
-from recipe.errors import RunError
 from rlhf_utils import WeightSyncError
+from trainer.errors import RunError
 
 PEERS = {"nccl": ["raw broadcast", "one RPC a parameter"], "ipc": ["device copy", "ZMQ + IPC buckets"]}
 NATIVE = ["vLLM native, unpacked", "vLLM native, packed"]

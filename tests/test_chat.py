@@ -14,7 +14,7 @@ from learners import chat_tokenizer
 from pair import CORE_IN_PROCESS, gpus
 from transformers import AutoTokenizer
 
-from recipe.tasks.tiny_model import build_tiny_model
+from trainer.tasks.tiny_model import build_tiny_model
 
 REWARDS = """
 async def rare(completions, **_):
@@ -22,7 +22,7 @@ async def rare(completions, **_):
 """
 FLAGS = """
     --model model --task gsm8k --dataset gsm8k.parquet --max-tokens 16 --prompts-per-step 4 --save-every 1
-    --reward recipe.tasks.gsm8k:correct trl.rewards:think_format_reward --reward mine:rare --reward-weights 1 0.5 2
+    --reward trainer.tasks.gsm8k:correct trl.rewards:think_format_reward --reward mine:rare --reward-weights 1 0.5 2
     --dynamic-sampling 2 --learning-rate 0.01 --eval-share 0.2 --eval-every 1 --eval-samples 2
 """
 

@@ -15,9 +15,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import LlamaConfig
 
 import rlhf_colocate
-from recipe.errors import RunError
-from recipe.run.actors import StepClock
 from rlhf_utils import WeightSyncError
+from trainer.errors import RunError
+from trainer.run.actors import StepClock
 
 
 @cpu_only

@@ -13,8 +13,8 @@ from fakes import PlainSender
 from pair import engine_environment, stop
 from transformers import AutoModelForCausalLM
 
-from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, share_tensor
+from trainer.tasks.tiny_model import build_tiny_model
 from weight_sync.groups import shared_buffer
 
 pytestmark = cpu_only

@@ -8,8 +8,8 @@ from conftest import cpu_only
 from pair import MAX_MISMATCH, Pair, assert_syncs_are_exact, compare
 
 import rlhf_online_quant
-from recipe.rollouts.quantization import quantize_by_torchao
-from recipe.tasks.tiny_model import build_tiny_model
+from trainer.rollouts.quantization import quantize_by_torchao
+from trainer.tasks.tiny_model import build_tiny_model
 
 
 @cpu_only

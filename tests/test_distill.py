@@ -16,16 +16,16 @@ from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file
 
 import rlhf_distill
-from recipe.errors import RunError
-from recipe.learning.distill import DistillConfig, DistillLearner
-from recipe.learning.objectives import reverse_kl, token_losses
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.teacher import TeacherActor, check_lengths
-from recipe.run.arguments import RunArguments
-from recipe.run.checkpoint import choose_teacher
-from recipe.tasks.tiny_model import byte_tokenizer
+from trainer.errors import RunError
+from trainer.learning.distill import DistillConfig, DistillLearner
+from trainer.learning.objectives import reverse_kl, token_losses
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.teacher import TeacherActor, check_lengths
+from trainer.run.arguments import RunArguments
+from trainer.run.checkpoint import choose_teacher
+from trainer.tasks.tiny_model import byte_tokenizer
 
-TEACHER = "recipe.tasks.tiny_model:build_tiny_base"
+TEACHER = "trainer.tasks.tiny_model:build_tiny_base"
 
 
 # --- What is learned --------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_teacher_has_its_own_gpus_or_half_of_the_engines(placed):
 
 
 def run_four_steps(script, tmp_path):
-    flags = "--teacher", TEACHER, "--dataset", "recipe.tasks.uppercase:prompts", "--eval-share", 0.25
+    flags = "--teacher", TEACHER, "--dataset", "trainer.tasks.uppercase:prompts", "--eval-share", 0.25
     text = script("rlhf_distill.py", *flags, "--steps", 4, "--save-every", 2, "--output", "run", **CORE_IN_PROCESS)
     return text.finish(), tmp_path / "run"
 

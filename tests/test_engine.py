@@ -16,14 +16,14 @@ from pair import CORE_IN_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipe.errors import EngineError, RunError
-from recipe.learning.sampling import SamplingConfig
-from recipe.rollouts import engine
-from recipe.rollouts.engine import EngineActor, EngineArguments, complete, engine_start, llm_options
-from recipe.rollouts.teacher import TeacherActor
-from recipe.tasks.dataset import Row
-from recipe.tasks.tiny_model import MAX_LENGTH, build_tiny_model
 from rlhf_utils import WeightSyncError
+from trainer.errors import EngineError, RunError
+from trainer.learning.sampling import SamplingConfig
+from trainer.rollouts import engine
+from trainer.rollouts.engine import EngineActor, EngineArguments, complete, engine_start, llm_options
+from trainer.rollouts.teacher import TeacherActor
+from trainer.tasks.dataset import Row
+from trainer.tasks.tiny_model import MAX_LENGTH, build_tiny_model
 
 
 @pytest.fixture

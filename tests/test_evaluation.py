@@ -12,14 +12,14 @@ from conftest import arguments_of, task_of
 from fakes import Engines
 
 import rlhf
-from recipe.errors import TaskError
-from recipe.learning.learner import learning_rate
-from recipe.rollouts.engine import sampling_options
-from recipe.rollouts.evaluation import evaluate, pass_at_k
-from recipe.run.checkpoint import Models, choose_models, write_checkpoint
-from recipe.tasks import addition
-from recipe.tasks.rewards import Batch, exact
-from recipe.tasks.task import load_task
+from trainer.errors import TaskError
+from trainer.learning.learner import learning_rate
+from trainer.rollouts.engine import sampling_options
+from trainer.rollouts.evaluation import evaluate, pass_at_k
+from trainer.run.checkpoint import Models, choose_models, write_checkpoint
+from trainer.tasks import addition
+from trainer.tasks.rewards import Batch, exact
+from trainer.tasks.task import load_task
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
 
@@ -68,7 +68,7 @@ def test_engines_share_the_held_out_prompts_and_answer_greedily():
 
 
 def test_samples_at_the_temperature_of_training():
-    args = arguments(eval_samples=6, temperature=0.7, reward=["recipe.tasks.rewards:exact"])
+    args = arguments(eval_samples=6, temperature=0.7, reward=["trainer.tasks.rewards:exact"])
     engine, held_out = engines("1", "2", "3", "4", "5", "6"), task_of(args)
     metrics = evaluate(engine, held_out, args.learner, 4)
     ((_, sampling, _),) = engine.calls[0]
@@ -157,7 +157,7 @@ def test_answer_and_nothing_else_is_right():
 
 def test_tasks_model_is_taught_once_in_the_runs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(addition, "RIGHT", 1e-4)  # one answer
-    args = arguments(model="recipe.tasks.addition:build_model", seed=3)
+    args = arguments(model="trainer.tasks.addition:build_model", seed=3)
     models, config = choose_models(tmp_path, args.run, args.learner, "cpu")
     assert models == Models(*(str(tmp_path / "model"),) * 2, None)
     assert re.match(r"\d+ supervised steps have taught a small model to add", capsys.readouterr().out)

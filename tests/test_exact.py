@@ -19,12 +19,12 @@ from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
 import rlhf
-from recipe.errors import MismatchError, RunError
-from recipe.learning import exact, exact_mlp
-from recipe.learning.grpo import GRPOLearner
-from recipe.learning.learner import Proof
-from recipe.learning.model import Model
-from recipe.rollouts.exact_engine import settle_exactness
+from trainer.errors import MismatchError, RunError
+from trainer.learning import exact, exact_mlp
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.learning.model import Model
+from trainer.rollouts.exact_engine import settle_exactness
 from weight_sync.lora import LoRAWeight
 
 pytestmark = pytest.mark.usefixtures("torch_arithmetic")

@@ -15,9 +15,9 @@ import pytest
 from conftest import ROOT, SYNC, Script, code_of, copy, cpu_only, metrics_of
 from pair import CORE_IN_PROCESS
 
-from recipe.learning.grpo import GRPOLearner
-from recipe.run.actors import LearnerProtocol
-from recipe.tasks.tiny_model import build_tiny_model
+from trainer.learning.grpo import GRPOLearner
+from trainer.run.actors import LearnerProtocol
+from trainer.tasks.tiny_model import build_tiny_model
 
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", **CORE_IN_PROCESS}
 
@@ -189,7 +189,7 @@ def test_learners_have_the_methods_of_the_protocol():
 @pytest.mark.long
 def test_trainer_of_ones_own_learns_in_the_loop_of_rlhf(tmp_path):
     trainer, use = trainer_of_ones_own()
-    folder = copy(tmp_path / "project", *SYNC, "recipe")
+    folder = copy(tmp_path / "project", *SYNC, "trainer")
     (folder / "reinforce.py").write_text(trainer)
     made = re.compile(r" +self\.learner = GRPOLearner\(.*?\)(?=\n        return)", re.S)
     script, count = made.subn(use, (ROOT / "rlhf.py").read_text())

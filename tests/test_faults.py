@@ -20,10 +20,10 @@ import torch
 from conftest import ROOT, Script, assert_removed, cpu_only, is_alive
 from pair import CORE_IN_PROCESS, PLAIN_WORKER
 
-from recipe.run.arguments import RunArguments
-from recipe.run.checkpoint import write_checkpoint
-from recipe.run.session import RaySession
 from rlhf_utils import WeightSyncError, stateless_init_process_group
+from trainer.run.arguments import RunArguments
+from trainer.run.checkpoint import write_checkpoint
+from trainer.run.session import RaySession
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30
@@ -63,7 +63,7 @@ PPO = [
 ]
 DISTILL = [
     (
-        "rlhf_distill.py --teacher recipe.tasks.tiny_model:build_tiny_base",
+        "rlhf_distill.py --teacher trainer.tasks.tiny_model:build_tiny_base",
         "scoring 2 kill ray::Teacher",
         "the teacher died while scoring",
     )
@@ -136,8 +136,8 @@ import signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run by nohup
 import multiprocessing, ray, time
 from multiprocessing import shared_memory
-from recipe.run.arguments import RunArguments
-from recipe.run.session import RaySession, run_main
+from trainer.run.arguments import RunArguments
+from trainer.run.session import RaySession, run_main
 
 @ray.remote
 class Engine:
@@ -196,7 +196,7 @@ def test_signal_ends_a_run_that_waits_for_no_actor(tmp_path, number, to):
 
 BEGUN = """
 import time
-from recipe.run.session import run_main
+from trainer.run.session import run_main
 
 run_main(lambda seconds: [print("begun \u00e9", flush=True), time.sleep(seconds)], 1)
 """
@@ -214,9 +214,9 @@ FULL_RUN = """
 import pathlib, sys
 from types import SimpleNamespace
 import rlhf
-from recipe.run.arguments import RunArguments
-from recipe.run.session import run_main
-from recipe.run.folder import RunFolder
+from trainer.run.arguments import RunArguments
+from trainer.run.session import run_main
+from trainer.run.folder import RunFolder
 
 def main(args):
     row = {name: 1.0 for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/rollout", "time/train")}
@@ -271,7 +271,7 @@ def test_taken_port_is_an_error_that_names_it():
 
 CHILD_OF_AN_ACTOR = """
 import multiprocessing, sys, time
-from recipe.run.session import die_with_children
+from trainer.run.session import die_with_children
 
 child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=[600], daemon=True)
 if __name__ == "__main__":

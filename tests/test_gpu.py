@@ -17,15 +17,15 @@ from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, assert_
 from test_multimodal import build as build_multimodal
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from recipe.learning import layout
-from recipe.learning.exact import match_engine
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import DECODE_GRAPHS
-from recipe.rollouts.quantization import quantize_by_torchao
-from recipe.tasks.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
 from rlhf_online_quant import MAX_MISMATCH
 from rlhf_utils import WeightSyncError
+from trainer.learning import layout
+from trainer.learning.exact import match_engine
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.engine import DECODE_GRAPHS
+from trainer.rollouts.quantization import quantize_by_torchao
+from trainer.tasks.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
 from weight_sync.copies import digest
 from weight_sync.lora import LoRAWeight, Merge
 from weight_sync.rotation import SYNCS
@@ -129,7 +129,7 @@ def test_student_learns_from_a_teacher_beside_its_engine_or_apart(script, tmp_pa
 
     build_tiny_model(tmp_path / "model")
     assert abs(reverse_kls("model")[0]) < 0.01
-    before, *after = reverse_kls("recipe.tasks.tiny_model:build_tiny_base")
+    before, *after = reverse_kls("trainer.tasks.tiny_model:build_tiny_base")
     assert sum(after[-5:]) / 5 < before / 2  # of one step alone, it may be more
 
 

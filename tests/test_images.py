@@ -22,16 +22,16 @@ from PIL import Image
 from test_multimodal import build, of_language_model
 
 import rlhf_nccl
-from recipe.errors import MismatchError, RunError, TaskError
-from recipe.images import PLACE, Images, take_images
-from recipe.learning.grpo import GRPOLearner
-from recipe.learning.rollout import Rollout
-from recipe.rollouts import conversation
-from recipe.rollouts.conversation import Conversation
-from recipe.tasks.colour import squares
-from recipe.tasks.dataset import Row
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tiny_model import build_tiny_model
+from trainer.errors import MismatchError, RunError, TaskError
+from trainer.images import PLACE, Images, take_images
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.rollout import Rollout
+from trainer.rollouts import conversation
+from trainer.rollouts.conversation import Conversation
+from trainer.tasks.colour import squares
+from trainer.tasks.dataset import Row
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tiny_model import build_tiny_model
 
 RED, BLUE = (Image.new("RGB", (28, 28), colour) for colour in ("red", "blue"))
 
@@ -106,7 +106,7 @@ def test_what_is_wrong_with_an_image_names_its_row(paths, tmp_path):
 def task_of(folder, rows, **flags):
     file = folder / "data.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_task(TaskArguments(dataset=str(file), reward=["recipe.tasks.rewards:exact"], **flags), 0, 1)
+    return load_task(TaskArguments(dataset=str(file), reward=["trainer.tasks.rewards:exact"], **flags), 0, 1)
 
 
 def test_equal_questions_about_other_images_are_other_prompts(paths, tmp_path):
@@ -139,7 +139,7 @@ def test_images_of_datasets_stay_as_files_have_them(tmp_path, paths):
         }
     )
     datasets.Dataset.from_dict(rows, features).to_parquet(tmp_path / "data.parquet")
-    args = TaskArguments(dataset=str(tmp_path / "data.parquet"), reward=["recipe.tasks.rewards:exact"])
+    args = TaskArguments(dataset=str(tmp_path / "data.parquet"), reward=["trainer.tasks.rewards:exact"])
     (row,) = load_task(args, 0, 1).rows
     assert [type(file) for file in row.images.files] == [bytes, bytes]
     assert colours(row.images) == [(255, 0, 0), (0, 0, 255)]
@@ -350,7 +350,7 @@ def test_run_of_the_built_in_task_learns_colours(script, tmp_path):
 )
 def test_every_sync_is_proven_by_answers_about_images(script, tmp_path, data, name, family, flags):
     model = build(family, tmp_path / "model")
-    task = ["--dataset", data, "--reward", "recipe.tasks.rewards:exact", "--model", model, "--steps", 3]
+    task = ["--dataset", data, "--reward", "trainer.tasks.rewards:exact", "--model", model, "--steps", 3]
     text = script(name, *task, *SIZE, "--learning-rate", 1e-3, *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert max(row["logprobs/mismatch"] for row in metrics_of(tmp_path / "run")) < 1e-5
@@ -384,7 +384,7 @@ def test_images_that_an_engine_cannot_take_end_the_run(script, tmp_path, data, f
         "--dataset",
         data,
         "--reward",
-        "recipe.tasks.rewards:exact",
+        "trainer.tasks.rewards:exact",
         "--model",
         build("Qwen2_5_VL", tmp_path / "model"),
     ]

@@ -22,10 +22,10 @@ from learners import (
     write_model,
 )
 
-from recipe.learning import layout
-from recipe.learning.grpo import GRPOLearner
-from recipe.learning.layout import SHARED, lay_out, one_row
-from recipe.learning.model import Model
+from trainer.learning import layout
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.layout import SHARED, lay_out, one_row
+from trainer.learning.model import Model
 
 SHARING = {
     "Llama": LLAMA,

@@ -23,23 +23,23 @@ import rlhf_distill
 import rlhf_nccl
 import rlhf_ppo
 import rlhf_serve
-from recipe.errors import MismatchError, RunError
-from recipe.flags import flags_in, flat
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import Proof, learning_rate, rate_schedule
-from recipe.learning.model import micro_batch_slices
-from recipe.learning.objectives import advantages, kl_estimate
-from recipe.learning.precision import bf16_weights
-from recipe.learning.rollout import Rollout
-from recipe.learning.saving import STATE_FILE
-from recipe.learning.sharding import Offload
-from recipe.run import checkpoint
-from recipe.run.arguments import RunArguments, parse
-from recipe.run.checkpoint import Models, choose_models, last_checkpoint, write_checkpoint
-from recipe.run.folder import RunFolder
-from recipe.tasks.dataset import Row
-from recipe.tasks.rewards import Batch, Group
-from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
+from trainer.errors import MismatchError, RunError
+from trainer.flags import flags_in, flat
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof, learning_rate, rate_schedule
+from trainer.learning.model import micro_batch_slices
+from trainer.learning.objectives import advantages, kl_estimate
+from trainer.learning.precision import bf16_weights
+from trainer.learning.rollout import Rollout
+from trainer.learning.saving import STATE_FILE
+from trainer.learning.sharding import Offload
+from trainer.run import checkpoint
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models, last_checkpoint, write_checkpoint
+from trainer.run.folder import RunFolder
+from trainer.tasks.dataset import Row
+from trainer.tasks.rewards import Batch, Group
+from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
 
 
 def test_log_probabilities_are_the_models_at_the_temperature(model):
@@ -129,7 +129,7 @@ def assert_gradient_is_the_plain_one(path, **changes):
 @pytest.mark.parametrize("gradient_checkpointing", ["false", "true"])
 @pytest.mark.parametrize("architecture", MODELS)
 def test_gradient_is_that_of_all_logits(tmp_path, monkeypatch, architecture, gradient_checkpointing):
-    monkeypatch.setattr("recipe.learning.logprobs.CHUNK", 7)
+    monkeypatch.setattr("trainer.learning.logprobs.CHUNK", 7)
     path = write_model(architecture, tmp_path, **MODELS[architecture])
     learner = assert_gradient_is_the_plain_one(path, gradient_checkpointing=gradient_checkpointing)
     assert (learner.model.attention[0] == "eager") == (architecture == "Gemma2")
@@ -142,7 +142,7 @@ def test_model_without_a_trunk_is_refused(model, monkeypatch):
 
 
 def test_only_completions_go_through_the_head_and_again_in_backward(model, monkeypatch):
-    monkeypatch.setattr("recipe.learning.logprobs.CHUNK", 7)
+    monkeypatch.setattr("trainer.learning.logprobs.CHUNK", 7)
     learner, sizes = GRPOLearner(model, config(), CPU), []
     batch = rollouts(learner, count=4)
     learner.model.module.lm_head.register_forward_hook(
@@ -631,7 +631,7 @@ def test_offloaded_optimizer_leaves_the_device_each_time_and_not_once(monkeypatc
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
     offload, state = Offload(optimizer), optimizer.state[parameter]
-    monkeypatch.setattr("recipe.learning.sharding.sharded_like", lambda parameter, local: local.clone())  # as to a GPU
+    monkeypatch.setattr("trainer.learning.sharding.sharded_like", lambda parameter, local: local.clone())  # as to a GPU
     offload.to_host()  # there is nothing yet
     parameter.grad = torch.ones(3)
     for _ in range(3):

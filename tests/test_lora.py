@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf
-from recipe.errors import MismatchError, RunError
-from recipe.learning.grpo import GRPOLearner
-from recipe.learning.lora import add_adapters, load_adapters
-from recipe.learning.named_tensors import NamedTensors
-from recipe.run.arguments import parse
-from recipe.run.checkpoint import Models, choose_models, write_checkpoint
+from trainer.errors import MismatchError, RunError
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.lora import add_adapters, load_adapters
+from trainer.learning.named_tensors import NamedTensors
+from trainer.run.arguments import parse
+from trainer.run.checkpoint import Models, choose_models, write_checkpoint
 from weight_sync.lora import LoRAWeight, materialized
 
 LORA = {"lora_rank": 4, "learning_rate": 1e-2}

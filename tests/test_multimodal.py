@@ -30,13 +30,13 @@ from learners import (
 from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file, save_file
 
-from recipe.learning import layout
-from recipe.learning.exact import missing_operation
-from recipe.learning.grpo import GRPOLearner
-from recipe.learning.layout import SHARED
-from recipe.learning.learner import MERGED
-from recipe.tasks.colour import TEMPLATE
-from recipe.tasks.tiny_model import byte_tokenizer
+from trainer.learning import layout
+from trainer.learning.exact import missing_operation
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.layout import SHARED
+from trainer.learning.learner import MERGED
+from trainer.tasks.colour import TEMPLATE
+from trainer.tasks.tiny_model import byte_tokenizer
 from weight_sync.lora import LoRAWeight, materialized
 
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}

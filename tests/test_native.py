@@ -21,13 +21,13 @@ from pair import engine_environment, stop
 from safetensors.torch import load_file
 
 import rlhf_nccl
-from recipe.errors import MismatchError
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.rollout import Rollout
-from recipe.rollouts import native_transfer
-from recipe.rollouts.native_transfer import NativeSender, transfer_init_info, weight_source
-from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError
+from trainer.errors import MismatchError
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.rollout import Rollout
+from trainer.rollouts import native_transfer
+from trainer.rollouts.native_transfer import NativeSender, transfer_init_info, weight_source
+from trainer.tasks.tiny_model import build_tiny_model
 
 DEAD_SIDE_SECONDS = 30
 BIAS, WEIGHT = "model.decoder.layers.0.fc1.bias", "model.decoder.layers.1.self_attn.q_proj.weight"
@@ -37,7 +37,7 @@ BIAS, WEIGHT = "model.decoder.layers.0.fc1.bias", "model.decoder.layers.1.self_a
 
 
 REWARD = """
-from recipe.tasks.uppercase import uppercase
+from trainer.tasks.uppercase import uppercase
 
 def reward(completions, **_):
     with open("calls", "a") as calls:
@@ -150,7 +150,7 @@ class Pair:
                 logprobs_mode="processed_logprobs",
                 load_format="dummy",
                 weight_transfer_config={"backend": "gloo"},
-                worker_extension_cls="recipe.rollouts.native_transfer.GlooTransferWorker",
+                worker_extension_cls="trainer.rollouts.native_transfer.GlooTransferWorker",
             )
         config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=1e-5)
         self.learner = GRPOLearner(str(model), config, torch.device("cpu"))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from conftest import ROOT, Script, cpu_only, shared_memory_of, title_of
 
-from recipe.tasks.tiny_model import build_tiny_model
+from trainer.tasks.tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 FAULT_SECONDS = 30

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recipe.learning.objectives import (
+from trainer.learning.objectives import (
     ObjectiveConfig,
     advantages,
     importance_weights,

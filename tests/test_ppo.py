@@ -26,25 +26,25 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import rlhf_ppo
-from recipe.errors import MismatchError, RunError, TaskError
-from recipe.learning import ppo
-from recipe.learning.learner import MERGED, PolicyScores
-from recipe.learning.model import Model
-from recipe.learning.objectives import kl_estimate
-from recipe.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
-from recipe.learning.precision import bf16_weights, freeze
-from recipe.learning.rollout import Rollout
-from recipe.learning.saving import state_files
-from recipe.learning.value_models import RewardModel
-from recipe.rollouts.reward_workers import RewardArguments, RewardWorkers, run_reward
-from recipe.run.arguments import RunArguments
-from recipe.run.checkpoint import CRITIC, check_critic, check_files, check_reward_model, checkpoints, choose_ppo_models
-from recipe.run.folder import RunFolder
-from recipe.run.session import RaySession
-from recipe.tasks.rewards import Batch, Group
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tiny_reward_model import build_tiny_reward_model, examples, points
 from rlhf_utils import WeightSyncError
+from trainer.errors import MismatchError, RunError, TaskError
+from trainer.learning import ppo
+from trainer.learning.learner import MERGED, PolicyScores
+from trainer.learning.model import Model
+from trainer.learning.objectives import kl_estimate
+from trainer.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
+from trainer.learning.precision import bf16_weights, freeze
+from trainer.learning.rollout import Rollout
+from trainer.learning.saving import state_files
+from trainer.learning.value_models import RewardModel
+from trainer.rollouts.reward_workers import RewardArguments, RewardWorkers, run_reward
+from trainer.run.arguments import RunArguments
+from trainer.run.checkpoint import CRITIC, check_critic, check_files, check_reward_model, checkpoints, choose_ppo_models
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession
+from trainer.tasks.rewards import Batch, Group
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tiny_reward_model import build_tiny_reward_model, examples, points
 
 
 def config(**changes):
@@ -635,7 +635,7 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
         made.append((bundles, strategy))
         return SimpleNamespace(wait=lambda timeout_seconds: True)
 
-    monkeypatch.setattr("recipe.run.actors.placement_group", group)
+    monkeypatch.setattr("trainer.run.actors.placement_group", group)
     monkeypatch.setattr(rlhf_ppo.ray, "cluster_resources", lambda: {"GPU": float(gpus)} if gpus else {"CPU": 2.0})
     args = arguments_of(rlhf_ppo, **changes)
     device, shared, settled, seats = rlhf_ppo.place(args)
@@ -747,7 +747,8 @@ def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
 def test_split_run_with_reward_model_and_function_is_evaluated(script, tmp_path):
     flags = """
         --placement split --tensor-parallel-size 2 --steps 6 --eval-every 3 --eval-share 0.25 --reward-workers 2
-        --reward recipe.tasks.uppercase:uppercase --reward-model recipe.tasks.tiny_reward_model:build_tiny_reward_model
+        --reward trainer.tasks.uppercase:uppercase
+        --reward-model trainer.tasks.tiny_reward_model:build_tiny_reward_model
         --reward-weights 2 0.5 --kl-target 0.01 --kl-horizon 100 --num-epochs 2 --output run
     """
     text = script("rlhf_ppo.py", *flags.split()).finish()

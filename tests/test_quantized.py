@@ -17,12 +17,12 @@ from conftest import cpu_only, metrics_of
 from pair import CORE_IN_PROCESS, Pair, compare
 
 import rlhf_online_quant
-from recipe.errors import MismatchError
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.rollouts.quantization import fuse_quantization
-from recipe.run.arguments import parse
-from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import Comparison, WeightSyncError
+from trainer.errors import MismatchError
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.rollouts.quantization import fuse_quantization
+from trainer.run.arguments import parse
+from trainer.tasks.tiny_model import build_tiny_model
 from weight_sync.comparison import ROUNDING_SLACK, compare_quantized, comparison_of, rounding_errors
 from weight_sync.lora import LoRAWeight
 from weight_sync.trace import Write

@@ -32,8 +32,8 @@ from fakes import (
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from recipe.rollouts.engine import EngineActor
 from rlhf_utils import WeightSender, WeightSyncError
+from trainer.rollouts.engine import EngineActor
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel, computes_with_copy, expected_writes, pack_experts_when_loaded

@@ -20,12 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rlhf
 import rlhf_ppo
-from recipe.errors import RunError
-from recipe.learning.rollout import Rollout
-from recipe.run.folder import RunFolder
-from recipe.run.trackers import Trackers, as_text
-from recipe.tasks.dataset import Row
-from recipe.tasks.rewards import Batch, Group
+from trainer.errors import RunError
+from trainer.learning.rollout import Rollout
+from trainer.run.folder import RunFolder
+from trainer.run.trackers import Trackers, as_text
+from trainer.tasks.dataset import Row
+from trainer.tasks.rewards import Batch, Group
 
 METRICS = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
 REPORT = SimpleNamespace(seconds=0.01, gigabytes_per_second=0.1)  # of a sync
@@ -136,7 +136,7 @@ def test_completions_of_ppo_have_no_advantage(tmp_path):
 
 def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys):
     args, now = arguments(tmp_path, "none"), [10.0]
-    monkeypatch.setattr("recipe.run.folder.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainer.run.folder.time.perf_counter", lambda: now[0])
     with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_metrics(0, {"eval/reward": 0.25, "eval/pass@1": 0.25})

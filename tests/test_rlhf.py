@@ -17,11 +17,11 @@ from conftest import ROOT, SYNC, Script, arguments_of, assert_removed, copy, cpu
 from learners import build
 from pair import CORE_IN_PROCESS
 
-from recipe.errors import RunError
-from recipe.run.arguments import RunArguments
-from recipe.run.checkpoint import last_checkpoint, write_checkpoint
-from recipe.run.session import RaySession
-from recipe.tasks.tiny_model import build_tiny_model
+from trainer.errors import RunError
+from trainer.run.arguments import RunArguments
+from trainer.run.checkpoint import last_checkpoint, write_checkpoint
+from trainer.run.session import RaySession
+from trainer.tasks.tiny_model import build_tiny_model
 
 pytestmark = cpu_only
 
@@ -72,7 +72,7 @@ def short_run(tmp_path_factory):
 
 REWARD = """
 import mmap, subprocess, sys
-import recipe.tasks.uppercase as task
+import trainer.tasks.uppercase as task
 
 def open_shared_memory(path):
     with open(path, 'r+b') as file:
@@ -96,7 +96,7 @@ def uppercase(completions, **_):
 @pytest.mark.slow
 def test_copied_script_resumes_as_if_never_interrupted(short_run, tmp_path, shared_memory_file):
     """It runs from another folder than it lies in, and shows what a user prints, not what Ray and vLLM do."""
-    copied = copy(tmp_path / "project", *SYNC, "recipe", "rlhf.py") / "rlhf.py"
+    copied = copy(tmp_path / "project", *SYNC, "trainer", "rlhf.py") / "rlhf.py"
     text = copied.read_text()
     for method in ("return self.learner.learn(", "return self.take_weights("):
         assert text.count(method) == 1

@@ -24,14 +24,14 @@ from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
 from torch.distributed import HashStore
 
 import rlhf_serve
-from recipe.errors import RunError
-from recipe.learning.grpo import GRPOConfig
-from recipe.rollouts import replicas
-from recipe.rollouts.engine import sampling_options
-from recipe.rollouts.replicas import Replica, ReplicaError, flags_of
-from recipe.run.arguments import parse
-from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
 from rlhf_utils import SyncReport, WeightSender
+from trainer.errors import RunError
+from trainer.learning.grpo import GRPOConfig
+from trainer.rollouts import replicas
+from trainer.rollouts.engine import sampling_options
+from trainer.rollouts.replicas import Replica, ReplicaError, flags_of
+from trainer.run.arguments import parse
+from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
 
 REPORT = SyncReport(1, 36, 1000, 0.1, "replay")
 

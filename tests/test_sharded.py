@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, modeling_utils
 
-from recipe.errors import MismatchError, RunError
-from recipe.learning import sharding
-from recipe.learning.grpo import GRPOLearner
-from recipe.learning.model import Model
-from recipe.learning.named_tensors import NamedTensors
-from recipe.learning.saving import load_state, write_model
-from recipe.tasks.tiny_model import build_tiny_model
+from trainer.errors import MismatchError, RunError
+from trainer.learning import sharding
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.model import Model
+from trainer.learning.named_tensors import NamedTensors
+from trainer.learning.saving import load_state, write_model
+from trainer.tasks.tiny_model import build_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def learn_gathered(folder, model, batch):
     results = []
     for fits in (True, False):
         with (
-            patch("recipe.learning.model.fits_gathered", return_value=fits),
-            patch("recipe.learning.sharding.fits_gathered", return_value=fits),
+            patch("trainer.learning.model.fits_gathered", return_value=fits),
+            patch("trainer.learning.sharding.fits_gathered", return_value=fits),
             patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as sums,
         ):
             learner = GRPOLearner(model, config(micro_batch_tokens=25, num_epochs=1), CPU)

@@ -23,9 +23,9 @@ PYTHON = {"_exit", "_fd", "_replace", "_resource_tracker"}
 # functions also the parameters that it gives, the positional ones in order and, after *, those by name.
 # First, after !, what nobody would miss: names that are assigned, or looked up with a default.
 SURFACE = """
-recipe/rollouts/engine.py
+trainer/rollouts/engine.py
 ! vllm.v1.executor.uniproc_executor: UniProcExecutor
-recipe/rollouts/exact_engine.py
+trainer/rollouts/exact_engine.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant
 weight_sync/engine_model.py
@@ -70,7 +70,7 @@ weight_sync/comparison.py
 rlhf_utils.py
   vllm.v1.worker.worker_base.WorkerBase: rank; device
   vllm.distributed.device_communicators.pynccl.PyNcclCommunicator: destroy()
-recipe/learning/exact.py
+trainer/learning/exact.py
 ! transformers.models.qwen2.modeling_qwen2: apply_rotary_pos_emb(q, k, cos, sin)
 ! transformers.models.opt.modeling_opt.OPTAttention: scaling
 ! transformers.configuration_utils.PreTrainedConfig: _attn_implementation
@@ -91,12 +91,12 @@ recipe/learning/exact.py
   vllm.v1.worker.gpu.sample.gumbel: apply_temperature(logits, expanded_idx_mapping, temperature)
   vllm.v1.worker.gpu.sample.logprob: compute_token_logprobs(logits, token_ids)
   torchgen/packaged/ATen/native/native_functions.yaml: _flash_attention_forward; _flash_attention_backward
-recipe/learning/exact_mlp.py
+trainer/learning/exact_mlp.py
 ! transformers.configuration_utils.PreTrainedConfig: _experts_implementation
   vllm.model_executor.layers.fused_moe.router.fused_topk_router: fused_topk(hidden_states, gating_output, topk,
     renormalize)
   vllm.model_executor.layers.fused_moe.fused_moe: fused_experts(hidden_states, w1, w2, topk_weights, topk_ids)
-recipe/learning/sharding.py
+trainer/learning/sharding.py
 ! transformers.modeling_utils: caching_allocator_warmup
 ! transformers.modeling_utils.PreTrainedModel: _no_split_modules
 ! transformers.configuration_utils.PreTrainedConfig: base_model_fsdp_plan
@@ -108,50 +108,50 @@ recipe/learning/sharding.py
   torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup: fsdp_params
   torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam: _module_info; _post_load_hook_handle
   torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo: shared_modules; shared_param_names
-recipe/learning/lora.py
+trainer/learning/lora.py
 ! peft.tuners.tuners_utils: cast_input_dtype_enabled
 ! peft.tuners.lora.layer.LoraLayer: lora_A; lora_B; scaling
   peft.utils.other.ModulesToSaveWrapper: modules_to_save
-recipe/learning/named_tensors.py
+trainer/learning/named_tensors.py
 ! peft.tuners.tuners_utils: base_layer
   transformers.core_model_loading: revert_weight_conversion(model, state_dict)
   transformers.modeling_utils.PreTrainedModel: all_tied_weights_keys
-recipe/run/checkpoint.py
+trainer/run/checkpoint.py
   transformers.models.auto.modeling_auto: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
   transformers.models.auto.modeling_auto: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
   transformers.models.auto.modeling_auto: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-recipe/run/session.py
+trainer/run/session.py
 ! vllm.v1.engine.exceptions: EngineDeadError
-recipe/rollouts/engine.py
+trainer/rollouts/engine.py
 ! torch._dynamo.config: TORCH_COMPILE_DISABLE
   vllm.entrypoints.llm.LLM: release_kv_cache_memory(); llm_engine
   vllm.v1.engine.llm_engine.LLMEngine: engine_core
   vllm.v1.engine.core_client.EngineCoreClient: shutdown()
-recipe/rollouts/teacher.py
+trainer/rollouts/teacher.py
   vllm.v1.engine.llm_engine.LLMEngine: vllm_config
   vllm.config.vllm.VllmConfig: use_v2_model_runner
-recipe/rollouts/async_rollouts.py
+trainer/rollouts/async_rollouts.py
   vllm.usage.usage_lib.UsageContext: LLM_CLASS
   vllm.sampling_params.RequestOutputKind: FINAL_ONLY
   vllm.v1.engine.async_llm.AsyncLLM: from_engine_args(*, usage_context); engine_core; reset_mm_cache()
   vllm.v1.engine.async_llm.AsyncLLM: reset_prefix_cache(*, reset_running_requests, reset_connector)
   vllm.v1.engine.async_llm.AsyncLLM: reset_encoder_cache(); update_weight_version(new_version); resume_generation()
   vllm.v1.engine.core_client.AsyncMPClient: pause_scheduler_async(mode)
-recipe/rollouts/quantization.py
+trainer/rollouts/quantization.py
 ! torchao.quantization.quantize_.workflows.float8.float8_tensor: _choose_scale_float8; _quantize_affine_float8
-recipe/rollouts/replicas.py
+trainer/rollouts/replicas.py
   vllm.entrypoints.rl.online.api_router: /pause; /is_paused; /get_world_size
   vllm.entrypoints.serve.dev.cache.api_router: reset_prefix_cache(*, reset_running_requests, reset_external)
   vllm.entrypoints.serve.dev.cache.api_router: /reset_prefix_cache; /reset_mm_cache; /reset_encoder_cache
   vllm.entrypoints.serve.dev.rpc.api_router: /collective_rpc
   vllm.entrypoints.scale_out.token_in_token_out.api_router: /inference/v1/generate
-recipe/rollouts/native_transfer.py
+trainer/rollouts/native_transfer.py
   vllm.distributed.weight_transfer.base.ParamMeta: name; dtype; shape
   vllm.distributed.weight_transfer.base: TrainerInitInfo; WeightTransferInitInfo
   vllm.distributed.weight_transfer.base: WeightTransferUpdateInfo; WeightTransferEngine; TrainerWeightTransferEngine
   vllm.distributed.weight_transfer.packed_tensor: pack_tensors(iterator, post_iter_func, buffer_size_bytes)
   vllm.distributed.weight_transfer.packed_tensor: unpack_tensor(packed_tensor, names, shapes, dtypes, tensor_sizes)
-recipe/rollouts/conversation.py
+trainer/rollouts/conversation.py
   vllm.tool_parsers.abstract_tool_parser.ToolParser: extract_tool_calls(model_output, request)
 rlhf_serve.py
   vllm.entrypoints.rl.online.api_router: /update_weight_version; /resume
@@ -161,7 +161,7 @@ tests/plain_worker.py
 USERS = re.findall(r"^(\w\S+)\n((?:[! ].*\n)+)", SURFACE, re.MULTILINE)
 ROWS = [(user, *row[2:].split(": ", 1)) for user, rows in USERS for row in rows.replace("\n    ", " ").splitlines()]
 MEMBERS = [(user, where, *member.partition("(")) for user, where, members in ROWS for member in members.split("; ")]
-PRODUCT = [file for part in ("*.py", "recipe/**/*.py", "weight_sync/*.py") for file in ROOT.glob(part)]
+PRODUCT = [file for part in ("*.py", "trainer/**/*.py", "weight_sync/*.py") for file in ROOT.glob(part)]
 TEXT = "".join(file.read_text() for file in (*PRODUCT, ROOT / "tests/plain_worker.py"))
 NODES = [*ast.walk(ast.parse(TEXT))]
 

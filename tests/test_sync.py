@@ -11,9 +11,9 @@ import torch
 from conftest import cpu_only
 from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, swap_layers
 
-from recipe.errors import MismatchError
-from recipe.tasks.tiny_model import build_tiny_model
 from rlhf_utils import WeightSyncError, stateless_init_process_group
+from trainer.errors import MismatchError
+from trainer.tasks.tiny_model import build_tiny_model
 from weight_sync import buckets
 
 pytestmark = cpu_only

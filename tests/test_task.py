@@ -32,17 +32,17 @@ from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, TrainerState
 
-from recipe.errors import TaskError
-from recipe.learning.grpo import GRPOConfig
-from recipe.learning.rollout import Rollout
-from recipe.rollouts.engine import complete, resample
-from recipe.run.arguments import parse
-from recipe.tasks.dataset import Row
-from recipe.tasks.gsm8k import final_number
-from recipe.tasks.rewards import Batch, Group, Rewards, completion_text, exact, reward_metrics
-from recipe.tasks.tiny_model import byte_tokenizer
-from recipe.tasks.uppercase import uppercase
 from rlhf import Arguments
+from trainer.errors import TaskError
+from trainer.learning.grpo import GRPOConfig
+from trainer.learning.rollout import Rollout
+from trainer.rollouts.engine import complete, resample
+from trainer.run.arguments import parse
+from trainer.tasks.dataset import Row
+from trainer.tasks.gsm8k import final_number
+from trainer.tasks.rewards import Batch, Group, Rewards, completion_text, exact, reward_metrics
+from trainer.tasks.tiny_model import byte_tokenizer
+from trainer.tasks.uppercase import uppercase
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def load(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     modules = set(sys.modules)
 
-    def load_from_flags(*flags, reward="recipe.tasks.uppercase:uppercase"):
+    def load_from_flags(*flags, reward="trainer.tasks.uppercase:uppercase"):
         own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
         monkeypatch.setattr(sys, "argv", ["rlhf.py", *map(str, flags), *own])
         return task_of(parse(Arguments, "a test"))
@@ -387,7 +387,7 @@ def test_name_of_a_file_is_no_pattern(load, file):
 def test_function_and_folder_give_the_split_that_is_asked_for(load):
     Path("mine.py").write_text(
         "def rows(split):\n    return [{'prompt': f'{split} {i}'} for i in range(2)]\n"
-        "REWARD = 'recipe.tasks.uppercase:uppercase'\n"
+        "REWARD = 'trainer.tasks.uppercase:uppercase'\n"
         "DEFAULTS = {'dataset': 'mine:rows', 'reward': [REWARD], 'eval_split': 'held out'}\n"
     )
     task = load("--task", "mine")
@@ -403,7 +403,7 @@ def test_function_and_folder_give_the_split_that_is_asked_for(load):
 
 def test_start_says_which_rewards_count_how_much(load, capsys):
     Path("mine.py").write_text("def long(completions, **_):\n    return map(len, completions)\n")
-    load("--reward", "mine:long", "recipe.tasks.uppercase:uppercase", "--reward-weights", 2, 0.5)
+    load("--reward", "mine:long", "trainer.tasks.uppercase:uppercase", "--reward-weights", 2, 0.5)
     assert capsys.readouterr().out.endswith("; reward: 2 x long + 0.5 x uppercase\n")
 
 
@@ -745,7 +745,7 @@ def test_completion_left_out_does_not_make_equal_rewards_unequal(rewards):
 def test_rewards_of_the_same_name_are_told_apart(load):
     for name in ("one", "two"):
         Path(f"{name}.py").write_text(f"def reward(completions, **_):\n    return [len('{name}')] * len(completions)\n")
-    task = load("--reward", "one:reward", "--reward", "two:reward", "recipe.tasks.uppercase:uppercase")
+    task = load("--reward", "one:reward", "--reward", "two:reward", "trainer.tasks.uppercase:uppercase")
     (rollout,) = score(task.rewards, group("A")).rollouts
     assert rollout.rewards == {"one:reward": 3.0, "two:reward": 3.0, "uppercase": 1.0}
 

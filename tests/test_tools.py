@@ -30,22 +30,22 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 
 import rlhf
 import rlhf_async
-from recipe.errors import MismatchError, TaskError
-from recipe.learning.grpo import GRPOConfig, GRPOLearner
-from recipe.learning.learner import Proof
-from recipe.learning.rollout import Rollout
-from recipe.rollouts import engine
-from recipe.rollouts.async_rollouts import RolloutsAhead
-from recipe.rollouts.conversation import Turn
-from recipe.rollouts.engine import EngineActor, complete, request_seed, sampling_options
-from recipe.rollouts.evaluation import evaluate
-from recipe.run.arguments import parse
-from recipe.run.session import RaySession
-from recipe.tasks import lookup
-from recipe.tasks.chat_template import ChatTemplate
-from recipe.tasks.task import TaskArguments, load_task
-from recipe.tasks.tiny_model import build_tiny_model, byte_tokenizer
-from recipe.tasks.tools import ToolArguments
+from trainer.errors import MismatchError, TaskError
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.learning.rollout import Rollout
+from trainer.rollouts import engine
+from trainer.rollouts.async_rollouts import RolloutsAhead
+from trainer.rollouts.conversation import Turn
+from trainer.rollouts.engine import EngineActor, complete, request_seed, sampling_options
+from trainer.rollouts.evaluation import evaluate
+from trainer.run.arguments import parse
+from trainer.run.session import RaySession
+from trainer.tasks import lookup
+from trainer.tasks.chat_template import ChatTemplate
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
+from trainer.tasks.tools import ToolArguments
 
 # Which tokens are learned from
 
@@ -699,8 +699,8 @@ HANGS = """
 import threading
 from concurrent.futures import wait
 from test_tools import MESSAGES, Counter, arguments_of, rlhf, task_of
-from recipe.tasks.dataset import Row
-from recipe.tasks.environment import together
+from trainer.tasks.dataset import Row
+from trainer.tasks.environment import together
 
 tools = task_of(arguments_of(rlhf, environment="test_tools:Counter", dataset=None, reward=[])).tools
 Counter.__init__ = lambda self: threading.Event().wait()
@@ -750,7 +750,10 @@ def test_environment_needs_no_dataset(converse, monkeypatch):
         ({"environment": "test_tools:Silent", "reward": None}, "--reward is missing"),
         ({"tools": ["test_tools:shout"], "tool_parser": "nobody"}, "--tool-parser nobody"),
         ({"tools": ["test_tools:shout"], "tool_parser": "abstract"}, "--tool-parser abstract: vLLM finds these calls"),
-        ({"tools": ["test_tools:shout"], "dataset": "recipe.tasks.uppercase:prompts"}, "chat messages, not for a text"),
+        (
+            {"tools": ["test_tools:shout"], "dataset": "trainer.tasks.uppercase:prompts"},
+            "chat messages, not for a text",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_said_before_the_engine_starts(converse, monkeypatch, flags, error):

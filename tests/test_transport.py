@@ -27,8 +27,8 @@ from conftest import ROOT
 from fakes import Engine, Receiving, Worker, communicator, groups, random_tensors, same_bits
 from torch.distributed import TCPStore, rendezvous
 
-from recipe.learning.sharding import join_ranks
 from rlhf_utils import WeightSender, WeightSyncError, stateless_init_process_group
+from trainer.learning.sharding import join_ranks
 from weight_sync import buckets, channels, link, receiver
 from weight_sync import groups as groups_module
 from weight_sync.buckets import ALIGN_BYTES, dtype_name, plan_buckets

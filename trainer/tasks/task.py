@@ -31,7 +31,7 @@ class TaskArguments:
 
     task: str = arg(
         "uppercase",
-        help="a module in recipe/tasks/ or in the working folder; its DEFAULTS are the defaults of other flags",
+        help="a module in trainer/tasks/ or in the working folder; its DEFAULTS are the defaults of other flags",
     )
     dataset: str | None = arg(
         None,

@@ -23,4 +23,4 @@ def uppercase(completions: list, **_) -> list[float]:
     return [sum("A" <= c <= "Z" for c in text) / max(len(text), 1) for text in map(completion_text, completions)]
 
 
-DEFAULTS = {"dataset": "recipe.tasks.uppercase:prompts", "reward": ["recipe.tasks.uppercase:uppercase"]}
+DEFAULTS = {"dataset": "trainer.tasks.uppercase:prompts", "reward": ["trainer.tasks.uppercase:uppercase"]}

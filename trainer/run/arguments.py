@@ -182,7 +182,7 @@ def flag(name: str) -> str:
 
 
 def task_defaults(task: str, flags: dict[str, Flag], given: dict) -> dict:
-    """What the task sets: `DEFAULTS` of the module recipe/tasks/`task`.py, or of one in the working folder.
+    """What the task sets: `DEFAULTS` of the module trainer/tasks/`task`.py, or of one in the working folder.
 
     Leaves out what the `given` flags replace. A dataset replaces the task's, with its splits and its evaluation, and
     the rewards of a task that nobody asked for. A reward or a reward model replaces the task's rewards. An environment
@@ -193,7 +193,7 @@ def task_defaults(task: str, flags: dict[str, Flag], given: dict) -> dict:
     if not task:
         return {}
     is_built_in = (TASKS / f"{task}.py").exists()
-    module = import_module(f"--task {task}", f"recipe.tasks.{task}" if is_built_in else task)
+    module = import_module(f"--task {task}", f"trainer.tasks.{task}" if is_built_in else task)
     if not isinstance(defaults := getattr(module, "DEFAULTS", None), dict):
         raise TaskError(f"--task {task}: {module.__file__} has no DEFAULTS")
     if unknown := defaults.keys() - flags.keys():

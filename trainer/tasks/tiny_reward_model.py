@@ -78,6 +78,6 @@ def examples(rng: random.Random, count: int) -> tuple[list[str], list[str]]:
 
 
 DEFAULTS = {
-    "dataset": "recipe.tasks.uppercase:prompts",
-    "reward_model": "recipe.tasks.tiny_reward_model:build_tiny_reward_model",
+    "dataset": "trainer.tasks.uppercase:prompts",
+    "reward_model": "trainer.tasks.tiny_reward_model:build_tiny_reward_model",
 }

@@ -205,7 +205,7 @@ class RolloutsAhead:
         return self._with_staleness(self._wait_for(self.batches.popleft().result), step)
 
     def resample(self, batch: Batch, step: int) -> Batch:
-        """As `recipe.rollouts.engine.resample`, by groups that go before all others."""
+        """As `trainer.rollouts.engine.resample`, by groups that go before all others."""
 
         def complete_and_reward(rows: list[Row], round_number: int) -> Batch:
             return self._wait_for(self._begin(step, rows, round_number).result)

@@ -41,7 +41,7 @@ from .exact_engine import ExactEngineArguments, exact_options
 EXTENSION = "rlhf_utils.WorkerExtension"
 SERVER = """
 import runpy
-from recipe.run.resource_tracker import start_tracker
+from trainer.run.resource_tracker import start_tracker
 start_tracker()
 runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 """

@@ -108,10 +108,10 @@ def build_tiny_vision_model(folder: Path, seed: int) -> None:
 
 
 DEFAULTS = {
-    "dataset": "recipe.tasks.colour:squares",
+    "dataset": "trainer.tasks.colour:squares",
     "eval_split": "test",
-    "reward": ["recipe.tasks.rewards:exact"],
-    "model": "recipe.tasks.colour:build_model",
+    "reward": ["trainer.tasks.rewards:exact"],
+    "model": "trainer.tasks.colour:build_model",
     "max_tokens": 8,  # the longest name and the end
     "steps": 60,
     "prompts_per_step": 32,

@@ -92,12 +92,12 @@ def _example(rng: random.Random, name: str) -> list[Part]:
 
 
 DEFAULTS = {
-    "dataset": "recipe.tasks.lookup:drawers",
+    "dataset": "trainer.tasks.lookup:drawers",
     "eval_split": "test",
-    "environment": "recipe.tasks.lookup:Drawers",
+    "environment": "trainer.tasks.lookup:Drawers",
     "tool_parser": "pythonic",
-    "reward": ["recipe.tasks.rewards:exact"],
-    "model": "recipe.tasks.lookup:build_model",
+    "reward": ["trainer.tasks.rewards:exact"],
+    "model": "trainer.tasks.lookup:build_model",
     "max_tokens": 32,
     "steps": 40,
     "prompts_per_step": 16,

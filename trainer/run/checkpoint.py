@@ -20,8 +20,8 @@ from ..learning.sharding import wait_for_ranks
 from .arguments import RunArguments
 
 DEFAULT_MODEL = "facebook/opt-125m"
-BUILTIN_MODEL = "recipe.tasks.tiny_model:build_tiny_model"
-BUILTIN_BASE = "recipe.tasks.tiny_model:build_tiny_base"  # with --lora-rank
+BUILTIN_MODEL = "trainer.tasks.tiny_model:build_tiny_model"
+BUILTIN_BASE = "trainer.tasks.tiny_model:build_tiny_base"  # with --lora-rank
 BUILTIN_LEARNING_RATE = 3e-3
 CHECKPOINTS_KEPT = 2
 CRITIC = "critic"  # the critic's folder in a checkpoint

@@ -1,7 +1,7 @@
 """`--task addition`: a small model learns to carry, as seen on sums that no step learns from.
 
     python rlhf.py --task addition
-    python rlhf_distill.py --task addition --teacher recipe.tasks.addition:build_teacher --steps 300
+    python rlhf_distill.py --task addition --teacher trainer.tasks.addition:build_teacher --steps 300
 
 The model is made on the spot: the built-in one (tiny_model.py), taught by supervised steps. Nearly all of them are on
 sums without a carry in the ones, such as 12+34. Of the others, such as 17+25, it gets few right, and learns them from
@@ -57,10 +57,10 @@ def teach_sums(folder: Path, seed: int, carries: float, right: float) -> int:
 
 
 DEFAULTS = {
-    "dataset": "recipe.tasks.addition:problems",
+    "dataset": "trainer.tasks.addition:problems",
     "eval_split": "test",
-    "reward": ["recipe.tasks.rewards:exact"],
-    "model": "recipe.tasks.addition:build_model",
+    "reward": ["trainer.tasks.rewards:exact"],
+    "model": "trainer.tasks.addition:build_model",
     "max_tokens": 4,  # three digits and the end
     "steps": 500,
     "prompts_per_step": 64,
