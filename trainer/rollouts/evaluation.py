@@ -4,14 +4,12 @@ import dataclasses
 import math
 import time
 
-from ..learning.sampling import SamplingConfig
-from ..run.actors import ActorGroup
 from ..tasks.rewards import reward_metrics
-from ..tasks.task import Task
-from .engine import complete
+from .engine import EngineActor
+from .rollouts import Rollouts
 
 
-def evaluate(engines: ActorGroup, task: Task, config: SamplingConfig, step: int) -> dict[str, float]:
+def evaluate(rollouts: Rollouts, step: int) -> dict[str, float]:
     """Metrics of completions of the held-out prompts; {} if no evaluation is due after this step.
 
     One is due before the first step, after every `eval_every` steps, and after the last one. Each prompt gets one
@@ -22,7 +20,7 @@ def evaluate(engines: ActorGroup, task: Task, config: SamplingConfig, step: int)
     An evaluation changes nothing in training: each request has its seed, the same in every evaluation, and the engines
     drop the prompts from their caches.
     """
-    args = task.args
+    task, config, args = rollouts.task, rollouts.config, rollouts.task.args
     if not args.eval_every or (step % args.eval_every and step != task.steps):
         return {}
     started, samples = time.perf_counter(), args.eval_samples or 1
@@ -32,8 +30,9 @@ def evaluate(engines: ActorGroup, task: Task, config: SamplingConfig, step: int)
     # Each conversation has a thread and an environment: no more at a time than in a step of training.
     at_once = max(1, args.prompts_per_step * config.group_size // samples) if task.tools else len(rows)
     for part, first in enumerate(range(0, len(rows), at_once)):
-        batch = complete(engines, task, rows[first : first + at_once], sampling, 0, evaluation=True, round_number=part)
-        groups += task.rewards.compute(batch, step, engines.session).groups
+        batch = rollouts.complete(rows[first : first + at_once], sampling, part)
+        groups += task.rewards.compute(batch, step, rollouts.session).groups
+    rollouts.engines.call("evaluating", EngineActor.drop_caches)  # a run that is resumed here has none
     known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
     rewards = [reward for group in known for reward in group]
     metrics = {f"eval/{name}": value for name, value in reward_metrics(groups).items()}

@@ -1,5 +1,6 @@
 """A teacher: engines that no sync touches. They score the tokens that the student has sampled."""
 
+import asyncio
 import itertools
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -12,7 +13,8 @@ from ..flags import arg
 from ..run.actors import ActorGroup
 from ..tasks.rewards import Batch
 from ..tasks.task import Task
-from .engine import EngineActor, in_parts, sampling_params
+from .engine import EngineActor
+from .sampling import in_parts
 
 
 @dataclass
@@ -35,7 +37,7 @@ class TeacherArguments:
 class TeacherActor(EngineActor):
     """An engine that scores tokens, and samples none."""
 
-    def score(self, completions: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+    async def score(self, completions: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
         """The log-probabilities [L], at temperature 1, of the tokens of each completion, (prompt ids, completion ids).
 
         vLLM computes each prompt anew: its prefix cache has keys and values, but no hidden states to score.
@@ -44,13 +46,13 @@ class TeacherActor(EngineActor):
 
         prompts, options = [], []
         # Model Runner V2 can score from a position on. V1, which runs on a CPU, scores the prompt as well.
-        from_position = self.llm.llm_engine.vllm_config.use_v2_model_runner
+        from_position = self.llm.vllm_config.use_v2_model_runner
         for prompt_ids, completion_ids in completions:
             prompts.append(TokensPrompt(prompt_token_ids=[*prompt_ids.tolist(), *completion_ids.tolist()]))
             ids = {"prompt_logprob_token_ids": completion_ids[:, None], "prompt_logprob_start": len(prompt_ids) - 1}
             scored = ids if from_position else {"prompt_logprobs": 0}
             options.append({"max_tokens": 1, "temperature": 0.0, "detokenize": False} | scored)  # vLLM samples a token
-        requests = self.llm.generate(prompts, [*map(sampling_params, options)], use_tqdm=False)
+        requests = await asyncio.gather(*map(self.generate, prompts, options))
         return [
             request.prompt_token_id_logprobs[:, 0]
             if from_position

@@ -3,8 +3,9 @@
 A pool is a Ray actor that speaks with all servers, its replicas. To the rest of a run it is one engine: `sample` sends
 each prompt to the replica with the fewest requests in flight. Sampling changes nothing in a server, and each request
 has its seed. So if a replica is lost, its unfinished requests go to others as they are, and its own answers are not
-read. Calls that change a server are never repeated: a replica that was lost and answers again gets a new group, the
-trainer's weights and their proof before its next request.
+read. Calls that change a server are never repeated: a replica that was lost and answers again, whoever has started it,
+joins a new group and gets the trainer's weights. Once it has proven that it serves them, it gets work. With no server
+left, the run waits for one.
 
 A replica is lost if it closes a connection, answers with an error of its own, or is silent for --engine-timeout
 seconds. To notice silence, the pool asks every half second for something that vLLM's engine core has to answer.
@@ -26,6 +27,7 @@ from typing import Annotated
 
 import httpx
 import psutil
+import ray
 from annotated_types import Gt
 
 from rlhf_utils import SyncReport
@@ -33,10 +35,10 @@ from rlhf_utils import SyncReport
 from ..errors import EngineError, RunError
 from ..flags import arg
 from ..learning.rollout import Rollout
-from ..run.actors import ActorArguments
+from ..rollouts.engine import logged_reason, unlink_shared_memory
+from ..rollouts.options import EngineArguments, EngineSetting, llm_options
+from ..rollouts.sampling import rollouts_of
 from ..run.session import one_line
-from .engine import llm_options, logged_reason, rollouts_of, unlink_shared_memory
-from .exact_engine import ExactEngineArguments, exact_options
 
 EXTENSION = "rlhf_utils.WorkerExtension"
 SERVER = """
@@ -56,10 +58,12 @@ HOW_TO_START = (
 
 
 @dataclass
-class ServeArguments(ActorArguments):
-    """Which vLLM servers generate."""
+class ServerArguments:
+    """Which vLLM servers generate, with --topology servers."""
 
-    engine_url: list[str] = arg(list, help="URL of a vLLM server; may be given several times")
+    engine_url: list[str] = arg(
+        list, help="URL of a vLLM server; may be given several times (default: the run starts --engines servers)"
+    )
     engine_timeout: Annotated[float, Gt(0)] = arg(
         60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
     )
@@ -209,8 +213,9 @@ class Replica:
         self.lost.set_result(None)
 
 
-class ReplicaPool:
-    """A Ray actor that is one engine to a run. A subclass connects its replicas with the trainer, and syncs them."""
+class ServerPool:
+    """A Ray actor that is one engine to a run, and speaks with all servers. Many of its methods run at the same
+    time."""
 
     def __init__(self, number: int):
         self.replicas: list[Replica] = []
@@ -219,22 +224,23 @@ class ReplicaPool:
         self.syncing: set[Replica] = set()
         self.return_seconds: list[float] = []  # from "answers again" to "serves again", since the last `metrics`
 
-    async def connect(self, replica: Replica) -> None:
-        """Join the trainer and this replica in a group."""
-        raise NotImplementedError
-
-    async def sync(self, replicas: list[Replica]) -> None:
-        """Have these replicas, which are connected, take the trainer's weights. Those that prove it `begin_serving`."""
-        raise NotImplementedError
-
-    async def load(self, model: str, args: ServeArguments, engine: ExactEngineArguments, device: str) -> int:
-        """Reach the servers at --engine-url, or start them. Returns the tokens that a prompt and its completion may
-        have."""
+    async def start(
+        self,
+        model: str,
+        args: ServerArguments,
+        engine: EngineArguments,
+        setting: EngineSetting,
+        timeout: float,
+        trainer,
+    ) -> int:
+        """Reach the servers at --engine-url, or start them. Syncs are with this `trainer`, and take at most
+        `timeout` seconds. Returns the tokens that a prompt and its completion may have."""
         from transformers import AutoTokenizer
 
+        self.trainer, self.timeout, self.engine_timeout = trainer, timeout, args.engine_timeout
         key = args.api_key or os.environ.get("VLLM_API_KEY")
         urls = list(dict.fromkeys(url.rstrip("/") for url in args.engine_url)) or [
-            self._start_server(model, args.engines, engine, device, i, key) for i in range(args.engines)
+            self._start_server(model, engine, setting, i, key) for i in range(setting.engines)
         ]
         self.replicas = [Replica(f"engine {i}", url, key, args.engine_timeout) for i, url in enumerate(urls)]
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -243,6 +249,45 @@ class ReplicaPool:
         lengths = await asyncio.gather(*(replica.check() for replica in self.replicas))
         self.max_model_len = min(*lengths, engine.max_model_len or math.inf)
         return self.max_model_len
+
+    async def connect(self, replica: Replica) -> None:
+        """Join the trainer and this replica in a group or, on the trainer's GPU, by its memory."""
+        replica.arguments = ()
+        if replica.shares_device:
+            replica.arguments = (await self.trainer.share_memory.remote(replica.name, self.engine_timeout),)
+            return
+        # The servers that this run has started listen on 127.0.0.1, maybe on another node than the trainer's.
+        host = ray.util.get_node_ip_address() if self.servers else replica.host
+        world_size = 1 + replica.workers
+        address = await self.trainer.init_server_group.remote(replica.name, host, world_size, self.engine_timeout)
+        await replica.rpc("init_weight_update_group", *address, 1, world_size)
+
+    async def sync(self, replicas: list[Replica]) -> None:
+        """Sync these servers at the same time: each pauses, receives, proves, gets the version's label, and resumes."""
+        replicas = await self.together(replicas, Replica.pause)
+        receiving = {
+            replica: asyncio.ensure_future(
+                replica.rpc("receive_weights", *replica.arguments, self.timeout, timeout=None)
+            )
+            for replica in replicas
+        }
+        # The trainer sends as soon as it is not learning.
+        version, reports = await self.trainer.send_to_servers.remote(
+            [replica.name for replica in replicas], self.engine_timeout
+        )
+
+        async def prove(replica: Replica) -> None:
+            if isinstance(report := reports[replica.name], str):
+                receiving[replica].cancel()
+                raise ReplicaError(report)
+            await replica.within_timeout(receiving[replica])
+            if any(answer != "True" for answer in await replica.rpc("check_weights_changed")):
+                raise ReplicaError("it does not serve what was sent")
+            await replica.call("/update_weight_version", {"new_version": str(version)})  # while paused
+            await replica.call("/resume")
+            replica.begin_serving(report)
+
+        await self.together(replicas, prove)
 
     async def begin(self) -> SyncReport:
         """Connect all replicas, and sync. From now on, a lost replica may return."""
@@ -268,20 +313,28 @@ class ReplicaPool:
         self,
         prompts: list[list[int]],
         sampling: list[dict],
-        evaluation: bool = False,
         images: Sequence[None] | None = None,
         low_priority: bool = False,
     ) -> list[Rollout]:
-        """As `AsyncEngineActor.sample`, with the prompts divided among the replicas. They take no images, and know no
+        """As `EngineActor.sample`, with the prompts divided among the replicas. They take no images, and know no
         priority: a server would want one more flag for it."""
         answers = await asyncio.gather(*map(self._generate, prompts, sampling))
-        if evaluation:
-            await self.together(self._serving(), lambda replica: replica.call("/reset_prefix_cache"))
         requests = [
             SimpleNamespace(prompt_token_ids=ids, outputs=[_output(choice) for choice in choices])
             for ids, choices in zip(prompts, answers, strict=True)
         ]
-        return rollouts_of(requests, self.tokenizer, labelled=True)
+        return rollouts_of(requests, self.tokenizer)
+
+    async def drop_caches(self) -> None:
+        """As `EngineActor.drop_caches`."""
+        await self.together(self._serving(), lambda replica: replica.call("/reset_prefix_cache"))
+
+    async def sleep(self, level: str) -> None:
+        """Servers have their GPUs, and go on while the trainer learns."""
+
+    async def idle_share(self) -> float:
+        """Not known of servers, which others may use as well."""
+        return 0.0
 
     async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         room = self.max_model_len - len(token_ids)  # of this run: a server may have more
@@ -386,21 +439,18 @@ class ReplicaPool:
     # Servers that this run starts. They end with it, and none is started again.
 
     def _start_server(
-        self, model: str, engines: int, args: ExactEngineArguments, device: str, number: int, api_key: str | None
+        self, model: str, args: EngineArguments, setting: EngineSetting, number: int, api_key: str | None
     ) -> str:
-        """Start server `number` of so many engines on its part of this actor's devices. Returns its URL."""
+        """Start server `number` on its part of this actor's devices. Returns its URL."""
         from vllm.utils.network_utils import get_open_port
 
         tp, port = args.tensor_parallel_size, get_open_port()
         bundles = list(range(number * tp, (number + 1) * tp))
-        options = {"enable_scale_out": True} | exact_options(args.exact, model, "WorkerExtension")
-        if device == "cuda":
-            options["distributed_executor_backend"] = "mp"
-        options, environment = llm_options(args, device, bundles, engines, **options)
+        options, environment = llm_options(args, model, setting, bundles)
         command = [sys.executable, "-c", SERVER, "--model", model]
         command += [*flags_of(options), "--host", "127.0.0.1", "--port", str(port)]
         environment |= {"VLLM_SERVER_DEV_MODE": "1"} | ({"VLLM_API_KEY": api_key} if api_key else {})
-        if device == "cuda":
+        if setting.device == "cuda":
             gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[i] for i in bundles)
         libc = ctypes.CDLL(None)

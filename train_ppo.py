@@ -1,33 +1,33 @@
 """PPO: a policy, a critic, a reference and a reward model as Ray actors around one vLLM engine.
 
-    python rlhf_ppo.py                               # 1 GPU: facebook/opt-125m, all five on it
-    python rlhf_ppo.py --tensor-parallel-size 4      # 4 GPUs: a TP=4 engine, the others sharded over the same GPUs
-    python rlhf_ppo.py --placement split             # 2 GPUs or more: an engine apart, NCCL between it and the policy
-    python rlhf_ppo.py --dataset prompts.jsonl --reward-model NAME --reward graded:reward --reward-workers 4
-    python rlhf_ppo.py                               # no GPU: small built-in models, all five on CPU
+    python train_ppo.py                               # 1 GPU: facebook/opt-125m, all five on it
+    python train_ppo.py --tensor-parallel-size 4      # 4 GPUs: a TP=4 engine, the others sharded over the same GPUs
+    python train_ppo.py --topology separate          # 2 GPUs or more: an engine apart, NCCL between it and the policy
+    python train_ppo.py --dataset prompts.jsonl --reward-model NAME --reward graded:reward --reward-workers 4
+    python train_ppo.py                               # no GPU: small built-in models, all five on CPU
 
-    Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
+    Engine       vllm.AsyncLLM, whose workers have an extension of rlhf_utils.py
     Trainer      the policy (PPO's actor): fp32 master weights, PPO (trainer/learning/ppo.py), WeightSender
     Critic       the policy's trunk with a value head, and an optimizer of its own
     Reference    the model that the run began with, frozen; with --lora-rank, the policy without its adapters instead
     RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
 
-1. Place: one Ray placement group. `colocated`: each GPU has a bundle with a rank of each model and a worker of the
-   engine. They take turns: the engine sleeps, and idle models wait in host memory, except for the policy's weights,
-   which the engine reads where they are. (In an evaluation, the engine stays awake beside the reward model.) `split`:
-   nothing moves. Trainer and critic share a GPU. Reference and reward model share another, if there is one to spare,
-   else the same one. The engine has GPUs of its own.
-2. Connect the trainer with the engine's workers, and sync once: now the engine serves the trainer's weights.
-3. Each step: generate, reward, compute log-probabilities and values, estimate advantages, learn, sync. The rollouts
+1. Place: one Ray placement group. `--topology shared`: each GPU has a bundle with a rank of each model and a worker of
+   the engine. They take turns: the engine sleeps, and idle models wait in host memory, except for the policy's weights,
+   which the engine reads where they are. (In an evaluation, the engine stays awake beside the reward model.)
+   `--topology separate`: nothing moves. Trainer and critic share a GPU. Reference and reward model share another, if
+   there is one to spare, else the same one. The engine has GPUs of its own.
+2. Start: the engine, then all models.
+3. Connect the trainer with the engine's workers, and sync once: now the engine serves the trainer's weights.
+4. Each step: generate, reward, compute log-probabilities and values, estimate advantages, learn, sync. The rollouts
    after a sync prove it: the engine's log-probabilities of the tokens it sampled must equal the trainer's but for
    rounding, or the run ends with an error.
-4. Generate once more to prove the last sync, and print.
+5. Generate once more to prove the last sync, and print.
 
 The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
 """
 
 import gc
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -35,27 +35,35 @@ from typing import Literal
 import ray
 import torch
 
-from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 from trainer.errors import RunError
 from trainer.flags import arg, section
-from trainer.learning.learner import Proof
 from trainer.learning.model import Model
 from trainer.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
 from trainer.learning.rollout import Rollout, rollout_metrics
 from trainer.learning.value_models import RewardModel
-from trainer.rollouts.engine import EngineActor, complete, llm_options
+from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate
-from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.rollouts.exactness import settle_exactness
+from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, memory_table, reserve, seat
+from trainer.rollouts.rollouts import Rollouts
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, reserve, seat
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
 from trainer.run.folder import RunFolder
 from trainer.run.session import RaySession, run_main
+from trainer.tasks.rewards import Batch
 from trainer.tasks.task import TaskArguments, load_task
+from trainer.topologies.link import (
+    SendingActor,
+    connect_by_group,
+    connect_by_memory,
+    proof_of,
+    say_first_sync,
+    sync,
+)
 from weight_sync.groups import refuse_expandable_segments
 
-MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 GPU_SHARE = 0.2  # the share of a GPU that Ray counts for each of five actors on it
 AT_ONCE = 2  # models that share the cores of a CPU: policy and critic, which learn at the same time
 
@@ -65,18 +73,18 @@ class Arguments:
     """The flags of this script."""
 
     run: RunArguments = section(RunArguments)
-    engine: ExactEngineArguments = section(
-        ExactEngineArguments,
-        gpu_memory_utilization=0.4,
+    engine: EngineArguments = section(
+        EngineArguments,
+        gpu_memory_utilization=arg(0.4, help="fraction of each of its GPUs' memory that the engine takes"),
         tensor_parallel_size=arg(
-            1, help="GPUs that the engine is spread over and, colocated, each model is sharded over"
+            1, help="GPUs that the engine is spread over and, on shared GPUs, each model is sharded over"
         ),
     )
     task: TaskArguments = section(TaskArguments, task="tiny_reward_model")
     rewards: RewardArguments = section(RewardArguments)
     learner: PPOConfig = section(PPOConfig, num_mini_batches=2)
-    placement: Literal["colocated", "split"] = arg(
-        "colocated", help="all actors on the same GPUs, or the engine on GPUs of its own (split)"
+    topology: Literal["shared", "separate"] = arg(
+        "shared", help="all actors on the same GPUs, or the engine on GPUs of its own"
     )
     sleep: Literal["kv", "weights", "none"] = arg(
         "kv",
@@ -88,41 +96,11 @@ class Arguments:
     )
 
 
-class Engine(EngineActor):
-    """A Ray actor around vllm.LLM."""
-
-    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        self.has_own_gpus = device == "cuda" and args.placement == "split"
-        colocated = args.placement == "colocated"
-        options = {"enable_sleep_mode": args.sleep != "none"}
-        extension = "ColocateWorkerExtension" if colocated else "WorkerExtension"
-        options |= exact_options(args.engine.exact, model, extension)
-        if colocated:
-            os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
-        max_model_len = self.load(model, *llm_options(args.engine, device, bundles, **options))
-        self.remember_weights()
-        self.sleep(args.sleep)  # the models load next
-        return max_model_len
-
-    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
-
-    def receive_weights(self, *args) -> bool:
-        """Take part in a sync, and wake up. Returns whether every worker serves exactly what was sent."""
-        self.wake("weights")
-        served = self.take_weights(*args)
-        self.wake("kv_cache")
-        return served
-
-    def memory(self) -> dict[str, float]:
-        return {} if self.has_own_gpus else super().memory()  # only GPUs of models are measured
-
-
 class Rank(LearnerActor):
     """A Ray actor around one rank of a model."""
 
     def load(self, path: str, state: Path | None, args: Arguments, device: str) -> tuple[int, str]:
-        self.shared = device == "cuda" and args.placement == "colocated"
+        self.shared = device == "cuda" and args.topology == "shared"
         self.make(path, args, torch.device(device, 0))
         resumed = self.resume(state) if self.learner else (0, "")
         with self.turn():
@@ -169,7 +147,7 @@ class Critic(Rank):
             self.learner.save(folder)
 
 
-class Trainer(Rank):
+class Trainer(Rank, SendingActor):
     """A rank of the policy. It sends to the worker on the same device, or to a group."""
 
     weights_stay = True  # on the GPU, where the engine reads them
@@ -178,22 +156,8 @@ class Trainer(Rank):
     learn = in_turn(PPOLearner.learn)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        proof = Proof(MAX_MISMATCH[device.type], args.engine.exact, args.engine.tensor_parallel_size)
+        proof = proof_of(args.engine, device.type)
         self.learner = PPOLearner(path, args.learner, device, args.run.seed, args.run.steps, proof)
-
-    def open_channel(self, tensor_parallel_size: int) -> dict[str, str]:
-        """Open the channel to the worker on this device. Returns the worker's handle, by device id."""
-        device = self.model.device.type  # on CPU, which all ranks share, the worker's rank is the index
-        channel = SharedMemoryChannel(torch.device(device, 0 if device == "cuda" else self.rank % tensor_parallel_size))
-        self.sender = WeightSender(channel)
-        return channel.handles
-
-    def init_weight_update_group(self, address: str, port: int, world_size: int) -> None:
-        group = stateless_init_process_group(address, port, 0, world_size, self.model.device)
-        self.sender = WeightSender(group)
-
-    def send_weights(self) -> SyncReport:
-        return self.sender.send_weights(self.model.named_tensors().items())
 
     def save(self, run_folder: Path) -> None:
         """Complete the checkpoint that the critic has begun."""
@@ -210,14 +174,14 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
     and of each model's ranks.
     """
     gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
-    colocated = args.placement == "colocated"
+    colocated = args.topology == "shared"
     wanted = tp if colocated else 1 + tp
     if 0 < gpus < wanted:
         split = f", 1 for trainer and critic and {tp} for the engine" if not colocated else ""
         raise RunError(
-            f"--placement {args.placement} with --tensor-parallel-size {tp} wants {wanted} GPUs{split}, and there are"
+            f"--topology {args.topology} with --tensor-parallel-size {tp} wants {wanted} GPUs{split}, and there are"
             f" {gpus}: lower --tensor-parallel-size"
-            + ("" if colocated else ", or use --placement colocated, for which one GPU is enough")
+            + ("" if colocated else ", or use --topology shared, for which one GPU is enough")
         )
     if gpus and colocated:
         refuse_expandable_segments()
@@ -253,58 +217,89 @@ def main(args: Arguments) -> None:
         # A policy with adapters is the reference without them.
         trainer, critic, reference = models["trainer"], models["critic"], models.get("reference", models["trainer"])
         args.engine = settle_exactness(
-            run, args.engine, args.learner, paths["trainer"], trainer, by_nccl=args.placement == "split"
+            run, args.engine, args.learner, paths["trainer"], trainer, by_nccl=args.topology == "separate"
         )
-        engine = ActorGroup(session, "engine", Engine, seats["engine"])
-        max_model_len = engine.agreed("starting", Engine.start, paths["trainer"], args, device, each=engine.bundles)
+        engine = ActorGroup(session, "engine", EngineActor, seats["engine"])
+        starting = (paths["trainer"], args.engine, engine_setting(args, device), args.sleep)
+        max_model_len = engine.agreed("starting", EngineActor.start, *starting, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
         task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args.rewards)
         run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
 
-        # 2. Connect, and serve what the trainer holds
-        receive_arguments = connect(run, engine, models, args)
+        # 3. Connect, and serve what the trainer holds
+        receive_arguments = connect(run, trainer, engine, args)
+        say_first_sync(run, sync(trainer, engine, steps_done, receive_arguments), engine)
         run.start_metrics(steps_done, args)
 
-        # 3. Generate, reward, compute log-probabilities and values, estimate advantages, learn, sync
+        # 4. Generate, reward, compute log-probabilities and values, estimate advantages, learn, sync
+        rollouts = Rollouts(engine, task, args.learner, steps_done, rewarded=False)  # a reward model waits for its turn
         if not steps_done and args.task.eval_every:
-            run.log_metrics(0, evaluate(engine, task, args.learner, 0))
+            run.log_metrics(0, evaluate(rollouts, 0))
         for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock(session)
-            batch = complete(engine, task, task.draw(step), args.learner, step)
+            batch = rollouts.take(step)
             clock.end("rollout")
-            engine.call("sleeping", Engine.sleep, args.sleep)
+            engine.call("sleeping", EngineActor.sleep, args.sleep)
             batch = task.rewards.compute(batch, step - 1, session)
             clock.end("reward")
-            known = batch.known_rollouts()
-            turns = [
-                (trainer, Trainer.logprobs, known),
-                (critic, Critic.values, known),
-                (reference, Reference.reference_logprobs, known),
-            ]
-            old_policy, values, reference_logprobs = take_turns("scoring", shared, turns)
-            clock.end("score")
-            experience, estimates = estimate(known, old_policy, reference_logprobs, values, args.learner)
-            turns = [(critic, Critic.learn, experience), (trainer, Trainer.learn, experience)]
-            critic_metrics, policy_metrics = take_turns("learning", shared, turns)
-            clock.end("train")
-            report = sync(trainer, engine, receive_arguments)
+            metrics = learn(trainer, critic, reference, batch, args.learner, shared, clock)
+            report = sync(trainer, engine, step, receive_arguments)
             clock.end("sync")
-            metrics = rollout_metrics(batch.rollouts, args.learner.group_size) | estimates
-            metrics |= critic_metrics | policy_metrics | clock.metrics
-            metrics |= evaluate(engine, task, args.learner, step)
+            metrics |= clock.metrics
+            metrics |= evaluate(rollouts, step)
             if run.saves(step):
                 critic.call("saving", Critic.save, run.path, step)
                 trainer.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
-            if step in (steps_done + 1, args.run.steps):
-                run.say(memory_table(metrics))
 
-        # 4. Generate again, and prove the last sync
-        batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
-        engine.call("sleeping", Engine.sleep, args.sleep)
+        # 5. Generate again, and prove the last sync
+        batch = rollouts.take(args.run.steps + 1)
+        engine.call("sleeping", EngineActor.sleep, args.sleep)
         batch = task.rewards.compute(batch, args.run.steps, session)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
+
+
+def learn(
+    trainer: ActorGroup,
+    critic: ActorGroup,
+    reference: ActorGroup,
+    batch: Batch,
+    config: PPOConfig,
+    shared: bool,
+    clock: StepClock,
+) -> dict[str, float]:
+    """One step of policy and critic on this batch, which has rewards. Returns its metrics."""
+    known = batch.known_rollouts()
+    turns = [
+        (trainer, Trainer.logprobs, known),
+        (critic, Critic.values, known),
+        (reference, Reference.reference_logprobs, known),
+    ]
+    old_policy, values, reference_logprobs = take_turns("scoring", shared, turns)
+    clock.end("score")
+    experience, estimates = estimate(known, old_policy, reference_logprobs, values, config)
+    turns = [(critic, Critic.learn, experience), (trainer, Trainer.learn, experience)]
+    critic_metrics, policy_metrics = take_turns("learning", shared, turns)
+    clock.end("train")
+    return rollout_metrics(batch.rollouts, config.group_size) | estimates | critic_metrics | policy_metrics
+
+
+def connect(run: RunFolder, trainer: ActorGroup, engine: ActorGroup, args: Arguments) -> list[tuple]:
+    """Connect the trainer with the engine's workers. Returns the arguments of their `receive_weights`."""
+    if args.topology == "separate":
+        connect_by_group(trainer, engine, args.engine.tensor_parallel_size)
+        return [(args.run.timeout,)]
+    ((handles,),) = connect_by_memory(run, trainer, engine, 1)
+    return [(handles, args.run.timeout)]
+
+
+def engine_setting(args: Arguments, device: str) -> EngineSetting:
+    """How the engine runs: beside all models, or apart."""
+    if args.topology == "separate":
+        return EngineSetting(device, "WorkerExtension")
+    options = {"enable_sleep_mode": args.sleep != "none"}
+    return EngineSetting(device, "ColocateWorkerExtension", gpu_share=GPU_SHARE, options=options)
 
 
 def load(models: dict[str, ActorGroup], paths: dict, states: dict, args: Arguments, device: str, shared: bool) -> tuple:
@@ -323,46 +318,6 @@ def take_turns(phase: str, shared: bool, turns: list[tuple]) -> list:
         return [model.agreed(phase, *call) for model, *call in turns]
     session, running = turns[0][0].session, [model.begin(*call) for model, *call in turns]
     return [results[0] for results in session.wait(phase, *running)]
-
-
-def connect(run: RunFolder, engine: ActorGroup, models: dict[str, ActorGroup], args: Arguments) -> tuple:
-    """Print the topology, connect the trainer with the engine's workers, and sync once. Each rank sends to the worker
-    on its device or, split, the one rank to all workers, in a group. Returns the arguments of `receive_weights`."""
-    devices = {name: group.call("connecting", Rank.device_id) for name, group in models.items()}
-    devices["engine"] = engine.agreed("connecting", Engine.device_ids)
-    lines = [f"{'device':40}  actor"]
-    lines += [f"{device:40}  {name} {i}" for name, ids in devices.items() for i, device in enumerate(ids)]
-    run.say("\n".join(lines))
-    trainer, workers = models["trainer"], len(devices["engine"])
-    if args.placement == "split":
-        group = (*trainer.call_rank_0("connecting", Trainer.address), 1 + workers)
-        joining = trainer.begin(Trainer.init_weight_update_group, *group)
-        engine.session.wait("connecting", joining, engine.begin(Engine.init_weight_update_group, *group))
-        receive_arguments = (args.run.timeout,)
-    else:
-        rank_handles = trainer.call("connecting", Trainer.open_channel, workers)
-        handles = {device_id: path for rank in rank_handles for device_id, path in rank.items()}
-        if handles.keys() != set(devices["engine"]):
-            raise RunError(
-                f"the engine runs on {sorted(devices['engine'])}, and the trainer ranks on {sorted(handles)}"
-            )
-        receive_arguments = handles, args.run.timeout
-    report = sync(trainer, engine, receive_arguments)
-    same = engine.agreed("comparing", Engine.serves_checkpoint)
-    run.say(
-        f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB, {'' if same else 'not '}bit for bit"
-        f" what the engine had loaded from disk; from now on by {report.loader}"
-    )
-    return receive_arguments
-
-
-def sync(trainer: ActorGroup, engine: ActorGroup, receive_arguments: tuple) -> SyncReport:
-    """Send the trainer's weights to the engine, which wakes up."""
-    receiving = engine.begin(Engine.receive_weights, *receive_arguments)
-    reports, (served,) = engine.session.wait("syncing", trainer.begin(Trainer.send_weights), receiving)
-    if not served:
-        raise RunError(f"after sync {reports[0].version}, the engine does not serve what was sent")
-    return reports[0]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,128 @@
+"""Train a policy with vLLM by GRPO and its near relatives: on shared GPUs, on separate ones, or with servers.
+
+    python train_grpo.py                                       # facebook/opt-125m on all GPUs; CPU: a small model
+    python train_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --max-model-len 1024 --steps 200
+    python train_grpo.py --topology separate --trainers 4 --engines 2    # 8 GPUs: 4 trainer ranks, two TP=2 engines
+    python train_grpo.py --max-staleness 2                     # the engines generate ahead while the trainer learns
+    python train_grpo.py --engine-url http://a:8000 --engine-url http://b:8000 --model NAME    # vLLM's servers
+    python train_grpo.py --quantization torchao                # engines in FP8; CPU: int8
+
+1. Place: a topology reserves devices for trainer ranks (FSDP2) and engines (vllm.AsyncLLM).
+2. Start: engines and trainers load the model.
+3. Connect trainers and engines, and sync once: now the engines serve the trainer's weights.
+4. Each step: take rollouts with their rewards, learn, sync. The rollouts after a sync prove it: the engines'
+   log-probabilities of the tokens they sampled must equal the trainer's: bit for bit if the run is exact, and otherwise
+   but for rounding. Of older tokens (--max-staleness), importance weights correct the loss.
+5. Generate once more to prove the last sync, and print.
+
+The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.flags import section
+from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.learner import Proof
+from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.exactness import settle_exactness
+from trainer.rollouts.options import EngineArguments
+from trainer.rollouts.rollouts import AheadArguments, Rollouts
+from trainer.run.arguments import RunArguments, parse
+from trainer.run.checkpoint import Models, choose_models
+from trainer.run.folder import RunFolder
+from trainer.run.session import RaySession, run_main
+from trainer.tasks.task import TaskArguments, load_task
+from trainer.tasks.tools import ToolArguments
+from trainer.topologies.base import TopologyArguments
+from trainer.topologies.choose import choose_topology
+from trainer.topologies.link import TrainerActor
+from trainer.topologies.server_pool import ServerArguments
+
+
+@dataclass
+class Arguments:
+    """The flags of this script."""
+
+    run: RunArguments = section(RunArguments)
+    placement: TopologyArguments = section(TopologyArguments)
+    servers: ServerArguments = section(ServerArguments)
+    engine: EngineArguments = section(EngineArguments)
+    ahead: AheadArguments = section(AheadArguments)
+    tools: ToolArguments = section(ToolArguments)
+    task: TaskArguments = section(TaskArguments)
+    learner: GRPOConfig = section(GRPOConfig)
+
+
+class Trainer(TrainerActor):
+    """A Ray actor around one rank of the learner. It may be your own: trainer/run/actors.py has the LearnerProtocol."""
+
+    def make_learner(self, models: Models, args: Arguments, device: torch.device, proof: Proof) -> GRPOLearner:
+        options = {"seed": args.run.seed, "steps": args.run.steps, "initial": models.initial, "proof": proof}
+        return GRPOLearner(models.loaded, args.learner, device, **options)
+
+
+def main(args: Arguments) -> None:
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
+        # 1. Place
+        topology = choose_topology(args, task, run, session)
+        models, args.learner = choose_models(run.path, args.run, args.learner, topology.device)
+        task.tokenize(models.loaded, args.engine.max_model_len)
+        run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
+
+        # 2. Start
+        trainers = topology.start_trainers(Trainer)
+        args.engine = settle_exactness(
+            run,
+            args.engine,
+            args.learner,
+            models.loaded,
+            trainers,
+            topology.by_nccl,
+            args.servers.engine_url,
+            task.has_images,
+        )
+        steps_done, remarks, max_model_len = topology.start(models)
+        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+
+        # 3. Connect, and serve what the trainer holds
+        topology.connect()
+        topology.first_sync(steps_done)
+        run.start_metrics(steps_done, args)
+
+        # 4. Take rollouts, learn, sync
+        with Rollouts(topology.engines, task, args.learner, steps_done, args.ahead) as rollouts:
+            if not steps_done and args.task.eval_every:
+                run.log_metrics(0, evaluate(rollouts, 0))
+            for step in range(steps_done + 1, args.run.steps + 1):
+                clock = topology.clock()
+                batch = rollouts.take(step)
+                proof_rollouts = rollouts.proof(step, batch)
+                clock.end("rollout")
+                metrics = topology.learn(batch.rollouts, proof_rollouts, clock)
+                report = topology.sync(step)
+                clock.end("sync")
+                metrics |= clock.metrics | rollouts.idle_shares(clock.metrics)
+                metrics |= topology.after_step(step, metrics)
+                metrics |= evaluate(rollouts, step)
+                if run.saves(step):
+                    trainers.call("saving", Trainer.save, run.path)
+                run.log_step(step, batch, report, metrics)
+                if args.engine.quantization and (run.saves(step) or step in (steps_done + 1, args.run.steps)):
+                    # Adam's first update is as large as the learning rate. Later ones may be too small for a scale.
+                    updated = metrics["grad_norm"] > 0 and metrics["learning_rate"] > 0  # a warm-up's first rate is 0
+                    topology.compare(must_change=step == 1 and updated)
+
+            # 5. Generate again, and prove the last sync
+            batch = rollouts.take(args.run.steps + 1)
+        topology.rest()
+        mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
+        summary = run.summary(batch, mismatch)
+    print(summary)
+
+
+if __name__ == "__main__":
+    run_main(main, parse(Arguments, __doc__))

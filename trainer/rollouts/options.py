@@ -1,0 +1,113 @@
+"""Options of an engine: the flags, and what vLLM gets of them on this hardware."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import AfterValidator
+
+from ..flags import arg
+from ..functions import json_object
+from ..learning.exact import attention_backend
+from .quantization import torchao_config
+
+IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on CPU, vLLM takes "mp" for "uni"
+# vLLM's default compiles the model as well, for a longer start and no faster rollouts.
+DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+EXTENSIONS = "trainer.rollouts.extensions"
+
+
+@dataclass
+class EngineArguments:
+    """How large an engine is, and how vLLM runs it."""
+
+    tensor_parallel_size: Annotated[int | None, Ge(1)] = arg(
+        None,
+        help="GPUs that each engine is spread over (CPU: groups of cores; default: 2; on an odd number of shared GPUs,"
+        " or a shared CPU: 1)",
+    )
+    gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1)] = arg(
+        None, help="fraction of each of its GPUs' memory that an engine takes (default: 0.8; on shared GPUs: 0.4)"
+    )
+    max_model_len: Annotated[int | None, Ge(1)] = arg(
+        None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
+    )
+    enforce_eager: bool = arg(False, help="decode without CUDA graphs (CPU: always)")
+    exact: Literal["auto", "on", "off"] = arg(
+        "auto",
+        help="whether trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto),"
+        " or else the run ends (on), or not (off)",
+    )
+    quantization: Annotated[str | None, AfterValidator(torchao_config)] = arg(
+        None,
+        help="quantize the engines' weights as they arrive: torchao (FP8; CPU: int8), or the JSON of a torchao"
+        " configuration, or a file with it",
+    )
+    engine_args: Annotated[str, AfterValidator(json_object)] = arg(
+        "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
+    )
+
+
+@dataclass(frozen=True)
+class EngineSetting:
+    """What a topology asks of each of its engines."""
+
+    device: str  # "cuda" or "cpu"
+    extension: str | None = None  # of rlhf_utils; None: no weights are sent to this engine
+    engines: int = 1  # of this size, which share the cores of a CPU
+    gpu_share: float = 1.0  # the share of a GPU that Ray counts for a worker
+    options: dict = field(default_factory=dict)  # more options of vLLM
+
+
+def set_environment(environment: dict[str, str]) -> None:
+    """Set these variables of an engine's actor, before it imports vLLM. The engine's processes inherit them."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+    os.environ.update(environment)
+
+
+def llm_options(
+    args: EngineArguments, model: str, setting: EngineSetting, bundles: Sequence[int]
+) -> tuple[dict, dict[str, str]]:
+    """The options of a vllm.LLM, and the environment variables that it and its workers want. The engine's workers use
+    these `bundles` of its placement group."""
+    workers = setting.engines * len(bundles)
+    options = {
+        "tensor_parallel_size": len(bundles),
+        "max_model_len": args.max_model_len,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
+    }
+    if setting.device == "cuda":
+        environment = {"VLLM_RAY_BUNDLE_INDICES": ",".join(map(str, bundles))}
+        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(setting.gpu_share)
+        options |= {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
+        options |= {"gpu_memory_utilization": args.gpu_memory_utilization}
+        options |= {"enforce_eager": args.enforce_eager, "compilation_config": DECODE_GRAPHS}
+    else:
+        # vLLM has no Ray executor on CPU. One worker computes in its engine's process: that starts sooner. Several are
+        # that process's children, each bound to its cores.
+        cores = sorted(os.sched_getaffinity(0))
+        cores_of_workers = [cores[bundle % workers :: workers] or cores for bundle in bundles]
+        environment = {"TORCH_COMPILE_DISABLE": "1"}  # compiling takes longer than such a run
+        if len(bundles) == 1:
+            executor = IN_ENGINE_PROCESS
+            environment["OMP_NUM_THREADS"] = str(len(cores_of_workers[0]))
+        else:
+            executor = "mp"
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores_of_workers)
+        options |= {"dtype": "float32", "distributed_executor_backend": executor, "kv_cache_memory_bytes": 256 << 20}
+        # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
+        options |= {"enforce_eager": True, "enable_chunked_prefill": False}
+    if setting.extension:
+        options["worker_extension_cls"] = f"rlhf_utils.{setting.extension}"
+        if args.quantization:
+            options |= {"worker_extension_cls": f"{EXTENSIONS}.Quantized{setting.extension}", "dtype": "bfloat16"}
+        elif args.exact != "off":
+            from transformers import AutoConfig
+
+            options["worker_extension_cls"] = f"{EXTENSIONS}.Exact{setting.extension}"
+            options["attention_backend"] = attention_backend(AutoConfig.from_pretrained(model))
+            environment["VLLM_BATCH_INVARIANT"] = "1"
+    return options | setting.options | json.loads(args.engine_args), environment

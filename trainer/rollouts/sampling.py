@@ -1,0 +1,111 @@
+"""Requests and answers of an engine: vLLM's sampling options with their seeds, and rollouts of what it returns."""
+
+import hashlib
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from ..images import Images
+from ..learning.rollout import Rollout
+from ..learning.sampling import SamplingConfig
+from .conversation import Turn
+
+SEED_BYTES = 6  # vLLM takes 8, with a sign, and counts on from there
+DECODED_BEFORE = 256  # tokens of a prompt that are decoded with each completion
+
+
+def sampling_options(
+    config: SamplingConfig,
+    seed: int,
+    step: int,
+    number: int,
+    evaluation: bool = False,
+    round_number: int = 0,
+    turn: Turn | None = None,
+) -> dict:
+    """vLLM's options for `group_size` completions of the prompt of this number, in this round of a step or evaluation.
+    With a `turn`, they are for one turn of the completion of this number.
+
+    What is sampled depends on the request alone, and not on the engine that does it. Completions for an `evaluation`
+    have no log-probabilities, which take time.
+    """
+    # No top-p and no top-k: the log-probabilities are over the whole vocabulary, as the trainer's are.
+    return {
+        "n": 1 if turn else config.group_size,
+        "temperature": config.temperature,
+        "max_tokens": turn.max_tokens if turn else config.max_tokens,
+        "logprobs": None if evaluation else 0,
+        "detokenize": False,  # vLLM decodes token by token, and `_texts` once
+        "seed": request_seed(seed, evaluation, step, round_number, turn.index if turn else 0, number),
+    }
+
+
+def request_seed(*place: int) -> int:
+    """The seed of the request in this place of a run: no other that is learned from has it. vLLM adds the sibling's
+    number to it."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=SEED_BYTES).digest())
+
+
+def sampling_params(options: dict):
+    """The vllm.SamplingParams with these options."""
+    from vllm import SamplingParams
+
+    return SamplingParams(flat_logprobs=True, **options)  # lists instead of an object per token
+
+
+def engine_prompt(ids: list[int], images: Images | None):
+    """The vllm.TokensPrompt of these ids. It has the `images` decoded."""
+    from vllm import TokensPrompt
+
+    data = {"multi_modal_data": {"image": images.decoded()}} if images else {}
+    return TokensPrompt(prompt_token_ids=ids, **data)
+
+
+def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
+    """The completions of finished vllm.RequestOutputs, in order, without rewards. The engine has labelled each token
+    with the version of its weights."""
+
+    def versions_of(spans: list) -> np.ndarray:
+        return np.array([int(span.version) for span in spans for _ in range(span.start, span.end)], np.int32)
+
+    outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
+    texts = _texts(tokenizer, outputs) if outputs else []  # of no sequences, a tokenizer makes one text
+    return [
+        Rollout(
+            np.array(prompt_ids, np.int32),
+            np.array(output.token_ids, np.int32),
+            np.array(output.logprobs.logprobs if output.logprobs else [], np.float32),
+            text=text,
+            truncated=output.finish_reason == "length",
+            versions=versions_of(output.weight_versions),
+        )
+        for (prompt_ids, output), text in zip(outputs, texts, strict=True)
+    ]
+
+
+def _texts(tokenizer, outputs: list[tuple]) -> list[str]:
+    """The texts of (prompt ids, vllm.CompletionOutput), equal to those that vLLM decodes token by token.
+
+    A completion is decoded together with the end of its prompt, because some tokenizers drop a space where a text
+    begins. Left out are the token that ended the completion, and an incomplete last character.
+    """
+    prompts, sequences = [], []
+    for prompt_ids, output in outputs:
+        prompts.append(prompt_ids[-DECODED_BEFORE:])
+        sequences.append(prompts[-1] + list(output.token_ids[: -1 if output.finish_reason == "stop" else None]))
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    texts = zip(decode(prompts), decode(sequences), strict=True)
+    return [sequence[len(prompt) :].rstrip("\ufffd") for prompt, sequence in texts]
+
+
+def in_parts(items: list, count: int) -> list[list]:
+    """These items, in order, in `count` parts whose sizes differ by 1 at most."""
+    bounds = [i * len(items) // count for i in range(count + 1)]
+    return [items[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+def with_images(rollouts: list[Rollout], images: Images | None) -> list[Rollout]:
+    """These rollouts of one prompt, with its images."""
+    return [replace(rollout, images=images) for rollout in rollouts] if images else rollouts

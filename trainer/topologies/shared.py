@@ -1,0 +1,125 @@
+"""Trainer ranks and engines on the same GPUs, CUDA IPC between them. Without a GPU, they share the CPU's memory."""
+
+from dataclasses import replace
+
+import ray
+import torch
+
+from weight_sync.groups import refuse_expandable_segments
+
+from ..errors import RunError
+from ..learning.multimodal import auto_class
+from ..rollouts.engine import EngineActor
+from ..rollouts.options import EngineSetting
+from ..run.actors import ActorGroup, StepClock, by_node, measure, reserve, seat
+from ..run.checkpoint import Models
+from .base import Topology
+from .link import connect_by_memory
+
+MEMORY_SHARE = 0.4  # of a GPU's memory that its engines take unless a flag says it
+GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for all workers there: both fit on one
+SPARE_SHARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
+SMALL_MODEL = 1e9  # parameters, below which a GPU waits for vLLM's Python in half of a decode step (seen with 0.5e9)
+
+
+class Shared(Topology):
+    """Each GPU has a trainer rank and a worker of one or more engines. They compute in turn.
+
+    The engines start first, since vLLM measures the free memory. Unless trainer and engine fit together, engines
+    release memory while trainers learn.
+    """
+
+    by_nccl = False
+    frees_memory = True
+
+    def place(self) -> None:
+        args, resources = self.args, ray.cluster_resources()
+        gpus = int(resources.get("GPU", 0))
+        self.device = "cuda" if gpus else "cpu"
+        if gpus:
+            refuse_expandable_segments()
+        tp = args.engine.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
+        engines = args.placement.engines or max(1, (gpus or 2) // tp)
+        wanted, available = engines * tp, gpus or int(resources["CPU"])
+        if wanted > available:
+            raise RunError(
+                f"--topology shared wants {wanted} {'GPUs' if gpus else 'CPU cores'} for the TP={tp} workers of"
+                f" {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
+            )
+        sleep = args.placement.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
+        args.placement, self.level = replace(args.placement, engines=engines, sleep=sleep), sleep
+        memory = args.engine.gpu_memory_utilization or MEMORY_SHARE
+        args.engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=memory)
+        placement = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
+        bundles = by_node(placement)  # so that an engine spans as few nodes as possible
+        share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
+        self.trainer_seats = [seat(placement, bundle, **share) for bundle in bundles]
+        engine_bundles = [bundles[begin : begin + tp] for begin in range(0, wanted, tp)]
+        self.engine_seats = [seat(placement, workers[0], workers) for workers in engine_bundles]
+        self.remark = "" if gpus else "no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake"
+
+    def start(self, models: Models) -> tuple[int, str, int]:
+        args, engines = self.args, self.args.placement.engines
+        args.placement = replace(args.placement, engines_per_gpu=self._engines_per_gpu(models.loaded))
+        per_gpu = args.placement.engines_per_gpu
+        options = {"enable_sleep_mode": self.level != "none"}
+        self.setting = EngineSetting(
+            self.device, "ColocateWorkerExtension", engines * per_gpu, GPU_SHARE / per_gpu, options
+        )
+        self.engines = ActorGroup(self.session, "engine", EngineActor, self.engine_seats * per_gpu)
+        engine = replace(args.engine, gpu_memory_utilization=args.engine.gpu_memory_utilization / per_gpu)
+        starting: dict[str, ray.ObjectRef] = {}
+        before: list[ray.ObjectRef | None] = [None] * engines  # those of a GPU start one after another
+        for (name, actor), (bundles,) in zip(self.engines.actors.items(), self.engines.bundles, strict=True):
+            starting[name] = actor.start.remote(
+                models.loaded, engine, self.setting, self.level, bundles, before[-engines]
+            )
+            before.append(starting[name])
+        lengths = self.session.wait("starting", starting)[0]
+        loaded = self.session.wait("loading", self.load_trainers(models))[0]
+        return *loaded[0], lengths[0]
+
+    def connect(self) -> None:
+        handles = connect_by_memory(self.run, self.trainers, self.engines, self.args.placement.engines_per_gpu)
+        self.receive_arguments = [(*of_engine, self.args.run.timeout) for of_engine in handles]
+
+    def first_sync(self, steps_done: int) -> None:
+        super().first_sync(steps_done)
+        self.first_step = steps_done + 1
+        self.memory = measure(self.session, "load")
+
+    def clock(self) -> StepClock:
+        return StepClock(self.session)
+
+    def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Settles how engines sleep from now on. With --sleep auto: not at all as long as, by the metrics of memory,
+        trainer and engine fit together with a tenth of each GPU to spare. Completions may grow, and the memory to learn
+        from them. Once they do not fit: "kv", for good."""
+        # The first step makes Adam's moments.
+        if self.args.placement.sleep == "auto" and self.level != "kv" and step > self.first_step:
+            trainer, engine, gpu = (metrics[f"memory/{name}"] for name in ("train/trainer", "rollout/engine", "gpu"))
+            level = "none" if trainer + engine <= (1 - SPARE_SHARE) * gpu else "kv"
+            if level != self.level:
+                self.level = level
+                reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of {gpu:.1f}"
+                self.run.say(f"--sleep {level} from now on: {reason}")
+        return self.memory
+
+    def _engines_per_gpu(self, model: str) -> int:
+        """How many engines there are on each GPU. Says why if there are more than one that nobody asked for."""
+        from transformers import AutoConfig
+
+        if chosen := self.args.placement.engines_per_gpu:
+            return chosen
+        if self.device == "cpu" or self.args.engine.tensor_parallel_size > 1:
+            return 1
+        config = AutoConfig.from_pretrained(model)
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
+        if parameters >= SMALL_MODEL:
+            return 1
+        size = f"{parameters / 1e6:.0f} million parameters"
+        self.run.say(
+            f"--engines-per-gpu 2: with {size}, one engine would often leave its GPU idle between decode steps"
+        )
+        return 2
