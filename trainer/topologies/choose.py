@@ -36,7 +36,7 @@ def choose_topology(args, task: Task, run: RunFolder, session: RaySession) -> To
         raise RunError(f"--topology {name}: {message}")
     if name == "servers":
         task.refuse_images("servers get token ids alone")
-    topology = TOPOLOGIES[name](args, run, session)
+    topology = TOPOLOGIES[name](args, task, run, session)
     run.say(f"--topology {name}{reason}")
     run.say(topology.remark)
     return topology
