@@ -129,6 +129,7 @@ def main(args: Arguments) -> None:
     task.refuse_images("a teacher scores text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
+        run.started("ray")
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
         models, args.learner = choose_models(run.path, args.run, args.learner, device)
         name, temperature = args.teacher.teacher, args.learner.temperature
@@ -145,11 +146,13 @@ def main(args: Arguments) -> None:
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, gpu)
         (steps_done, remarks), lengths = start(trainers, engines, teachers, models, teacher, args, device)
         run.say(remarks + check_lengths(task, *lengths, args.learner.max_tokens))
+        run.started("models")
 
         # 3. Connect, and serve what the trainer holds
         connect_by_group(trainers, engines, args.engine.tensor_parallel_size)
         receive_arguments = [(args.run.timeout,)] * len(engines)
         say_first_sync(run, sync(trainers, engines, steps_done, receive_arguments), engines)
+        run.started("sync")
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, score, learn, sync

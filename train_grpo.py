@@ -68,6 +68,7 @@ def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
+        run.started("ray")
         topology = choose_topology(args, task, run, session)
         models, args.learner = choose_models(run.path, args.run, args.learner, topology.device)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
@@ -79,10 +80,12 @@ def main(args: Arguments) -> None:
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, *known)
         steps_done, remarks, max_model_len = topology.start(models)
         run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        run.started("models")
 
         # 3. Connect, and serve what the trainer holds
         topology.connect()
         topology.first_sync(steps_done)
+        run.started("sync")
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, learn, sync

@@ -206,6 +206,7 @@ def main(args: Arguments) -> None:
     task.refuse_images("a critic reads text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
+        run.started("ray")
         device, shared, args, seats = place(args)
         paths, states, args.learner = choose_ppo_models(
             run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device, task.is_chat
@@ -226,10 +227,12 @@ def main(args: Arguments) -> None:
         steps_done, remarks = load(models, paths, states, args, device, shared)
         task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args.rewards)
         run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        run.started("models")
 
         # 3. Connect, and serve what the trainer holds
         receive_arguments = connect(run, trainer, engine, args)
         say_first_sync(run, sync(trainer, engine, steps_done, receive_arguments), engine)
+        run.started("sync")
         run.start_metrics(steps_done, args)
 
         # 4. Generate, reward, compute log-probabilities and values, estimate advantages, learn, sync

@@ -39,7 +39,7 @@ class Servers(Topology):
         placement = reserve([{resource: 1}, *server_bundle], "PACK")
         self.trainer_seats = [seat(placement, 0, **{f"num_{resource.lower()}s": 1})]
         self.engine_seats = [seat(placement, 1 if servers else 0, num_gpus=server_gpus)]
-        options = {"enable_scale_out": True} | ({"distributed_executor_backend": "mp"} if gpus and tp > 1 else {})
+        options = {"enable_scale_out": True} | ({"distributed_executor_backend": "mp"} if gpus else {})
         self.setting = EngineSetting(self.device, "WorkerExtension", engines, options=options)
         if not gpus:
             self.remark = (
