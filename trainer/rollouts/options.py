@@ -85,8 +85,8 @@ def llm_options(
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     }
     if setting.device == "cuda":
-        # One worker is a process of the engine's own, which starts sooner than Ray's actors. In the engine's process, it
-        # would wait for vLLM's scheduler: rollouts of a small model took a quarter longer (135M, one H200).
+        # One worker is a process of the engine's own, which starts sooner than Ray's actors. In the engine's process,
+        # it would wait for vLLM's scheduler: rollouts of a small model took a quarter longer (135M, one H200).
         environment, options["distributed_executor_backend"] = {}, "mp"
         if len(bundles) > 1:
             options["distributed_executor_backend"] = "ray"
