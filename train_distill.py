@@ -165,7 +165,7 @@ def main(args: Arguments) -> None:
                 clock.end("rollout")
                 batch = score(teachers, batch)
                 clock.end("score")
-                resting = engines.begin(EngineActor.drop_caches)
+                resting = engines.begin(EngineActor.sleep, "none")
                 learning = trainers.begin(Trainer.learn, batch.rollouts, [], False)
                 learned, _ = session.wait("learning", learning, resting)
                 clock.end("train")

@@ -71,7 +71,8 @@ class EngineActor:
 
     def __init__(self, number: int):
         self.request_ids, self.leaving = itertools.count(), False
-        self.asleep, self.slept = "none", False  # `sleep`'s level, and whether the weights' memory was ever released
+        self.asleep: str | None = None  # `sleep`'s level
+        self.slept = False  # whether the weights' memory was ever released
         self.cached = False  # whether caches may have what older weights computed
         self.running, self.paused = 0, False  # requests in flight, and whether a sync holds them up
         self.idle = 0.0  # seconds since the last sync in which nothing was generated
@@ -166,9 +167,11 @@ class EngineActor:
         """Have every worker take part in a sync, with these arguments of its `receive_weights`, while generation
         pauses. An engine that sleeps wakes up. Returns whether all workers serve exactly what was sent. Only then does
         generation go on, with tokens of this version. Raises WeightSyncError if the sync fails."""
-        await self.llm.engine_core.pause_scheduler_async(mode="keep")  # pause_generation would sleep for 20 ms as well
-        self._count(0, paused=True)
-        await self._reset_caches()
+        if self.asleep is None:
+            # pause_generation would sleep for 20 ms as well.
+            await self.llm.engine_core.pause_scheduler_async(mode="keep")
+            self._count(0, paused=True)
+            await self._reset_caches()
         if self.asleep == "weights":
             await self.llm.wake_up(tags=["weights"])
         for result in await self.llm.collective_rpc("receive_weights", args=args):
@@ -177,10 +180,10 @@ class EngineActor:
         served = all(await self.llm.collective_rpc("check_weights_changed"))
         if served:
             await self.llm.update_weight_version(str(version))  # while paused, or vLLM labels some tokens wrongly
-            if self.asleep != "none" and not await self.llm.wake_up(tags=["kv_cache"]):
+            if self.asleep not in (None, "none") and not await self.llm.wake_up(tags=["kv_cache"]):
                 raise RunError("vLLM did not wake up")
-            self.asleep = "none"
             await self.llm.resume_generation()
+            self.asleep = None
             self._count(0, paused=False)
             self.last_idle_share = self.idle / (self.since - self.resumed)
             self.idle, self.resumed = 0.0, self.since
@@ -225,14 +228,14 @@ class EngineActor:
     # For engines that generate nothing while trainers learn
 
     async def sleep(self, level: str) -> None:
-        """Drop what was computed with the old weights, and release memory until the next sync: that of the KV cache
-        ("kv"), that of the weights as well ("weights"), or none ("none")."""
-        await self.drop_caches()
+        """Generate nothing until the next sync, drop what was computed with the old weights, and release memory: that of
+        the KV cache ("kv"), that of the weights as well ("weights"), or none ("none"). What is done here need not be
+        done while the trainer waits."""
+        await self._reset_caches()
+        await self.llm.sleep(level=2 if level == "weights" else 0)  # level 2 keeps no copy of the weights
         if level == "weights":
-            await self.llm.sleep(level=2)  # which keeps no copy of the weights: a sync brings them
             self.slept = True
         elif level != "none":
-            await self.llm.sleep(level=0)
             await self.llm.release_kv_cache_memory()
             await self.llm.collective_rpc("empty_cache")  # which level 2 does itself
         self.asleep = level

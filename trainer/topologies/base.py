@@ -134,9 +134,11 @@ class Topology:
             self.run.say(f"engine weights by torchao's {self.engines.agreed('starting', EngineActor.quantized_by)}")
             self.compare(must_change=False)
 
-    def rest(self) -> dict:
-        """Begin to have the engines sleep; they drop what was computed with weights that will be old."""
-        resting = self.engines.begin(EngineActor.sleep, self.level)
+    def rest(self) -> dict[str, ray.ObjectRef]:
+        """Begin to have the engines sleep until the next sync, unless they are to go on for later steps."""
+        if self.args.ahead.max_staleness:
+            return {}
+        resting = self.engines.begin(self.engine_class.sleep, self.level)
         if self.level == "none":
             return resting
         self.session.wait("sleeping", resting)  # the trainers need the memory
