@@ -48,6 +48,11 @@ def test_digest_does_not_depend_on_where_a_tensor_begins(begin):
     assert digest([part]) == digest([part.clone()])
 
 
+def test_digest_of_one_element_does_not_depend_on_its_strides():
+    tensor = torch.randn(3, 5).bfloat16().t()[:1, :1]
+    assert digest([tensor]) == digest([torch.full((1,), tensor.item()).bfloat16()])
+
+
 def test_digests_of_parts_add_up_and_tell_a_parts_place():
     tensors, totals = [torch.randn(40_000), torch.randn(7)], torch.zeros(3, 1, dtype=torch.int64)
     for number, tensor in enumerate(tensors):

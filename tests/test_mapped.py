@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import HIDDEN, ColocatedWorker, Model, ModelEngine, Receiving, adapted, model_tensors, same_bits
 
+from rlhf_utils import SharedMemoryChannel, WeightSender
 from weight_sync import rotation as rotation_module
+from weight_sync.lora import materialized
 from weight_sync.rotation import Rotation
 
 MAPPED = """
@@ -276,7 +279,8 @@ def test_workers_read_what_ranks_hold_and_find_other_memory():
 
 def digests(regions: list, turn: int) -> int:
     total = torch.zeros(1, dtype=torch.int64)
-    Rotation(torch.device("cpu"), [(region, torch.float32) for region in regions]).add(turn, total)
+    pairs = [(torch.empty(region.shape, device="meta"), region) for region in regions]
+    Rotation(torch.device("cpu"), pairs).add(turn, total)
     return int(total)
 
 
@@ -289,3 +293,47 @@ def test_every_region_has_its_turn(monkeypatch):
         now = [digests(regions, turn) for turn in range(6)]
         assert [a != b for a, b in zip(before + before, now, strict=True)] == [turn % 3 == i % 3 for turn in range(6)]
         before = now[:3]
+
+
+class Odd(Model):
+    """Takes the rows of `q` in turns, and of `one` a single element, which it keeps with a stride."""
+
+    size = 1
+
+    def __init__(self, rank):
+        super().__init__(rank)
+        self.gate = torch.nn.Parameter(torch.zeros(HIDDEN, 1), requires_grad=False)
+        self.one = torch.nn.Parameter(torch.zeros(3, 5), requires_grad=False)
+
+    def load_q(self, weight):
+        for turn in range(2):
+            self.qk.data.narrow(0, turn * HIDDEN // 2, HIDDEN // 2).copy_(weight[turn::2])
+
+    def load_gate(self, weight):
+        self.gate.data.copy_(weight)
+
+    def load_one(self, weight):
+        self.one.data.t()[1:2, 1:2].copy_(weight.t())
+
+
+def odd_tensors(seed):
+    weights = model_tensors(seed) | {"gate": torch.randn(HIDDEN, 1), "one": torch.randn(1, 1)}
+    for name in ("q", "gate", "fc"):
+        weights[name] = adapted(weights[name])
+    return weights
+
+
+def test_replaced_tensors_and_adapters_of_every_shape_are_served(monkeypatch):
+    monkeypatch.setattr(rotation_module, "SYNCS", 1)  # each sync compares all
+    channel = SharedMemoryChannel(torch.device("cpu"))
+    engine = ModelEngine(Odd(0))
+    engine.required_elements["one"] = 1
+    receiving, sender = Receiving(ColocatedWorker(engine, channel.handles), syncs=3), WeightSender(channel)
+    for seed in (1, 2, 3):
+        weights, expected = odd_tensors(seed), Odd(0)
+        assert sender.send_weights(weights.items()).loader == "replay"
+        expected.load_weights((name, materialized(weight)) for name, weight in weights.items())
+        for name, parameter in expected.named_parameters():
+            assert same_bits(parameter.data, engine.model.get_parameter(name).data), (seed, name)
+    receiving.join(10)
+    assert receiving.error is None

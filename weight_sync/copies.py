@@ -118,7 +118,8 @@ class Digester:
     """
 
     def __init__(self, tensors: list[torch.Tensor], first_number: int = 0):
-        flat = [tensor.contiguous().view(-1) for tensor in tensors]
+        # Not view(-1): of one element, that keeps the stride, and torch views only a stride of 1 as bytes.
+        flat = [tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
         pad = torch.nn.functional.pad  # copies, to an address that words can be read from
         flat = [t if _in_words(t) else pad(t.view(torch.uint8), (0, -t.nbytes % WORD_BYTES)) for t in flat]
         self.words, self.table = [t.view(torch.int32) for t in flat], None

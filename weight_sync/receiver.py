@@ -156,7 +156,7 @@ class WeightReceiver:
             return []
         holds, ranks = self.weight_handshakes[i]["handles"], {p.number: p.rank for p in self.weight_buckets[0]}
         compared = [pair for pair in self.weight_model.compared if str(ranks[pair[0].piece]) in holds]
-        served = [(tensor, tensor.dtype) for _, tensor in compared]
+        served = [(torch.empty(t.shape, dtype=t.dtype, device="meta"), t) for _, t in compared]
         first_number = self.weight_handshakes[i]["rank"] * RANK_NUMBERS
         self.weight_rotations.append(Rotation(self.device, served, first_number))
         return [[region for region, _ in compared]]

@@ -370,15 +370,14 @@ class WeightSender:
                 self.rotations.append(Rotation(self._device, sources, self.ranks.rank * RANK_NUMBERS))
         return self.rotations
 
-    def _source(self, piece: Piece, region: Region) -> tuple[torch.Tensor | Merge, torch.dtype]:
-        """What a region is compared with, and the dtype that travels: this rank's own tensor, also where workers read a
-        copy of it. Only what cannot be cut out of the tensor is compared with the copy."""
-        place = torch.empty(region.size, device="meta")
+    def _source(self, piece: Piece, region: Region) -> tuple:
+        """What a region is compared with: this rank's own tensor, also where workers read a copy of it. Only what
+        cannot be cut out of the tensor is compared with the copy."""
+        place = torch.empty(region.size, dtype=piece.dtype, device="meta")
         if piece.rank == self.ranks.rank and local_part(self.tensors[piece.name]).is_contiguous():
             with suppress(NotImplementedError):
-                source = copy_of(place, region, piece, self._elements(piece), self.adapted.get(piece.name))[1]
-                return source, piece.dtype
-        return self.whole.copy(0, piece, region, place)[1], piece.dtype
+                return copy_of(place, region, piece, self._elements(piece), self.adapted.get(piece.name))
+        return self.whole.copy(0, piece, region, place)
 
     def _transmit(self, mode: str) -> list[dict]:
         """Have the workers read everything once. Returns their answers."""

@@ -12,7 +12,7 @@ from .buckets import STAGING_BUFFERS, Piece, aligned, part_sizes, staging_buffer
 from .copies import Digester
 from .groups import Wire, rebuild_ipc, share_tensor
 from .lora import LoRAWeight, map_tensors
-from .regions import Region, copy_of, whole
+from .regions import Region, copy_of, merged, whole
 
 RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
 
@@ -159,12 +159,7 @@ class TrainerMemory(Staging):
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         elements, adapted = self._elements(piece)
-        if adapted is None:
-            return elements
-        merged = torch.empty(piece.count, dtype=piece.dtype, device=elements.device)
-        rows, merge = copy_of(merged, whole(piece), piece, elements, adapted)
-        merge(rows)
-        return merged
+        return elements if adapted is None else merged(piece, elements, adapted)
 
     def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
         return copy_of(destination, region, piece, *self._elements(piece))
