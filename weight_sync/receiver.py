@@ -154,11 +154,10 @@ class WeightReceiver:
             return self.weight_routing.needs[i]
         if not self._staging("reload").is_mapped:
             return []
-        holds, ranks = self.weight_handshakes[i]["handles"], {p.number: p.rank for p in self.weight_buckets[0]}
-        compared = [pair for pair in self.weight_model.compared if str(ranks[pair[0].piece]) in holds]
+        rank_of = {piece.number: piece.rank for piece in self.weight_buckets[0]}
+        compared = [pair for pair in self.weight_model.compared if rank_of[pair[0].piece] == i]
         served = [(torch.empty(t.shape, dtype=t.dtype, device="meta"), t) for _, t in compared]
-        first_number = self.weight_handshakes[i]["rank"] * RANK_NUMBERS
-        self.weight_rotations.append(Rotation(self.device, served, first_number))
+        self.weight_rotations.append(Rotation(self.device, served, i * RANK_NUMBERS))
         return [[region for region, _ in compared]]
 
     def _messages(self, timeout: float) -> list[dict]:

@@ -155,7 +155,7 @@ class WeightSender:
             with torch.cuda.device_of(local_part(next(iter(tensors.values()), torch.empty(0)))):
                 if any(tensor.data_ptr() != address for tensor, address in self.kept):
                     self.sources = []  # other tensors may lie where the last ones did
-                elif self.maps and self.loader == "replay" and not names and not self._spans_nodes:
+                elif self.maps and self.loader == "replay" and not names:
                     self._fill_memory("replay", self.version + 1)  # a GPU does it while this side checks its tensors
                 self._agree(tensors, adapted)
                 return send()
@@ -236,9 +236,9 @@ class WeightSender:
             self.whole = self._share_memory(in_one_piece)
         else:
             self.wire = Wire(self.channel.communicator, self._device)
-        handles = self.whole.handles() if self.maps else {}
+        handle = self.whole.handle(self.ranks.rank) if self.maps else None
         for link in self.links:
-            link.send(wire=wire, bucket_bytes=self.bucket_bytes, routes=routes, rank=self.ranks.rank, handles=handles)
+            link.send(wire=wire, bucket_bytes=self.bucket_bytes, routes=routes, handle=handle)
         self.metadata, self.nbytes = metadata, sum(piece.nbytes for piece in chain(*self.buckets))
         self.loader = "" if self.replay else "reload (replay is switched off)"
         self.version = max(answer["version"] for answer in answers)  # a failed sync may leave different ones
@@ -250,32 +250,24 @@ class WeightSender:
     def _share_memory(self, in_one_piece: bool) -> TrainerMemory:
         """What workers map: the tensors, or copies of them.
 
-        Copies are made where another process cannot map the tensors, and for ranks on other nodes; with other ranks
-        also of fp32 weights, so that half as many bytes cross the links between GPUs.
+        Copies are made where another process cannot map the tensors, and with other ranks of fp32 weights, so that half
+        as many bytes cross the links between GPUs.
         """
-        own, sizes, shares = self.ranks.rank, part_sizes(self.buckets[0], self.ranks.size), self._shares()
+        own, memory, shares = self.ranks.rank, [None] * self.ranks.size, self._shares()
         sent_bytes = sum(piece.nbytes for piece in self.buckets[0] if piece.rank == own)
         few_bytes = self.ranks.size == 1 or sum(share.nbytes for share in shares.values()) <= sent_bytes
-        in_place = all(map(can_share, shares.values())) and in_one_piece and few_bytes and not self._spans_nodes
-        memory = [None] * len(sizes)
-        if in_place:
+        if all(map(can_share, shares.values())) and in_one_piece and few_bytes:
             adapted = {name: replace(self.adapted[name], base=shares[name]) for name in shares.keys() & self.adapted}
             memory[own] = shares | adapted
         else:
-            for rank, holder in enumerate(self.channel.holders):
-                if holder == own:
-                    memory[rank] = shared_buffer(max(1, sizes[rank]), self._device)[: sizes[rank]]
+            size = part_sizes(self.buckets[0], self.ranks.size)[own]
+            memory[own] = shared_buffer(max(1, size), self._device)[:size]
         load_kernel(self._device)  # or a later sync would wait for its compilation
         return TrainerMemory(self.buckets, memory)
 
     @property
     def _device(self) -> torch.device:
         return local_part(next(iter(self.tensors.values()))).device
-
-    @property
-    def _spans_nodes(self) -> bool:
-        """Whether other ranks are on other nodes, so that workers here map copies of what those have."""
-        return self.maps and self.channel.holders != list(range(self.ranks.size))
 
     def _shares(self) -> dict[str, torch.Tensor]:
         """What this rank sends of each tensor, by name: elements [n]."""
@@ -331,15 +323,15 @@ class WeightSender:
         """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did."""
         answers = self._transmit("record")
         regions = [[list(map(Region.read, step)) for step in answer["regions"]] for answer in answers]
-        if refused := self._any_worker([answer["refused"] for answer in answers]):
+        if refused := next(filter(None, (answer["refused"] for answer in answers)), None):
             self.loader = f"reload ({refused})"
         else:
             if self.routes:
                 self.whole, self.packings = None, {}  # free their memory before allocating anew
                 self.routing = RoutedStaging.of_rank(self.buckets, regions, self.routes, self.wire)
-            if not self._any_worker([not answer["same"] for answer in self._transmit("verify")]):
+            if all(answer["same"] for answer in self._transmit("verify")):
                 self.loader = "replay"
-            elif not self._any_worker([not answer["same"] for answer in self._transmit("fallback")]):
+            elif all(answer["same"] for answer in self._transmit("fallback")):
                 self.loader = "reload (replay did not reproduce it bit for bit)"
             else:
                 raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
@@ -353,13 +345,6 @@ class WeightSender:
             self.regions = [each for i, each in enumerate(read) if each not in read[:i]]
             self.rotation_of = [self.regions.index(each) for each in read]
             self._compared()  # now, and not in the next sync's time
-
-    def _any_worker(self, values: list) -> str:
-        """The first true value as text, "" if there is none: the same on all ranks. `values` has one of each worker."""
-        text = str(next(filter(None, values), ""))
-        if not self._spans_nodes:
-            return text  # all ranks have the answers of all workers
-        return next(filter(None, self.ranks.texts(text, self._device)), "")
 
     def _compared(self) -> list[Rotation]:
         """What a replay compares with the workers: the regions that each has named."""
@@ -381,7 +366,7 @@ class WeightSender:
 
     def _transmit(self, mode: str) -> list[dict]:
         """Have the workers read everything once. Returns their answers."""
-        deadline = self._deadline()
+        deadline = time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
         if self.maps:  # the workers' GPUs are theirs from the next message on
             if self.filled is None:
                 self._fill_memory(mode, self.version)
@@ -394,9 +379,6 @@ class WeightSender:
         for link, digest in zip(self.links, digests, strict=True):
             link.send(digest=digest)  # the worker compares it with its own
         return recv_all(self.links, max(0.0, deadline - time.monotonic()), expected_soon=True)
-
-    def _deadline(self) -> float:
-        return time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
 
     def _send_steps(self, mode: str, deadline: float) -> list[int]:
         """Pack and send all steps. Returns the digest of what each worker gets."""
@@ -422,14 +404,11 @@ class WeightSender:
         packing = self._packing(self.whole)
         packing.totals.zero_()
         packing.pack(0)
-        if self._spans_nodes:  # bring the copies to ranks on other nodes
-            sizes, deadline = part_sizes(self.buckets[0], self.ranks.size), self._deadline()
-            self.ranks.exchange(self.whole.parts[0], sizes, packing.digests()[0], self.links, deadline)
         compared = self._compared() if mode == "replay" else []
         self.filled = torch.zeros(max(1, len(compared)), dtype=torch.int64, device=self._device)
         for i, rotation in enumerate(compared):
             rotation.add(version, self.filled[i : i + 1])
-        if not compared and len(packing.totals) and not self._spans_nodes:
+        if not compared and len(packing.totals):
             self.filled += packing.totals  # of what was read, and not of what lies in the copies
         elif not compared:
             self.whole.digest(0, self.filled)

@@ -141,21 +141,15 @@ class TrainerMemory(Staging):
         super().__init__(steps, [[held if isinstance(held, torch.Tensor) else None for held in memory]])
         self.memory = memory
 
-    def handles(self) -> dict[int, str]:
-        """What another process needs to map the memory that is held, by rank."""
-        shared = {rank: map_tensors(share_tensor, held) for rank, held in enumerate(self.memory) if held is not None}
-        return {rank: base64.b64encode(pickle.dumps(handle)).decode() for rank, handle in shared.items()}
+    def handle(self, rank: int) -> str:
+        """What another process needs to map the memory of this rank."""
+        return base64.b64encode(pickle.dumps(map_tensors(share_tensor, self.memory[rank]))).decode()
 
     @classmethod
-    def mapped(
-        cls, steps: list[list[Piece]], ranks: int, handles: dict[int, str], device: int | None
-    ) -> "TrainerMemory":
-        """The memory behind the `handles` of all ranks, in this process."""
-        memory = [None] * ranks
-        for rank, handle in handles.items():
-            shared = pickle.loads(base64.b64decode(handle))
-            memory[rank] = map_tensors(lambda each: rebuild_ipc(each, device), shared)
-        return cls(steps, memory)
+    def mapped(cls, steps: list[list[Piece]], handles: list[str], device: int | None) -> "TrainerMemory":
+        """The memory behind the `handle` of each rank, in this process."""
+        shared = [pickle.loads(base64.b64decode(handle)) for handle in handles]
+        return cls(steps, [map_tensors(lambda each: rebuild_ipc(each, device), held) for held in shared])
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         elements, adapted = self._elements(piece)
