@@ -12,14 +12,13 @@ import torch
 from .buckets import Piece, dtype_name, largest_bucket, part_sizes, plan_buckets, seconds_allowed
 from .channels import GroupChannel, SharedMemoryChannel
 from .comparison import Comparison, comparison_of
-from .copies import BatchedCopy, digest_together, load_kernel
+from .copies import BatchedCopy, CopiesDigester, digest_together, load_kernel
 from .groups import Wire, can_share, shared_buffer
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
 from .lora import LoRAWeight, Merge
 from .ranks import Ranks, ShardedPart, local_part, ranks_of
 from .regions import Region, copy_of
-from .rotation import Rotation
-from .staging import RANK_NUMBERS, RoutedStaging, Staging, TrainerMemory, broadcast_staging
+from .staging import RANK_NUMBERS, RoutedStaging, Staging, TrainerMemory, broadcast_staging, compares
 from .trace import storage_id
 
 
@@ -94,8 +93,8 @@ class WeightSender:
         self.routing: RoutedStaging | None = None  # of what each worker needs
         self.packings: dict[Staging, Packing] = {}
         self.regions: list[list[Region]] = []  # what workers read of the memory that they map
-        self.rotation_of: list[int] = []  # by worker; workers that read the same share one
-        self.rotations: list[Rotation] = []  # what is compared of it
+        self.regions_of: list[int] = []  # which of these each worker reads: those that read the same share one
+        self.digesters: list[CopiesDigester] = []  # of these regions
         self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
@@ -176,7 +175,7 @@ class WeightSender:
         for name, weight in adapted.items():
             weight.check(name)
         self.tensors, self.adapted = _without_ties(tensors, adapted), adapted
-        self.packings, self.rotations = {}, []
+        self.packings, self.digesters = {}, []
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         ranks = ranks_of(self.tensors)
         if self.sources is None:
@@ -245,7 +244,7 @@ class WeightSender:
 
     def _free(self) -> None:
         self.whole = self.routing = None
-        self.packings, self.regions, self.rotations, self.filled = {}, [], [], None
+        self.packings, self.regions, self.digesters, self.filled = {}, [], [], None
 
     def _share_memory(self, in_one_piece: bool) -> TrainerMemory:
         """What workers map: the tensors, or copies of them.
@@ -343,17 +342,17 @@ class WeightSender:
         elif self.maps:
             read = [step for (step,) in regions]
             self.regions = [each for i, each in enumerate(read) if each not in read[:i]]
-            self.rotation_of = [self.regions.index(each) for each in read]
-            self._compared()  # now, and not in the next sync's time
+            self.regions_of = [self.regions.index(each) for each in read]
+            self._region_digesters()  # now, and not in the next sync's time
 
-    def _compared(self) -> list[Rotation]:
-        """What a replay compares with the workers: the regions that each has named."""
-        if not self.rotations:
+    def _region_digesters(self) -> list[CopiesDigester]:
+        """What digests the regions that workers read."""
+        if not self.digesters:
             pieces = {piece.number: piece for piece in self.buckets[0]}
             for regions in self.regions:
-                sources = [self._source(pieces[region.piece], region) for region in regions]
-                self.rotations.append(Rotation(self._device, sources, self.ranks.rank * RANK_NUMBERS))
-        return self.rotations
+                copies = [self._source(pieces[region.piece], region) for region in regions]
+                self.digesters.append(CopiesDigester(self._device, copies, self.ranks.rank * RANK_NUMBERS))
+        return self.digesters
 
     def _source(self, piece: Piece, region: Region) -> tuple:
         """What a region is compared with: this rank's own tensor, also where workers read a copy of it. Only what
@@ -371,7 +370,7 @@ class WeightSender:
             if self.filled is None:
                 self._fill_memory(mode, self.version)
             digests, self.filled = self.filled.tolist(), None
-            digests = [digests[i] for i in self.rotation_of] if mode == "replay" else digests * len(self.links)
+            digests = [digests[i] for i in self.regions_of] if mode == "replay" else digests * len(self.links)
         for link in self.links:
             link.send(mode=mode, version=self.version)
         if not self.maps:
@@ -399,18 +398,18 @@ class WeightSender:
         return [digests[part] for part in staging.part_of or [0] * len(self.links)]
 
     def _fill_memory(self, mode: str, version: int) -> None:
-        """Start to make the copies that workers map, and to digest what each worker is to compare: all that this rank
-        holds or, in a replay, a part."""
+        """Start to make the copies that workers map, and to digest what each worker is to compare."""
         packing = self._packing(self.whole)
         packing.totals.zero_()
         packing.pack(0)
-        compared = self._compared() if mode == "replay" else []
-        self.filled = torch.zeros(max(1, len(compared)), dtype=torch.int64, device=self._device)
-        for i, rotation in enumerate(compared):
-            rotation.add(version, self.filled[i : i + 1])
-        if not compared and len(packing.totals):
+        digests = len(self.regions) if mode == "replay" else 1
+        self.filled = torch.zeros(digests, dtype=torch.int64, device=self._device)
+        if mode == "replay":
+            for i, digester in enumerate(self._region_digesters() if compares(version) else ()):
+                digester.run(self.filled[i : i + 1])
+        elif len(packing.totals):
             self.filled += packing.totals  # of what was read, and not of what lies in the copies
-        elif not compared:
+        else:
             self.whole.digest(0, self.filled)
 
 

@@ -15,6 +15,9 @@ from .lora import LoRAWeight, map_tensors
 from .regions import Region, copy_of, merged, whole
 
 RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
+COMPARED_SYNCS = (
+    64  # of so many replays from mapped memory, one is compared: as long as a copy, it takes 2 % on average
+)
 
 
 class Staging:
@@ -174,6 +177,11 @@ class TrainerMemory(Staging):
             map_tensors(tensors.append, {} if held is None else held)
             if tensors:
                 Digester(tensors, rank * RANK_NUMBERS).run(total)  # a new one: it keeps copies of odd tensors
+
+
+def compares(version: int) -> bool:
+    """Whether the replay of this version from mapped memory is compared. A reload always is."""
+    return version % COMPARED_SYNCS == 0
 
 
 def broadcast_staging(buckets: list[list[Piece]], bucket_bytes: int, ranks: int, wire: Wire) -> WiredStaging:
