@@ -22,7 +22,8 @@ links, carry messages. If one side fails or dies, its link ends the others' wait
    as the reload, later syncs replay, and only what these copies read is sent.
 3. Both ends digest every bucket: each rank what it packs for a worker, the worker what has arrived. If the digests are
    equal, the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's
-   own memory, the rank digests its tensors, and the worker what it serves, in a reload and in every 64th sync.
+   own memory, every reload is compared in this way, and of every 64th replay, what the worker serves with what the rank
+   has.
 
 The caller pauses the engine and resets its caches (`reset_prefix_cache`; of a multimodal model, `reset_encoder_cache`
 too), since they hold what the old weights computed.

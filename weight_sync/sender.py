@@ -93,8 +93,8 @@ class WeightSender:
         self.routing: RoutedStaging | None = None  # of what each worker needs
         self.packings: dict[Staging, Packing] = {}
         self.regions: list[list[Region]] = []  # what workers read of the memory that they map
-        self.regions_of: list[int] = []  # which of these each worker reads: those that read the same share one
-        self.digesters: list[CopiesDigester] = []  # of these regions
+        self.regions_of: list[int] = []  # by worker, its index in `regions`: workers that read the same share one
+        self.digesters: list[CopiesDigester] = []  # of each of `regions`
         self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 

@@ -15,9 +15,7 @@ from .lora import LoRAWeight, map_tensors
 from .regions import Region, copy_of, merged, whole
 
 RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
-COMPARED_SYNCS = (
-    64  # of so many replays from mapped memory, one is compared: as long as a copy, it takes 2 % on average
-)
+COMPARED_SYNCS = 64  # one of so many replays from mapped memory is compared, which takes as long as the copy
 
 
 class Staging:
