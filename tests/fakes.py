@@ -9,7 +9,7 @@ import torch
 import zmq
 from torch.distributed import TCPStore
 
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension, share_tensor
+from rlhf_utils import ColocateWorkerExtension, LoRAWeight, WorkerExtension, share_tensor
 from weight_sync.engine_model import EngineModel
 from weight_sync.groups import GlooCommunicator, shared_buffer
 
@@ -259,6 +259,12 @@ class ModelEngine(EngineModel):
 def model_tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in MODEL_SHAPES.items()}
+
+
+def adapted(base):
+    """This weight with an adapter of whole numbers, whose products no order of summation rounds."""
+    rows, columns = base.shape
+    return LoRAWeight(base, torch.randint(-4, 5, (3, columns)).float(), torch.randint(-4, 5, (rows, 3)).float(), 0.5)
 
 
 QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}

@@ -123,6 +123,8 @@ def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
         (unusable / file).write_text(json.dumps(config | settings))
         with pytest.raises(RunError, match=message):
             choose(str(unusable))
+    with pytest.raises(RunError, match="which vLLM takes for a pattern"):
+        choose(str(shutil.copytree(teacher, tmp_path / "[7b]")))
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(teacher)

@@ -1089,3 +1089,20 @@ def test_tensors_that_a_conversion_computes_are_computed_for_every_sync(tmp_path
         with torch.no_grad():
             parameter.add_(1)
         assert learner.model.named_tensors()[name].equal(2 * parameter)
+
+
+@pytest.mark.parametrize("letter", "[*?")
+@pytest.mark.parametrize("what", ["model", "checkpoint", "hub"])
+def test_path_that_an_engine_would_take_for_a_pattern_is_refused(model, tmp_path, monkeypatch, letter, what):
+    folder = shutil.copytree(model, tmp_path / f"{letter}b]" / "model")
+    args = arguments_of(rlhf, model=model if what == "checkpoint" else str(folder)).run
+    if what == "hub":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
+        args.model = "some/model"
+    if what == "checkpoint":
+        shutil.copytree(model, folder.parent / "checkpoint-000003")
+        args.resume = folder.parent
+    with pytest.raises(
+        RunError, match=r"which vLLM takes for a pattern: use a path, or a link to it, without \[ \* \?"
+    ):
+        choose_models(folder.parent, args, config(), "cpu")
