@@ -46,6 +46,14 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 KEPT_PREFIX_CACHE = "vLLM did not reset its prefix cache, which holds keys and values of the old weights"
 
 
+def engine_options(text: str) -> str:
+    """As `json_object`. Raises ValueError for options with which the engine would see other images than the trainer."""
+    if "mm_processor_kwargs" in json.loads(json_object(text)):
+        where = "the model's preprocessor_config.json, for the trainer as well"
+        raise ValueError(f"what mm_processor_kwargs would set belongs in {where}")
+    return text
+
+
 @dataclass
 class EngineArguments:
     """How large an engine is, and how vLLM runs it."""
@@ -60,7 +68,7 @@ class EngineArguments:
         None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
     )
     enforce_eager: bool = arg(False, help="decode without CUDA graphs (CPU: always)")
-    engine_args: Annotated[str, AfterValidator(json_object)] = arg(
+    engine_args: Annotated[str, AfterValidator(engine_options)] = arg(
         "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
 
