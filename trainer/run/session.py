@@ -49,8 +49,9 @@ class RaySession:
 
     def __enter__(self) -> "RaySession":
         variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # so stdout has only what somebody prints
-        paths = [str(ROOT), sys.path[0], os.environ.get("PYTHONPATH")]  # sys.path[0]: the script's folder
-        variables |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+        script_folder = os.path.dirname(getattr(sys.modules["__main__"], "__file__", ""))
+        paths = filter(None, [str(ROOT), script_folder, os.environ.get("PYTHONPATH")])
+        variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         variables[WORKING_FOLDER] = os.getcwd()
         runtime_env = {"env_vars": variables, "worker_process_setup_hook": "trainer.run.resource_tracker.set_up_worker"}
         options = {"runtime_env": runtime_env, "logging_level": "error"}
