@@ -613,7 +613,7 @@ def test_run_says_that_rewards_do_not_see_a_thoughts_beginning(load, capsys, end
     save_model(tokenizer)
     write_lines("rows.jsonl", *({"prompt": prompt} for prompt in prompts))
     load("--prompts", "rows.jsonl").tokenize("model")
-    remark = f"{count} of {len(prompts)} prompts end with <think>: rewards get what comes after it"
+    remark = f"{count} of {len(prompts)} prompts open <think> at their end: rewards get"
     assert (remark in capsys.readouterr().out) == bool(count)
 
 

@@ -147,8 +147,8 @@ class Task:
         thinking = sum(_begins_thought(row, tokenizer) for row in self.rows)
         if thinking and self.rewards.functions:
             print(
-                f"{thinking} of {len(self.rows)} prompts end with <think>: rewards get what comes after it, so one that"
-                " looks for <think>, such as trl.rewards:think_format_reward, does not find it"
+                f"{thinking} of {len(self.rows)} prompts open <think> at their end: rewards get what comes after it, so"
+                " one that looks for <think>, such as trl.rewards:think_format_reward, does not find it"
             )
 
     def _prompt_ids(self, row: Row, template: ChatTemplate, appends_end: bool) -> list[int]:
@@ -218,7 +218,7 @@ def _begins_thought(row: Row, tokenizer) -> bool:
     if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
         _, begins, thought = row.text.rpartition("<think>")
         return bool(begins) and "</think>" not in thought
-    return tokenizer.decode(row.prompt_ids[-8:]).rstrip().endswith("<think>")  # of 4 tokens where it is none itself
+    return tokenizer.decode(row.prompt_ids[-8:]).rstrip().endswith("<think>")  # which may be several tokens
 
 
 @functools.lru_cache(maxsize=2)
