@@ -13,10 +13,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import psutil
 import pytest
 import ray
+from conftest import ROOT, Script
 from ray import cloudpickle
 
 from rlhf_utils import WeightSyncError
@@ -163,6 +165,42 @@ def group(session: RaySession, name: str, count: int = 1, cls: type = Actor, **o
 def test_a_worker_of_ray_starts_without_torch(session):
     """All of them run `start_tracker`, whatever they do: an import of torch would take seconds in each."""
     assert not ray.get(ray.remote(lambda: "torch" in sys.modules).remote())
+
+
+FINDING = """
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+
+import ray
+from trainer.run.arguments import RunArguments
+from trainer.run.session import RaySession
+
+@ray.remote
+def found():
+    names = ["trainer", "weight_sync", "datasets", "mine", "beside"]
+    child = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))  # as vLLM's processes are
+    specs = [*map(find_spec, names), *child.map(find_spec, names)]
+    return [os.getcwd(), *(os.path.realpath(spec.origin) for spec in specs)]
+
+with RaySession(RunArguments(), lambda *_: None):
+    print(*ray.get(found.remote()))
+"""
+
+
+@pytest.mark.parametrize("own", ["trainer.py", "trainer/__init__.py"])
+def test_modules_of_the_working_folder_come_last_in_workers_and_their_processes(tmp_path, own):
+    folder, script = tmp_path / "here", tmp_path / "script" / "main.py"
+    for file in (folder / own, folder / "weight_sync.py", folder / "datasets.py", folder / "mine.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    script.parent.mkdir()
+    script.write_text(FINDING)
+    (script.parent / "beside.py").touch()
+    text = Script(folder, sys.executable, "../script/main.py", PYTHONPATH=str(ROOT)).finish(120)
+    origins = [ROOT / "trainer/__init__.py", ROOT / "weight_sync/__init__.py", datasets.__file__, folder / "mine.py"]
+    assert text.split() == [*map(os.path.realpath, [folder, *[*origins, script.parent / "beside.py"] * 2])]
 
 
 def test_call_goes_to_all_actors_and_answers_keep_their_order(session):

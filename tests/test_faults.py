@@ -210,6 +210,25 @@ def test_run_goes_on_without_its_terminal(tmp_path):
     assert run.process.returncode == 0
 
 
+NOTEBOOK = """
+import io, sys
+from trainer.run.folder import RunFolder
+from trainer.run.session import run_main
+
+shown = sys.stdout = io.StringIO()  # a notebook's stream is none of a file, either
+run_main(lambda args: RunFolder.say(None, "begun"), None)
+sys.exit("begun" not in shown.getvalue())
+"""
+
+
+@pytest.mark.parametrize("command", ['exec "$0" -c "$1" >&-', 'exec "$0" -c "$2"'], ids=["closed", "a notebook's"])
+def test_run_needs_no_stdout_of_its_own(tmp_path, command):
+    program = BEGUN.replace(", 1)", ", 0)")
+    run = Script(tmp_path, "sh", "-c", command, sys.executable, program, NOTEBOOK, PYTHONPATH=str(ROOT))
+    assert run.finish(60) == ""
+    assert run.process.returncode == 0
+
+
 FULL_RUN = """
 import pathlib, sys
 from types import SimpleNamespace

@@ -119,12 +119,13 @@ class Server:
         self.goes_on.wait()
         length, sampling = len(body["token_ids"]), body["sampling_params"]
         choice = {
-            "token_ids": [sampling["seed"] % 256] * length,  # so a test sees whose answer it is
             "finish_reason": self.reason,
             "logprobs": {"content": [{"logprob": -0.5}] * length},
             "weight_versions": [{"version": self.version, "start": 0, "end": length}],
         }
-        return 200, {"choices": [choice | {"index": i} for i in range(sampling["n"])]}
+        first = sampling["seed"] % 256  # so a test sees whose answer it is
+        choices = [choice | {"index": i, "token_ids": [first + i] * length} for i in range(sampling["n"])]
+        return 200, {"choices": choices[::-1]}  # in the order in which they were finished
 
 
 class Trainer:
@@ -223,6 +224,8 @@ def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert [rollout.versions.tolist() for rollout in rollouts] == [[4] * len(ids) for ids in PROMPTS for _ in range(2)]
     assert [rollout.logprobs.tolist() for rollout in rollouts[:2]] == [[-0.5] * 3] * 2
+    first, second = ([int(own.completion_ids[0]) for own in rollouts[i::2]] for i in (0, 1))
+    assert second == [token + 1 for token in first]  # siblings in the order of their seeds, whichever ends first
     assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1", "127.0.0.1", 2)]
     for server in servers:
         done = [body["method"] if path == "/collective_rpc" else path for path, body in server.calls][3:]
@@ -283,8 +286,8 @@ def test_unfinished_requests_of_a_lost_server_keep_their_seeds(servers, fault):
     rollouts, _ = pool_of(servers, act, engine_timeout=5.0 if fault == "silence" else 20.0)
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert all(rollout.versions.tolist() == [4] * len(rollout.prompt_ids) for rollout in rollouts)
-    sampling = [sampling_options(GRPOConfig(group_size=2), 0, 1, i) for i in range(4) for _ in range(2)]
-    assert [int(rollout.completion_ids[0]) for rollout in rollouts] == [own["seed"] % 256 for own in sampling]
+    first = [sampling_options(GRPOConfig(group_size=2), 0, 1, i)["seed"] % 256 for i in range(4)]
+    assert [int(rollout.completion_ids[0]) for rollout in rollouts] == [seed + i for seed in first for i in range(2)]
 
 
 def test_returning_server_takes_the_weights_before_a_request(servers, capsys):

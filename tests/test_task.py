@@ -64,6 +64,9 @@ def load(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
+
+
 def write_lines(name, *rows):
     """JSON lines, in the working folder."""
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -528,6 +531,92 @@ def test_text_ends_where_its_row_ends_it(load, ends):
     assert texts == ["</s>Hi", "</s>Hi</s>", "</s>Ho"]
 
 
+@pytest.mark.parametrize("begin", ["</s>", "<pad></s>"])  # ChatGLM's tokenizer begins a text with two tokens
+def test_text_that_a_template_has_rendered_gets_no_second_beginning(load, begin):
+    tokenizer = chat_tokenizer()
+    tokens = [(token, tokenizer.convert_tokens_to_ids(token)) for token in tokenizer.tokenize(begin)]
+    pieces = [*(token for token, _ in tokens), "$A"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(pieces, special_tokens=tokens)
+    save_model(tokenizer)
+    write_lines("rows.jsonl", *({"prompt": text} for text in (f"{begin}<user>Hi<assistant>", "Hi", f"Hi{begin}")))
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model")
+    texts = [tokenizer.decode(row.prompt_ids) for row in task.rows]
+    assert texts == [f"{begin}<user>Hi<assistant>", f"{begin}Hi", f"{begin}Hi{begin}"]
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_messages_and_tools_of_a_csv_are_json_text(load, separator):
+    messages, tools = [{"role": "user", "content": "Hi, you"}], [{"name": "add"}]
+    rows = [[json.dumps(messages), json.dumps(tools)], ["[1, 2]", ""], ['[{"role": "user"}]', "[]"], ["[", ""]]
+    file = "rows.csv" if separator == "," else "rows.tsv"
+    pandas.DataFrame(rows, columns=["prompt", "tools"]).to_csv(file, sep=separator, index=False)
+    rows = load("--dataset", file).rows
+    assert [row.prompt for row in rows] == [messages, "[1, 2]", '[{"role": "user"}]', "["]  # others are plain texts
+    assert [row.columns["tools"] for row in rows] == [tools, None, [], None]
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+CALLS_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or () %}"
+    "<{{ call.function.name }} ARGUMENTS>{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "rendered"),
+    [
+        (
+            "{{ call.function.arguments | tojson }}",
+            '{"x": 1}',
+            '{"x": 1}',
+        ),  # as Qwen3's, which vllm serve gives objects
+        ("{{ call.function.arguments | tojson }}", {"x": 1}, '{"x": 1}'),
+        ("{{ call.function.arguments | tojson }}", "", "{}"),
+        ("{{ call.function.arguments | tojson }}", "{x}", '"{x}"'),
+        ("{{ call.function.arguments.x }}", '{"x": 1}', "1"),
+        ("{{ '' + call.function.arguments }}", '{"x": 1}', '{"x": 1}'),  # as DeepSeek-V3's
+    ],
+)
+def test_arguments_of_a_call_are_an_object_for_the_template(load, arguments, given, rendered):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLS_TEMPLATE.replace("ARGUMENTS", arguments)
+    save_model(tokenizer)
+    call = {"type": "function", "function": {"name": "add", "arguments": given}}
+    prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    write_lines("rows.jsonl", {"prompt": [*prompt, {"role": "user", "content": "?"}]})
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model")
+    assert tokenizer.decode(task.rows[0].prompt_ids) == f"Hi<add {rendered}>?"
+    assert task.rows[0].prompt[1]["tool_calls"] == [call]  # which rewards get as the row has it
+
+
+@pytest.mark.parametrize(
+    ("end", "prompts", "count"),
+    [
+        ("<think>\n", [MESSAGES, [{"role": "user", "content": "?"}]], 2),
+        ("<think>\n\n</think>\n\n", [MESSAGES], 0),  # as Qwen3's without thinking
+        (
+            "",
+            ["Hi", "Hi <think>", "<think>: Hi", MESSAGES, [*MESSAGES, {"role": "assistant", "content": "<think>So"}]],
+            2,
+        ),
+        ("", [[*MESSAGES, {"role": "assistant", "content": "<think>So</think>"}]], 0),
+    ],
+)
+def test_run_says_that_rewards_do_not_see_a_thoughts_beginning(load, capsys, end, prompts, count):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<assistant>", "<assistant>" + end)
+    save_model(tokenizer)
+    write_lines("rows.jsonl", *({"prompt": prompt} for prompt in prompts))
+    load("--prompts", "rows.jsonl").tokenize("model")
+    remark = f"{count} of {len(prompts)} prompts open <think> at their end: rewards get"
+    assert (remark in capsys.readouterr().out) == bool(count)
+
+
 def test_answer_that_a_prompt_begins_is_continued(load):
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
@@ -850,9 +939,6 @@ def test_all_prompts_rewards_may_take_longer_than_one(rewards):
     assert sums(score(rewards(timeout=3, mine=mine), *[group("a")] * 6)) == [1.0] * 6
 
 
-MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
-
-
 def test_what_a_reward_changes_is_its_own_copy(rewards):
     def takes(prompts, completions, completion_ids, tests, **_):
         """How much is left, when this has taken all of it."""
@@ -1052,6 +1138,23 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     assert asked in (None, seen)
     assert counts == differ
     assert len(set(seeds)) == len(seeds)  # of all steps and rounds
+
+
+def test_modules_of_the_working_folder_take_no_packages_place(load, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    Path("colorsys.py").write_text("raise AssertionError")
+    Path("trainer.py").write_text("raise AssertionError")
+    Path("graded.py").write_text("import colorsys, trainer\ndef reward(**_): return colorsys.rgb_to_hls(0, 0, 0)[:1]\n")
+    assert sums(score(load("--reward", "graded:reward").rewards, group("a"))) == [0.0]
+    for name, file in (("colorsys", "lib/.*/colorsys.py"), ("trainer", "trainer/__init__.py")):
+        with pytest.raises(TaskError, match=rf"--reward {name}:mine: {name} has no function mine \(/.*{file}\)"):
+            load("--reward", f"{name}:mine")
+
+
+def test_exact_reward_takes_whole_numbers_as_written_and_no_answer_for_unknown():
+    answers = [7, 7.0, 7.0, 7.5, "7.0", "7", None, None, True, math.inf, 1e22]
+    said = ["7", "7", "7.0", "7.5", "7", "7.0", "None", "7", "1", "inf", "1" + "0" * 22]
+    assert exact(said, answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None, None, 0.0, 1.0, 1.0]
 
 
 def test_built_in_reward():

@@ -229,6 +229,21 @@ class Wrapped:
 hum = Wrapped(whisper)
 
 
+def other_shouts():
+    def shout(text: str) -> str:
+        """
+        Say it even louder.
+
+        Args:
+            text: What to say.
+        """
+
+    return shout
+
+
+other_shout = other_shouts()
+
+
 def fail(kind: str) -> str:
     """
     Go wrong.
@@ -319,6 +334,8 @@ class Silent:
         return "mm"
 
 
+Loud = type("Loud", (Silent,), {"shout": other_shout})
+SAME_NAME = "the tools test_tools:shout and test_tools:other_shouts.<locals>.shout have the same name"
 BOTH = {"counter": Counter, "silent": Silent}
 NAMESAKES = {"counter": Counter, "other": type("Counter", (Counter,), {})}
 MESSAGES = [{"role": "user", "content": "go"}]
@@ -521,6 +538,39 @@ def halves() -> str:
     Answer with half an emoji.
     """
     return "a\ud83d"
+
+
+class Mute(Exception):
+    """It has no text."""
+
+    def __str__(self):
+        raise self
+
+
+def textless(kind: str) -> object:
+    """
+    Answer what cannot be written.
+
+    Args:
+        kind: What it is.
+    """
+    if kind == "error":
+        raise Mute
+    nested = []
+    for _ in range(100_000 if kind == "deep" else 0):
+        nested = [nested]
+    return {"long": 9**9999, "deep": nested, "mute": Mute(), "part": [{"type": "text", "text": 1}]}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("long", "ValueError"), ("deep", "RecursionError"), ("mute", "Mute"), ("part", "TypeError"), ("error", "Mute")],
+)
+def test_answer_that_cannot_become_text_is_the_tools_error(converse, kind, error):
+    rollouts = converse(call_once(f'[textless(kind="{kind}")]'), tools=["test_tools:textless"], max_tokens=150)
+    assert answers(rollouts[0]) == [str({"error": f"the answer cannot become text: {error}"})]
+    assert {rollout.messages[-1]["content"] for rollout in rollouts} == {"done"}
+    assert converse.made.batch.metrics["tools/failure_frequency"] == 1
 
 
 @pytest.mark.parametrize(("tool", "answer"), [("parts", "one, two"), ("halves", "a?")])
@@ -746,6 +796,8 @@ def test_environment_needs_no_dataset(converse, monkeypatch):
         ({"environment": "test_tools:Engines"}, "raised TypeError"),
         ({"environment": "test_tools:SimpleNamespace"}, "has no method reset"),
         ({"environment": "test_tools:NAMESAKES"}, "two classes have the name Counter"),
+        ({"tools": ["test_tools:shout", "test_tools:other_shout"]}, SAME_NAME),
+        ({"tools": ["test_tools:shout"], "environment": "test_tools:Loud"}, SAME_NAME),
         ({"environment": "test_tools:BOTH", "dataset": None}, "--dataset"),
         ({"environment": "test_tools:Silent", "reward": None}, "--reward is missing"),
         ({"tools": ["test_tools:shout"], "tool_parser": "nobody"}, "--tool-parser nobody"),
