@@ -37,7 +37,7 @@ from trainer.learning.rollout import Rollout
 from trainer.rollouts.engine import EngineActor, complete, in_parts, llm_options
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
-from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
+from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, differing_ends, score
 from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import Models, choose_models, choose_teacher
@@ -159,7 +159,8 @@ def main(args: Arguments) -> None:
         teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
-        run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}\nrun folder {run.path}")
+        ends = differing_ends(teacher, models.loaded)
+        run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}{ends}\nrun folder {run.path}")
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers)
         engines = ActorGroup(session, "engine", Engine, engine_seats)

@@ -35,6 +35,7 @@ from trainer.learning.exact import missing_operation
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.layout import SHARED
 from trainer.learning.learner import MERGED
+from trainer.learning.multimodal import load_tokenizer
 from trainer.tasks.colour import TEMPLATE
 from trainer.tasks.tiny_model import byte_tokenizer
 from weight_sync.lora import LoRAWeight, materialized
@@ -128,6 +129,18 @@ def model(request, tmp_path_factory):
 def of_language_model(name: str) -> bool:
     """Whether a parameter of this name, as transformers loads it, is of the language model."""
     return "language_model." in name or name.startswith("lm_head.")
+
+
+def test_text_needs_no_image_processor(tmp_path):
+    model = build("Qwen2_5_VL", tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "processor_config.json").unlink()
+    learner = GRPOLearner(model, config(), CPU)
+    learner.learn(rollouts(learner))
+    learner.save(tmp_path)
+    tokenizer, processor = load_tokenizer(str(tmp_path))
+    assert tokenizer is processor
+    assert tokenizer.chat_template
 
 
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2, "save_merged": True}], ids=["all", "adapters"])

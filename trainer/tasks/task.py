@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from ..errors import TaskError
 from ..flags import arg
 from ..functions import json_object
-from ..learning.multimodal import is_multimodal
+from ..learning.multimodal import is_multimodal, load_tokenizer
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows, without_parts
 from .rewards import FROM_THE_RUN, Rewards
@@ -119,15 +119,17 @@ class Task:
         Raises TaskError for the first row without a token, with a token that the model has no embedding for, or with
         messages that the chat template refuses; with tools, also if the template or the parser does not fit.
         """
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer, processor = load_tokenizer(model)
         template = ChatTemplate(tokenizer, json.loads(self.args.chat_template_kwargs))
         config = AutoConfig.from_pretrained(model)
         embeddings = config.get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
         if not is_multimodal(config.model_type):
             self.refuse_images(f"{model} takes text alone")
+        elif processor is tokenizer:
+            self.refuse_images(f"{model} lacks its image processor")
         for row in [*self.rows, *self.eval_rows]:
             row.prompt_ids = self._prompt_ids(row, template, appends_end)
             if not row.prompt_ids:
