@@ -54,10 +54,9 @@ def load_model(auto_class, path: str, config, device: torch.device, mixed_precis
     if a weight has a NaN or an infinity among this rank's rows.
 
     On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered for
-    its own forward and backward pass only. A model that `fits_gathered` is gathered at once.
-    With `mixed_precision`, they are gathered in bf16 and compute as on a single rank (precision.py); weights, the
-    optimizer's state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is not a
-    parameter.
+    its own forward and backward pass only. A model that `fits_gathered` is gathered at once. With `mixed_precision`,
+    weights are gathered in bf16 and compute as on a single rank (precision.py); the weights themselves, the optimizer's
+    state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is not a parameter.
     """
     from transformers import modeling_utils
     from transformers.distributed import DistributedConfig, fsdp
