@@ -130,15 +130,6 @@ def test_model_that_takes_text_alone_gets_no_images(paths, tmp_path):
         GRPOLearner(str(tiny_model), config(train_vision=True), CPU)
 
 
-def test_multimodal_folder_without_its_image_processor_takes_text_alone(paths, tmp_path):
-    model = build("Gemma3", tmp_path / "model")
-    (tmp_path / "model" / "processor_config.json").unlink()
-    rows = [{"prompt": [{"role": "user", "content": "?"}], "answer": ""}]
-    task_of(tmp_path, rows).tokenize(model)
-    with pytest.raises(TaskError, match=r"row 0 of train: the prompt has images, and .* lacks its image processor"):
-        task_of(tmp_path, [rows[0] | {"images": paths}]).tokenize(model)
-
-
 def test_template_may_be_in_the_processors_file_alone(tmp_path):
     model = build("Gemma3", tmp_path / "model")
     task = task_of(tmp_path, [{"prompt": [{"role": "user", "content": "?"}], "answer": ""}])

@@ -559,14 +559,6 @@ def test_attention_that_is_right_stays(tmp_path, scale):
     assert learner.model.attention == ("sdpa", "sdpa, whose logits are eager's but for rounding")
 
 
-def test_attention_of_a_mixture_that_returns_its_routers_loss_is_compared_by_logits(tmp_path):
-    sizes = {"num_key_value_heads": 1, "intermediate_size": 64, "num_local_experts": 4}
-    path = write_model("Mixtral", tmp_path, output_router_logits=True, **sizes)
-    learner = rounding_learner(path, 1e-5)
-    assert learner.model.attention[1] == "sdpa, whose logits are eager's but for rounding"
-    assert learner.model.rounding > 0
-
-
 def test_attention_of_a_model_whose_eager_is_wrong_stays(tmp_path):
     from transformers import FalconConfig, FalconForCausalLM
 
@@ -588,6 +580,27 @@ def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypa
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)
+    assert GRPOLearner(path, config(), CPU).model.attention[0] == "eager"
+
+
+def test_mixture_that_returns_its_routers_loss_is_measured_by_its_logits(tmp_path, monkeypatch):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sizes = {"num_key_value_heads": 1, "intermediate_size": 64, "num_local_experts": 4}
+    path = write_model("Mixtral", tmp_path, output_router_logits=True, **sizes)
+    learner = rounding_learner(path, 1e-5)
+    assert learner.model.attention[0] != "eager"
+    assert learner.model.rounding > 0
+    for parameter in (module := learner.model.module).parameters():
+        if parameter.shape == (4, 64):
+            parameter.data.zero_()  # the router's: now its loss is the same for all prompts
+    module.save_pretrained(tmp_path)
+
+    def doubled(*args, **options):
+        return 2 * sdpa_attention_forward(*args, **options)[0], None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", doubled)
     assert GRPOLearner(path, config(), CPU).model.attention[0] == "eager"
 
 

@@ -30,12 +30,13 @@ from learners import (
 from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file, save_file
 
+from trainer.errors import RunError
 from trainer.learning import layout
 from trainer.learning.exact import missing_operation
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.layout import SHARED
 from trainer.learning.learner import MERGED
-from trainer.learning.multimodal import load_tokenizer
+from trainer.run.checkpoint import check_model
 from trainer.tasks.colour import TEMPLATE
 from trainer.tasks.tiny_model import byte_tokenizer
 from weight_sync.lora import LoRAWeight, materialized
@@ -131,16 +132,13 @@ def of_language_model(name: str) -> bool:
     return "language_model." in name or name.startswith("lm_head.")
 
 
-def test_text_needs_no_image_processor(tmp_path):
-    model = build("Qwen2_5_VL", tmp_path / "model")
-    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "processor_config.json").unlink()
-    learner = GRPOLearner(model, config(), CPU)
-    learner.learn(rollouts(learner))
-    learner.save(tmp_path)
-    tokenizer, processor = load_tokenizer(str(tmp_path))
-    assert tokenizer is processor
-    assert tokenizer.chat_template
+def test_model_without_its_processor_is_refused(tmp_path):
+    """vLLM starts no engine of it, unless the engine has no tower either, to which a sync would send."""
+    model = build("Qwen2_5_VL", tmp_path)
+    check_model(model)
+    (tmp_path / "processor_config.json").unlink()
+    with pytest.raises(RunError, match=r"^cannot load the processor, without which vLLM serves no text either, of "):
+        check_model(model)
 
 
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2, "save_merged": True}], ids=["all", "adapters"])

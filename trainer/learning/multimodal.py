@@ -6,7 +6,6 @@ saved with the rest.
 """
 
 import inspect
-from contextlib import suppress
 
 import torch
 
@@ -35,8 +34,7 @@ def load_tokenizer(path: str) -> tuple:
 
     tokenizer = processor = AutoTokenizer.from_pretrained(path)
     if is_multimodal(AutoConfig.from_pretrained(path).model_type):
-        with suppress(OSError):  # the folder may lack the image processor, which text does not need
-            processor = AutoProcessor.from_pretrained(path)
+        processor = AutoProcessor.from_pretrained(path)
         # It may have the chat template in a file of its own, chat_template.json, which no tokenizer reads.
         tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     return tokenizer, processor

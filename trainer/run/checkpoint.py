@@ -14,7 +14,7 @@ from ..functions import named_function
 from ..learning.distill import DistillConfig
 from ..learning.grpo import GRPOConfig
 from ..learning.lora import adapted_model, check_adapters
-from ..learning.multimodal import load_tokenizer
+from ..learning.multimodal import is_multimodal, load_tokenizer
 from ..learning.ppo import PPOConfig
 from ..learning.saving import state_files
 from ..learning.sharding import wait_for_ranks
@@ -264,9 +264,9 @@ def check_nodes(args: RunArguments, device: str, *models: str | None) -> None:
 
 
 def check_model(model: str, needs: str = "ForCausalLM") -> dict:
-    """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load the configuration or
-    the tokenizer, or if the model cannot be trained with the class that it `needs`; a "Config" only has to load."""
-    from transformers import AutoConfig, AutoTokenizer
+    """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load its configuration,
+    tokenizer or processor, or if it cannot be trained with the class that it `needs`; a "Config" only has to load."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     try:
         problem = _problem(model, needs)
@@ -277,10 +277,14 @@ def check_model(model: str, needs: str = "ForCausalLM") -> dict:
         raise RunError(f"cannot load the model {model}: {folder} ({first_line(error)})") from error
     if problem:
         raise RunError(f"the model {model} {problem}")
-    try:
-        AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:
-        raise RunError(f"cannot load the tokenizer of {model} ({first_line(error)})") from error
+    needed = {"tokenizer": AutoTokenizer}
+    if is_multimodal(config.model_type):
+        needed["processor, without which vLLM serves no text either,"] = AutoProcessor
+    for what, auto_class in needed.items():
+        try:
+            auto_class.from_pretrained(model, trust_remote_code=False)
+        except Exception as error:
+            raise RunError(f"cannot load the {what} of {model} ({first_line(error)})") from error
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     sizes = config.get_text_config().to_dict()
     return {name: sizes.get(name) for name in names}

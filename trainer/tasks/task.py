@@ -121,15 +121,13 @@ class Task:
         """
         from transformers import AutoConfig
 
-        tokenizer, processor = load_tokenizer(model)
+        tokenizer, _ = load_tokenizer(model)
         template = ChatTemplate(tokenizer, json.loads(self.args.chat_template_kwargs))
         config = AutoConfig.from_pretrained(model)
         embeddings = config.get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
         if not is_multimodal(config.model_type):
             self.refuse_images(f"{model} takes text alone")
-        elif processor is tokenizer:
-            self.refuse_images(f"{model} lacks its image processor")
         for row in [*self.rows, *self.eval_rows]:
             row.prompt_ids = self._prompt_ids(row, template, appends_end)
             if not row.prompt_ids:
