@@ -39,7 +39,7 @@ from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import in_parts
-from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
+from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, differing_ends, score
 from trainer.run.actors import (
     ActorGroup,
     LearnerActor,
@@ -136,7 +136,8 @@ def main(args: Arguments) -> None:
         teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
-        run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}\nrun folder {run.path}")
+        ends = differing_ends(teacher, models.loaded)
+        run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}{ends}\nrun folder {run.path}")
 
         # 2. Start
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)

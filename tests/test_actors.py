@@ -20,12 +20,12 @@ import pytest
 import ray
 from conftest import ROOT, Script
 from ray import cloudpickle
+from trainer.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import EngineError, RunError, TaskError
 from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
-from trainer.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 from trainer.rollouts.teacher import score
 from trainer.run import actors
 from trainer.run import session as run_session

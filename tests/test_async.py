@@ -20,17 +20,17 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import rlhf_async
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
 from learners import CPU, config, rollouts
 from pair import PLAIN_WORKER
+from trainer.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
 
-import rlhf_async
 from trainer.errors import MismatchError, RunError, TaskError
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.rollout import Rollout
 from trainer.rollouts import async_rollouts
-from trainer.rollouts.async_rollouts import AsyncEngineActor, RolloutsAhead
 from trainer.rollouts.engine import sampling_options
 from trainer.rollouts.evaluation import evaluate
 from trainer.run.checkpoint import Models
@@ -61,7 +61,8 @@ class Engines:
         return SimpleNamespace(sample=SimpleNamespace(remote=lambda *args: self.sample(number, *args)))
 
     def sample(self, number, prompts, sampling, evaluation=False, images=None, waits=False) -> Future:
-        self.calls.append(SimpleNamespace(engine=number, prompts=prompts, sampling=sampling, waits=waits))
+        call = {"engine": number, "prompts": prompts, "sampling": sampling, "images": images, "waits": waits}
+        self.calls.append(SimpleNamespace(**call))
         answer = Future()
         answer.future = lambda: answer
         self.one_by_one.submit(self.answer, answer, prompts, sampling[0]["n"])
@@ -371,6 +372,22 @@ def test_batch_with_few_new_tokens_gets_more_as_proof(monkeypatch):
     assert [(*call, sampling["n"], sampling["max_tokens"]) for *call, sampling in asked] == [(0, 2, 2, 8), (1, 2, 2, 8)]
     monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 4)
     assert ahead.proof(1, new) == []
+    of_tools = [replace(group, rollouts=[replace(r, sampled=[False]) for r in group.rollouts]) for group in new.groups]
+    assert ahead.proof(1, Batch(of_tools))
+
+
+def test_proof_has_the_images_of_its_own_prompts(monkeypatch):
+    monkeypatch.setattr(async_rollouts, "PROOF_TOKENS", 20)
+    ahead = Ahead(max_staleness=1, engines=2)
+    groups = ahead.take(1).groups
+    images = ["of the first", "of the second"]
+    with_images = [
+        replace(group, rollouts=[replace(rollout, images=own) for rollout in group.rollouts])
+        for group, own in zip(groups, images, strict=True)
+    ]
+    proof = ahead.proof(2, Batch(with_images))
+    assert [call.images for call in ahead.engines.calls[-2:]] == [images] * 2
+    assert [rollout.images for rollout in proof] == [images[0], images[0], images[1], images[1]] * 2
 
 
 def test_tokens_of_the_trainers_own_weights_prove_a_batch(model):

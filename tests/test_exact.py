@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import arguments_of
 from learners import CPU, MODELS, config, rollouts, write_model
+from trainer.rollouts.exact_engine import settle_exactness
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
@@ -24,7 +25,6 @@ from trainer.learning import exact, exact_mlp
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.learner import Proof
 from trainer.learning.model import Model
-from trainer.rollouts.exact_engine import settle_exactness
 from weight_sync.lora import LoRAWeight
 
 pytestmark = pytest.mark.usefixtures("torch_arithmetic")
@@ -73,6 +73,18 @@ def test_queries_of_opt_are_not_rounded_before_scaling(tmp_path, monkeypatch):
     model.module.bfloat16()(torch.arange(2, 20)[None])
     queries, _, _, scale, _ = taken[0]
     assert queries.flatten(2).equal(projected[0]) and scale == attention.head_dim**-0.5
+
+
+@pytest.mark.parametrize(("architecture", "divided"), [("Llama", "down_proj o_proj"), ("OPT", "fc2 out_proj")])
+def test_layers_whose_inputs_an_engine_divides_are_added_up_in_parts(tmp_path, monkeypatch, architecture, divided):
+    model = Model(write_model(architecture, tmp_path, **EXACT[architecture]), config(), CPU)
+    names, taken = {parameter: name for name, parameter in model.module.named_parameters()}, []
+    apply = exact.Linear.apply
+    monkeypatch.setattr(exact.Linear, "apply", lambda *args: taken.append((args[1], args[-1])) or apply(*args))
+    model.make_exact(2)
+    model.module(torch.arange(2, 20)[None])
+    in_parts = sorted(names[weight].split(".")[-2] for weight, parts in taken if parts == 2)
+    assert in_parts == sorted(2 * divided.split())  # in both blocks
 
 
 @pytest.mark.parametrize("architecture", ["Llama", "OPT"])

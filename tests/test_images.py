@@ -24,14 +24,16 @@ from learners import CPU, assert_same, config, on_ranks, use_sgd, weights_of
 from pair import CORE_IN_PROCESS
 from PIL import Image
 from test_multimodal import build, of_language_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlavaNextConfig, LlavaNextForConditionalGeneration
 from transformers.image_utils import load_image
 from vllm.multimodal.image import convert_image_mode
 
 import rlhf_nccl
 from trainer.errors import MismatchError, RunError, TaskError
 from trainer.images import PLACE, Images, take_images
+from trainer.learning import layout
 from trainer.learning.grpo import GRPOLearner
+from trainer.learning.multimodal import states_with_images
 from trainer.learning.rollout import Rollout
 from trainer.rollouts import conversation
 from trainer.rollouts.conversation import Conversation
@@ -229,6 +231,18 @@ def test_model_that_takes_text_alone_gets_no_images(paths, tmp_path):
         GRPOLearner(str(tiny_model), config(train_vision=True), CPU)
 
 
+def test_template_may_be_in_the_processors_file_alone(tmp_path):
+    model = build("Gemma3", tmp_path / "model")
+    task = task_of(tmp_path, [{"prompt": [{"role": "user", "content": "?"}], "answer": ""}])
+    task.tokenize(model)
+    expected = task.rows[0].prompt_ids
+    template = tmp_path / "model" / "chat_template.jinja"
+    (tmp_path / "model" / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    task.tokenize(model)
+    assert task.rows[0].prompt_ids == expected
+
+
 def test_images_of_datasets_stay_as_files_have_them(tmp_path, paths):
     rows = {"prompt": [[{"role": "user", "content": "?"}]], "images": [[RED, BLUE]], "answer": [""]}
     features = datasets.Features(
@@ -346,7 +360,8 @@ def test_greedy_tokens_are_proven_with_their_images(tmp_path):
         trainer.prove_greedy([replace(greedy, images=Images((png(BLUE),), "row 1"))])
 
 
-def test_scores_are_those_of_transformers_and_the_tower_runs_once_a_group(model):
+def test_scores_are_those_of_transformers_and_the_tower_runs_once_a_group(model, monkeypatch):
+    monkeypatch.setattr(layout, "SHARED_TOKENS", 1)  # as of long prompts, of which those with images share no row
     learner = GRPOLearner(model, config(), CPU)
     module, batch = learner.model.module, groups(learner)
     encoded, encode = [], module.base_model.get_image_features
@@ -417,6 +432,27 @@ def test_option_that_only_the_engines_processor_would_get_is_refused():
         engine_options('{"mm_processor_kwargs": {"max_pixels": 3136}}')
 
 
+def test_features_in_a_list_are_those_of_images(tmp_path):
+    """LLaVA-NeXT's and -OneVision's towers return a list, each element of its own length."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2} | sizes
+    tower = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14} | sizes
+    torch.manual_seed(0)
+    module = LlavaNextForConditionalGeneration(
+        LlavaNextConfig(text_config=text, vision_config=tower, image_grid_pinpoints=[[28, 56]], image_token_index=63)
+    ).eval()
+    pixels = {"pixel_values": torch.randn(2, 3, 3, 28, 28), "image_sizes": torch.tensor([[28, 56], [50, 28]])}
+    with torch.no_grad():
+        lengths = [len(image) for image in module.get_image_features(**pixels).pooler_output]
+        assert lengths[0] != lengths[1]
+        prompt = [5, *[63] * lengths[0], 6, *[63] * lengths[1], 7]
+        ids = torch.tensor([[*prompt, 8, 9], [*prompt, 9, 10]])
+        states = states_with_images(module, ids, pixels, len(prompt)).last_hidden_state
+        for row, own in zip(ids, states, strict=True):
+            expected = module.base_model(row[None], **pixels).last_hidden_state[0]
+            torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_version_that_would_leave_encoded_images_unread_is_refused(model, monkeypatch):
     learner = GRPOLearner(model, config(), CPU)
     monkeypatch.setattr(learner.model.module.base_model, "forward", lambda input_ids, **kwargs: None)
@@ -476,7 +512,7 @@ def test_two_ranks_learn_from_images_what_one_learns(tmp_path):
     learn(tmp_path, batches)
     on_ranks(2, learn, tmp_path, batches)
     for model in batches:
-        assert_same([torch.load(f"{model}/images-{ranks}.pt") for ranks in (1, 2)], atol=1e-4)
+        assert_same([torch.load(f"{model}/images-{ranks}.pt") for ranks in (1, 2)])
 
 
 # --- Runs with an engine ----------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+import rlhf_distill
+import rlhf_ppo
+import rlhf_serve
 import torch
 import transformers
 from conftest import arguments_of
@@ -19,14 +22,11 @@ from learners import CPU, LOSSES, MODELS, config, gemma2, rollouts, rounding_lea
 
 import rlhf
 import rlhf_colocate
-import rlhf_distill
 import rlhf_nccl
-import rlhf_ppo
-import rlhf_serve
 from trainer.errors import MismatchError, RunError
 from trainer.flags import flags_in, flat
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
-from trainer.learning.learner import Proof, learning_rate, rate_schedule
+from trainer.learning.learner import Proof, _token_means, learning_rate, rate_schedule
 from trainer.learning.model import micro_batch_slices
 from trainer.learning.objectives import advantages, kl_estimate
 from trainer.learning.precision import bf16_weights
@@ -65,6 +65,16 @@ def test_gradient_does_not_depend_on_micro_batches(model, loss):
         weights.append(vector_of(learner))
     torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
+
+
+def test_weight_that_the_optimizer_does_not_have_is_named(model):
+    learner = GRPOLearner(model, config(), CPU)
+    norm = learner.model.module.model.decoder.final_layer_norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    before = vector_of(learner)
+    with pytest.raises(RunError, match=r"^model.decoder.final_layer_norm.weight would not learn: "):
+        learner.learn(rollouts(learner))
+    assert vector_of(learner).equal(before)
 
 
 def test_kl_of_truncated_completions_does_not_depend_on_micro_batches(model):
@@ -285,6 +295,26 @@ def test_groups_of_equal_rewards_cost_one_forward_pass(model, monkeypatch, epoch
         learner.learn(batch)
 
 
+def test_tokens_of_fillers_count_for_nothing_however_unlikely(model):
+    learner = GRPOLearner(model, config(kl_coef=0.1), CPU)
+    (rollout,) = rollouts(learner, count=1)
+    with torch.no_grad():
+        learner.model.module.model.decoder.final_layer_norm.weight.mul_(1e4)
+    learner.model.rank, learner.model.ranks = 1, 2  # of one rollout, the second rank has a copy
+    tensors = learner._completion_tensors([rollout])
+    tensors |= {"advantage": torch.ones(1, 1), "left_out": torch.tensor([False])}
+    tensors |= dict.fromkeys(("reference_logprobs", "old_logprobs"), tensors["engine_logprobs"])
+    batch = learner._rank_batch([rollout], tensors, learner._token_weights)
+    learner.model.ranks, width = 1, tensors["mask"].shape[1]
+    assert learner.model.score(batch.rollouts, width)[0].min() < -100
+    metrics = learner._backward(batch, learner._losses)
+    assert metrics == dict.fromkeys(metrics, 0.0)
+    assert not any(parameter.grad.any() for parameter in learner.parameters)
+    logprobs = learner.model.score(batch.rollouts, width)[0].detach()
+    means = _token_means(batch.tensors | {"old_logprobs": logprobs}, learner.config)
+    assert means == dict.fromkeys(means, 0.0)
+
+
 def gradients_of(learner):
     """The gradient of each update from now on, in which the weights stay as they are."""
     use_sgd(learner, rate=0.0)
@@ -385,7 +415,7 @@ def test_later_updates_are_clipped_by_the_steps_first_policy(model):
     assert 0 < clipped.sum() < mask.sum()
     learned, tokens = twice.learn(batch), mask.sum()  # its metrics are means over both updates
     assert learned["clip_fraction"] == pytest.approx(float(clipped.sum() / tokens) / 2)
-    assert learned["approx_kl"] == pytest.approx(float((kl_estimate(old, new) * mask).sum() / tokens) / 2, rel=1e-3)
+    assert learned["approx_kl"] == pytest.approx(float((kl_estimate(old, new, mask)).sum() / tokens) / 2, rel=1e-3)
     assert 2 * learned["loss"] - metrics["loss"] == pytest.approx(float((losses * mask).sum() / tokens), rel=1e-3)
 
 
@@ -550,6 +580,27 @@ def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypa
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)
+    assert GRPOLearner(path, config(), CPU).model.attention[0] == "eager"
+
+
+def test_mixture_that_returns_its_routers_loss_is_measured_by_its_logits(tmp_path, monkeypatch):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sizes = {"num_key_value_heads": 1, "intermediate_size": 64, "num_local_experts": 4}
+    path = write_model("Mixtral", tmp_path, output_router_logits=True, **sizes)
+    learner = rounding_learner(path, 1e-5)
+    assert learner.model.attention[0] != "eager"
+    assert learner.model.rounding > 0
+    for parameter in (module := learner.model.module).parameters():
+        if parameter.shape == (4, 64):
+            parameter.data.zero_()  # the router's: now its loss is the same for all prompts
+    module.save_pretrained(tmp_path)
+
+    def doubled(*args, **options):
+        return 2 * sdpa_attention_forward(*args, **options)[0], None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", doubled)
     assert GRPOLearner(path, config(), CPU).model.attention[0] == "eager"
 
 
@@ -821,6 +872,8 @@ def flags(monkeypatch):
         (["--reward-weights", "1", "nan"], "argument --reward-weights: Input should be a finite number, not nan"),
         (["--seed", "1732612345678"], "argument --seed: Input should be less than 4294967296, not 1732612345678"),
         (["--clip-low", "2"], "argument --clip-low: Input should be less than or equal to 1, not 2"),
+        (["--model", ""], "argument --model is empty: is a variable of the shell not set?"),
+        (["--reward", "mine:right", ""], "argument --reward is empty: is a variable of the shell not set?"),
         (["--resume", "nowhere"], "--resume nowhere: not a run folder"),
         (["--resume", "nowhere", "--output", "here"], "--resume continues in that run's folder: it takes no --output"),
     ],

@@ -19,17 +19,17 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import rlhf_serve
 import torch
 from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
 from torch.distributed import HashStore
+from trainer.rollouts.replicas import Replica, ReplicaError, flags_of
 
-import rlhf_serve
 from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
 from trainer.learning.grpo import GRPOConfig
 from trainer.rollouts import replicas
 from trainer.rollouts.engine import sampling_options
-from trainer.rollouts.replicas import Replica, ReplicaError, flags_of
 from trainer.run.arguments import parse
 from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
 

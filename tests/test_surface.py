@@ -101,14 +101,14 @@ trainer/learning/exact_mlp.py
 trainer/learning/sharding.py
 ! transformers.modeling_utils: caching_allocator_warmup
 ! transformers.modeling_utils.PreTrainedModel: _no_split_modules
-! transformers.configuration_utils.PreTrainedConfig: base_model_fsdp_plan
 ! transformers.core_model_loading: _weight_conversions
-! transformers.distributed.fsdp: _fsdp_plan
+  transformers.distributed.fsdp: expand_fsdp_plan(model, fsdp_plan)
   transformers.distributed.configuration_utils.DistributedConfig: fsdp_size; fsdp_mixed_precision
   torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule: _get_fsdp_state()
   torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState: _fsdp_param_group
   torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup: fsdp_params
   torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam: _module_info; _post_load_hook_handle
+  torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam: sharded_param; _sharded_param_data
   torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo: shared_modules; shared_param_names
 trainer/learning/lora.py
 ! peft.tuners.tuners_utils: cast_input_dtype_enabled

@@ -786,6 +786,7 @@ def test_reward_that_does_not_fit_the_columns_is_refused(rewards, takes, problem
         (lambda **_: [1.0, math.nan], r"returned nan for 'y' \(row 7\)"),
         (lambda **_: [1.0, -math.inf], r"returned -inf for 'y' \(row 7\)"),
         (lambda **_: [1.0, "a"], r"returned 'a', which is not a number, for 'y' \(row 7\)"),
+        (lambda **_: [1.0, -(10**5000)], r"returned a number that is too large for a float for 'y' \(row 7\)"),
         (lambda **_: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_task.py, line"),
         (
             lambda log_extra, **_: log_extra("step", [1, 1]),

@@ -21,21 +21,21 @@ from types import SimpleNamespace
 import numpy as np
 import PIL.Image
 import pytest
+import rlhf_async
 import torch
 import trl
 from conftest import arguments_of, code_of, cpu_only, metrics_of, task_of
 from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
+from trainer.rollouts.async_rollouts import RolloutsAhead
 from transformers import AutoTokenizer
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
 import rlhf
-import rlhf_async
 from trainer.errors import MismatchError, TaskError
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
 from trainer.learning.learner import Proof
 from trainer.learning.rollout import Rollout
 from trainer.rollouts import engine
-from trainer.rollouts.async_rollouts import RolloutsAhead
 from trainer.rollouts.conversation import Turn
 from trainer.rollouts.engine import EngineActor, complete, request_seed, sampling_options
 from trainer.rollouts.evaluation import evaluate

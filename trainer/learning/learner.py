@@ -26,7 +26,7 @@ from .model import Model, ModelConfig, RankBatch
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
-from .sharding import Offload, whole
+from .sharding import Offload, stray_weights, whole
 
 WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 MERGED = "merged"  # a checkpoint's folder with the whole model, of --save-merged
@@ -187,7 +187,10 @@ class Learner:
 
     def _optimizer_step(self) -> float:
         """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises
-        RunError, before anything is updated, if it is not finite: the update would make every weight a NaN."""
+        RunError, before anything is updated, if it is not finite: the update would make every weight a NaN; or if the
+        model computes with a weight that the optimizer does not update."""
+        if stray := stray_weights(self.model.module, self.parameters):
+            raise RunError(f"{stray[0]} would not learn: the model computes with another tensor than the optimizer has")
         if self.model.adapters and self.model.ranks > 1:  # every rank has whole adapters, which FSDP leaves alone
             gradients = [parameter.grad for parameter in self.parameters]
             total = torch.nn.utils.parameters_to_vector(gradients)
@@ -466,19 +469,20 @@ class PolicyLearner(Learner):
         old_logprobs, engine_logprobs = tensors["old_logprobs"], tensors["engine_logprobs"]
         advantage, mask, reference = tensors["advantage"], tensors["mask"], tensors.get("reference_logprobs")
         losses, clipped = token_losses(logprobs, old_logprobs, engine_logprobs, advantage, mask, self.config, reference)
-        approx_kl = kl_estimate(old_logprobs, logprobs.detach())
+        approx_kl = kl_estimate(old_logprobs, logprobs.detach(), mask)
         return losses, {"clip_fraction": clipped.float(), "approx_kl": approx_kl}
 
 
 def _token_means(tensors: dict[str, torch.Tensor], config: PolicyLossConfig) -> dict[str, torch.Tensor]:
     """Metrics of the policy that a step began with: sums over tokens, by their "mean_weights"."""
     old_logprobs = tensors["old_logprobs"]
-    importance, outside = importance_weights(old_logprobs, tensors["engine_logprobs"], tensors["mask"], config)
+    mask = tensors["mask"]
+    importance, outside = importance_weights(old_logprobs, tensors["engine_logprobs"], mask, config)
     values = {"importance/mean": importance, "importance/clipped": outside}
     if "entropies" in tensors:
         values["entropy"] = tensors["entropies"]
     if "reference_logprobs" in tensors:
-        values["kl"] = kl_estimate(old_logprobs, tensors["reference_logprobs"])
+        values["kl"] = kl_estimate(old_logprobs, tensors["reference_logprobs"], mask)
     return {name: (value * tensors["mean_weights"]).sum() for name, value in values.items()}
 
 

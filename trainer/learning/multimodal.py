@@ -34,6 +34,18 @@ def auto_class(config):
     return AutoModelForMultimodalLM if is_multimodal(config.model_type) else AutoModelForCausalLM
 
 
+def load_tokenizer(path: str) -> tuple:
+    """The tokenizer at this path, and what is saved with the model: a multimodal one's processor, or the tokenizer."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    tokenizer = processor = AutoTokenizer.from_pretrained(path)
+    if is_multimodal(AutoConfig.from_pretrained(path).model_type):
+        processor = AutoProcessor.from_pretrained(path)
+        # It may have the chat template in a file of its own, chat_template.json, which no tokenizer reads.
+        tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return tokenizer, processor
+
+
 def learning_modules(model, new_head: str | None = None) -> tuple[torch.nn.Module, torch.nn.Module]:
     """What of a model learns from text: its language model, and the submodule `new_head` or else its own head."""
     return model.get_decoder(), model.get_submodule(new_head) if new_head else model.get_output_embeddings()
@@ -55,9 +67,10 @@ def states_with_images(
     if "mm_encoder_outputs" not in taken:  # it would go into **kwargs, which transformers 5.17 leaves unread
         raise RunError(f"{type(trunk).__name__} of this version of transformers takes no encoded images")
     encoded = trunk.get_image_features(**pixels, return_dict=True)
-    for name in ("pooler_output", "deepstack_features"):
-        if encoded.get(name) is not None:
-            encoded[name] = _repeated(encoded[name], rows)
+    if encoded.get("pooler_output") is not None:
+        encoded.pooler_output = _repeated(encoded.pooler_output, rows)
+    if encoded.get("deepstack_features") is not None:  # of several layers
+        encoded.deepstack_features = [_repeated(layer, rows) for layer in encoded.deepstack_features]
     # A sampled token may be the one that stands for a feature. Then the model sees padding, and embeds the token.
     seen = input_ids.clone()
     seen[:, prompt_length:].masked_fill_(seen[:, prompt_length:] == model.config.image_token_id, 0)
@@ -74,8 +87,5 @@ def states_with_images(
 
 
 def _repeated(features, rows: int):
-    """These features of images, so many times: a tensor [images, ...], a tensor for each image, or of several layers a
-    list of either."""
-    if isinstance(features, torch.Tensor):
-        return torch.cat([features] * rows)
-    return features * rows if isinstance(features, tuple) else [_repeated(layer, rows) for layer in features]
+    """These features of images, so many times: a tensor [images, ...], or a tensor for each image."""
+    return torch.cat([features] * rows) if isinstance(features, torch.Tensor) else features * rows

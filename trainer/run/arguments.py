@@ -108,6 +108,8 @@ class Parser(argparse.ArgumentParser):
         """These values of flags, or their texts, with the flags' types. One that is wrong is a usage error."""
         checked = {}
         for name, value in values.items():
+            if "" in (value if isinstance(value, list) else [value]):
+                self.error(f"{source} {flag(name)} is empty: is a variable of the shell not set?")
             try:
                 checked[name] = validated(self.flags[name], value)
             except ValidationError as invalid:

@@ -315,6 +315,8 @@ def _checked(name: str, values: list, group: Group) -> list[float | None]:
             values[i] = None if value is None else float(value)
         except (TypeError, ValueError) as error:
             raise TaskError(f"the reward {name} returned {value!r}, which is not a number, {where}") from error
+        except OverflowError as error:  # of an integer; Python may refuse to print it
+            raise TaskError(f"the reward {name} returned a number that is too large for a float {where}") from error
         if value is not None and not math.isfinite(values[i]):
             raise TaskError(f"the reward {name} returned {values[i]} {where}")
     return values

@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from ..errors import TaskError
 from ..flags import arg
 from ..functions import json_object
-from ..learning.multimodal import image_tokens, is_multimodal
+from ..learning.multimodal import image_tokens, is_multimodal, load_tokenizer
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows, without_parts
 from .rewards import FROM_THE_RUN, Rewards
@@ -120,9 +120,9 @@ class Task:
         messages that the chat template refuses, or with images that the model's processor refuses; with tools, also if
         the template or the parser does not fit.
         """
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer, _ = load_tokenizer(model)
         template = ChatTemplate(tokenizer, json.loads(self.args.chat_template_kwargs))
         config = AutoConfig.from_pretrained(model)
         embeddings = config.get_text_config().vocab_size
