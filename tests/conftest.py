@@ -196,7 +196,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def script(tmp_path):
-    """Start a script: script("rlhf.py", "--steps", 3, CUDA_VISIBLE_DEVICES="0") in an empty folder."""
+    """Start a script: script("train_grpo.py", "--steps", 3, CUDA_VISIBLE_DEVICES="0") in an empty folder."""
 
     def start(name: str, *arguments, **environment: str) -> Script:
         return Script(tmp_path, sys.executable, str(ROOT / name), *map(str, arguments), **environment)
