@@ -16,7 +16,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
-import numpy as np
 import psutil
 import pytest
 import ray

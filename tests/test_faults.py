@@ -2,7 +2,7 @@
 
 pytest tests/test_faults.py            a run that is told to end, a full disk, a taken port
 pytest tests/test_faults.py -m slow    a worker and an engine core killed
-pytest tests/test_faults.py -m long    actors and engine cores killed in all scripts; a full disk; interrupts
+pytest tests/test_faults.py -m long    actors and engine cores killed in every topology and door; a full disk; interrupts
 """
 
 import json
@@ -30,40 +30,49 @@ FAULT_SECONDS = 30
 # Script, fault, the run's last line. --resume keeps the options: with one worker, an engine starts sooner.
 IN_SYNC = r"engine worker 0 \(pid .*\) died: its connection to the weight sync closed"
 NOTICED = "the engine died while (learning|generating|proving|syncing)"  # by the first who waits for it
-TWO_BY_TWO = "rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1"
+SEPARATE = "train_grpo.py --topology separate"
+TWO_BY_TWO = f"{SEPARATE} --trainers 2 --engines 2 --tensor-parallel-size 1"
 ONE_BY_TWO = "--engines 1 --tensor-parallel-size 2"
 KILLS = [
     (
-        f"rlhf.py --trainers 1 {ONE_BY_TWO}",
+        f"{SEPARATE} --trainers 1 {ONE_BY_TWO}",
         "syncing 3 kill VLLM::Worker_TP1",
         IN_SYNC.replace("worker 0", "worker 1"),
     ),
-    ("rlhf_async.py --tensor-parallel-size 1", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
+    (
+        f"{SEPARATE} --max-staleness 2 --tensor-parallel-size 1",
+        "learning 2 kill VLLM::EngineCore",
+        f"{NOTICED}|{IN_SYNC}",
+    ),
 ]
 OTHERS = [
     (TWO_BY_TWO, "learning 2 kill ray::Trainer 1", "the trainer [01] died while learning"),
     (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
-    (f"rlhf_colocate.py {ONE_BY_TWO}", "saving 2 kill ray::Trainer 1", "the trainer [01] died while saving"),
     (
-        "rlhf_online_quant.py --tensor-parallel-size 1 --warmup-steps 1",
+        f"train_grpo.py --topology shared {ONE_BY_TWO}",
+        "saving 2 kill ray::Trainer 1",
+        "the trainer [01] died while saving",
+    ),
+    (
+        f"{SEPARATE} --quantization torchao --tensor-parallel-size 1 --warmup-steps 1",
         "generating 2 kill VLLM::EngineCore",
         "the engine died while generating",
     ),
     (
-        "rlhf.py --trainers 1 --engines 1",
+        f"{SEPARATE} --trainers 1 --engines 1",
         "syncing 3 fill",
         "the trainer failed while saving: .*No space left on device",
     ),
-    ("rlhf_async.py", "learning 2 interrupt", "interrupted"),
-    ("rlhf.py", "learning 1 group", "interrupted"),
+    (f"{SEPARATE} --max-staleness 2", "learning 2 interrupt", "interrupted"),
+    (SEPARATE, "learning 1 group", "interrupted"),
 ]
 PPO = [
-    ("rlhf_ppo.py", "rewarding 2 kill ray::Reward", "the reward_model died while rewarding"),
-    ("rlhf_ppo.py", "saving 2 kill ray::Critic", "the critic died while saving"),
+    ("train_ppo.py", "rewarding 2 kill ray::Reward", "the reward_model died while rewarding"),
+    ("train_ppo.py", "saving 2 kill ray::Critic", "the critic died while saving"),
 ]
 DISTILL = [
     (
-        "rlhf_distill.py --teacher trainer.tasks.tiny_model:build_tiny_base",
+        "train_distill.py --teacher trainer.tasks.tiny_model:build_tiny_base",
         "scoring 2 kill ray::Teacher",
         "the teacher died while scoring",
     )
@@ -213,7 +222,7 @@ def test_run_goes_on_without_its_terminal(tmp_path):
 FULL_RUN = """
 import pathlib, sys
 from types import SimpleNamespace
-import rlhf
+import train_grpo
 from trainer.run.arguments import RunArguments
 from trainer.run.session import run_main
 from trainer.run.folder import RunFolder
@@ -222,7 +231,7 @@ def main(args):
     row = {name: 1.0 for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/rollout", "time/train")}
     row |= {"time/sync": 1.0, "sync/transfer": 1.0, "sync/GBps": 1.0}
     with RunFolder(args, "test") as run:
-        run.start_metrics(0, rlhf.Arguments())
+        run.start_metrics(0, train_grpo.Arguments())
         run.rows.append({"step": 1, **row})
         with (run.path / "filler").open("wb", buffering=0) as file:
             try:

@@ -18,8 +18,8 @@ from accelerate.utils import LoggerType
 from conftest import ROOT, arguments_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import rlhf
-import rlhf_ppo
+import train_grpo
+import train_ppo
 from trainer.errors import RunError
 from trainer.learning.rollout import Rollout
 from trainer.run.folder import RunFolder
@@ -53,7 +53,9 @@ def Table(columns, data, dataframe):
 
 
 def arguments(tmp_path, *report_to, **changes):
-    return arguments_of(rlhf, output=tmp_path / "run", group_size=2, steps=3, report_to=list(report_to), **changes)
+    return arguments_of(
+        train_grpo, output=tmp_path / "run", group_size=2, steps=3, report_to=list(report_to), **changes
+    )
 
 
 def batch(*rewards, prompt="3+4=", text="a|"):
@@ -127,7 +129,7 @@ def test_rewards_metric_called_step_does_not_change_the_step(tmp_path):
 
 
 def test_completions_of_ppo_have_no_advantage(tmp_path):
-    args = arguments_of(rlhf_ppo, output=tmp_path / "run", report_to=["none"])
+    args = arguments_of(train_ppo, output=tmp_path / "run", report_to=["none"])
     with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_step(1, batch(1.0), REPORT, METRICS)
@@ -168,7 +170,7 @@ def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys
     assert "\nstep 1: no completion has a reward, so nothing is learned\n" in said
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in ROOT.glob("rlhf*.py")} - {"rlhf_utils"}))
+@pytest.mark.parametrize("name", sorted(path.stem for path in ROOT.glob("train_*.py")))
 def test_a_step_is_saved_before_anything_is_said_about_it(name):
     _, loop = inspect.getsource(importlib.import_module(name).main).split("for step in")
     *before, after = loop.split('.call("saving", ')
