@@ -2,7 +2,7 @@
 
 pytest tests/test_faults.py            a run that is told to end, a full disk, a taken port
 pytest tests/test_faults.py -m slow    a worker and an engine core killed
-pytest tests/test_faults.py -m long    actors and engine cores killed in every topology and door; a full disk; interrupts
+pytest tests/test_faults.py -m long    actors and engine cores killed, in each door; a full disk; interrupts
 """
 
 import json
@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, Script, assert_removed, cpu_only, is_alive
-from pair import CORE_IN_PROCESS, PLAIN_WORKER
+from pair import PLAIN_WORKER
 
 from rlhf_utils import WeightSyncError, stateless_init_process_group
 from trainer.run.arguments import RunArguments
@@ -54,17 +54,17 @@ OTHERS = [
         "the trainer [01] died while saving",
     ),
     (
-        f"{SEPARATE} --quantization torchao --tensor-parallel-size 1 --warmup-steps 1",
-        "generating 2 kill VLLM::EngineCore",
-        "the engine died while generating",
-    ),
-    (
         f"{SEPARATE} --trainers 1 --engines 1",
         "syncing 3 fill",
         "the trainer failed while saving: .*No space left on device",
     ),
     (f"{SEPARATE} --max-staleness 2", "learning 2 interrupt", "interrupted"),
     (SEPARATE, "learning 1 group", "interrupted"),
+    (
+        f"{SEPARATE} --quantization torchao --tensor-parallel-size 1 --warmup-steps 1",
+        "generating 2 kill VLLM::EngineCore",
+        "the engine died while generating",
+    ),
 ]
 PPO = [
     ("train_ppo.py", "rewarding 2 kill ray::Reward", "the reward_model died while rewarding"),
@@ -101,7 +101,7 @@ def small_disk(tmp_path):
     ],
 )
 def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, small_disk, faults):
-    """One run with one fault after the other: each begins where the one before has ended, be it another script's."""
+    """One run with one fault after the other: each begins where the one before has ended, be it in another topology."""
     run, done = tmp_path / "run", 0
     how = ["--output", "run", "--save-every", 1, "--steps", 10_000]
     how += ["--engine-args", json.dumps({"worker_cls": PLAIN_WORKER})]  # whose syncs replay
@@ -111,10 +111,7 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             if "fill" in fault and not small_disk:
                 pytest.skip("filling a disk needs the right to mount a small one")
             (tmp_path / "fault.json").unlink(missing_ok=True)
-            core = {} if "VLLM" in fault else CORE_IN_PROCESS
-            process = script(
-                "tests/fault.py", fault, ROOT / name, *options, *how, PYTHONPATH=str(ROOT / "tests"), **core
-            )
+            process = script("tests/fault.py", fault, ROOT / name, *options, *how, PYTHONPATH=str(ROOT / "tests"))
             how = ["--resume", "run"]
             text = process.finish()
             print(text)
@@ -128,8 +125,8 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             before, done = done, int(max(run.glob("checkpoint-*")).name[-6:])
             assert done > before or fault.startswith(("starting", "learning 1"))
 
-    process = script(name, *how, "--steps", done + 2, PYTHONPATH=str(ROOT / "tests"), **CORE_IN_PROCESS)
-    beside = [script(name, "--output", "beside", "--steps", 1, **CORE_IN_PROCESS)] if faults is OTHERS else []
+    process = script(name, *how, "--steps", done + 2, PYTHONPATH=str(ROOT / "tests"))
+    beside = [script(name, *options, "--output", "beside", "--steps", 1)] if faults is OTHERS else []
     process.wait_for("run folder")  # which this run holds from now on
     again = script(name, "--resume", "run").finish(60)
     assert again.splitlines()[-1].startswith("error: another run is using "), again

@@ -53,9 +53,8 @@ def Table(columns, data, dataframe):
 
 
 def arguments(tmp_path, *report_to, **changes):
-    return arguments_of(
-        train_grpo, output=tmp_path / "run", group_size=2, steps=3, report_to=list(report_to), **changes
-    )
+    own = {"output": tmp_path / "run", "group_size": 2, "steps": 3, "report_to": list(report_to)}
+    return arguments_of(train_grpo, **own | changes)
 
 
 def batch(*rewards, prompt="3+4=", text="a|"):
