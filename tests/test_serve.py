@@ -25,10 +25,12 @@ from torch.distributed import HashStore
 import train_grpo
 from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
+from trainer.flags import flat
 from trainer.learning.grpo import GRPOConfig
 from trainer.rollouts.options import EngineSetting
 from trainer.rollouts.sampling import sampling_options
 from trainer.run.arguments import parse
+from trainer.run.folder import RunFolder
 from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
 from trainer.topologies import server_pool
 from trainer.topologies.link import MAX_MISMATCH
@@ -559,6 +561,25 @@ def test_urls_may_be_repeated_and_no_key_is_saved(monkeypatch):
     args = parse(train_grpo.Arguments, "A script.")
     assert (args.servers.engine_url, args.servers.api_key) == (["http://a:1", "http://b:1"], "secret")
     assert "api_key" not in args.run.given
+
+
+def test_resumed_run_may_have_another_topology(monkeypatch, tmp_path):
+    """What its own topology alone has, and no flag unsets, is left out. The rest stays."""
+
+    def arguments_now(*flags):
+        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, flags)])
+        return parse(train_grpo.Arguments, "A script.")
+
+    for topology, flag, *values in ("servers", "engine_url", "http://a:1"), ("separate", "trainers", 2):
+        run = tmp_path / topology
+        given = "--topology", topology, f"--{flag.replace('_', '-')}", *values, "--max-model-len", 64
+        args = arguments_now("--output", run, *given)
+        with RunFolder(args.run, "test") as folder:
+            folder.start_metrics(0, args)
+        for now, kept in ([], True), (["--topology", topology], True), (["--topology", "shared"], False):
+            args = arguments_now("--resume", run, *now)
+            assert bool(flat(args)[flag]) == kept
+            assert args.engine.max_model_len == 64
 
 
 # A run
