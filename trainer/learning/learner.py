@@ -28,6 +28,7 @@ from .rollout import Rollout
 from .saving import load_state, write_model, write_state
 from .sharding import Offload, whole
 
+WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 MERGED = "merged"  # a checkpoint's folder with the whole model, of --save-merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
 
@@ -273,6 +274,29 @@ class PolicyLearner(Learner):
     def remarks(self) -> str:
         return super().remarks() + self.bound_remark
 
+    def warm_up(self) -> None:
+        """Pass made-up rollouts forwards and backwards, so that kernels are compiled while engines start and not in the
+        first step. Nothing that a step learns from changes."""
+        model, longest = self.model, self.model.longest_sequence
+        vocabulary = model.module.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        for length in WARM_UP_LENGTHS:
+            for keeps_all in {False, model.computes_again}:  # as the first step computes, and as later ones may
+                if keeps_all:
+                    model.checkpointing.stop()
+                ids = torch.randint(vocabulary, (WARM_UP_ROWS, 2, length), generator=generator).tolist()
+                rollouts = [Rollout(ids[0][0], completion, [0.0] * length) for _, completion in ids]
+                tensors = self._completion_tensors(rollouts) | {"left_out": torch.zeros(WARM_UP_ROWS, dtype=torch.bool)}
+                tensors["advantage"] = torch.ones(WARM_UP_ROWS, 1)
+                batch = self._rank_batch(rollouts, tensors, self._token_weights)
+                self._backward(batch, lambda *passed: self._single_losses(*passed)[0])
+                if keeps_all:
+                    model.start_checkpointing()
+        self.optimizer.zero_grad(set_to_none=True)
+        model.longest_sequence = longest
+        if model.checkpointing:
+            model.checkpointing.block_bytes = 0.0  # which the first step measures on sequences of its own
+
     @falls_back
     def mismatch(self, rollouts: list[Rollout]) -> float:
         """Mean distance of the engine's log-probabilities from the trainer's. Raises MismatchError as `score` does."""
@@ -400,10 +424,10 @@ class PolicyLearner(Learner):
         batch, width = self._rank_batch(rollouts, tensors, self._token_weights), tensors["mask"].shape[1]
         passed = []  # log-probabilities and entropies, in the order of the batch's rows
 
-        def losses(rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> tuple:
-            logprobs, entropies = self.model.score(rollouts, width, entropy=True)
-            passed.append((logprobs.detach(), entropies))
-            return self._policy_losses(logprobs, tensors | {"old_logprobs": logprobs.detach()})
+        def losses(*micro_batch) -> tuple:
+            losses, scores = self._single_losses(*micro_batch)
+            passed.append(scores)
+            return losses
 
         metrics = self._backward(batch, losses)
         # If nothing is learned, `_backward` has taken the first of these micro-batches.
@@ -420,6 +444,12 @@ class PolicyLearner(Learner):
         metrics["grad_norm"] = self._optimizer_step()
         means = _token_means(tensors, self.config)
         return self._end_step(metrics | dict(zip(means, self.model.sum_over_ranks(*means.values()), strict=True)))
+
+    def _single_losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> tuple:
+        """As `_losses`, of the policy that the step began with; and its log-probabilities and entropies."""
+        logprobs, entropies = self.model.score(rollouts, width, entropy=True)
+        losses = self._policy_losses(logprobs, tensors | {"old_logprobs": logprobs.detach()})
+        return losses, (logprobs.detach(), entropies)
 
     def _token_weights(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], self.config)

@@ -221,6 +221,12 @@ class Model:
             exact.make_plain(self.module, self.attention.name)
         self.scores_of_logits = self._choose_scores_of_logits()
 
+    def start_checkpointing(self) -> None:
+        """From now on, keep only the inputs of each block. With --gradient-checkpointing auto, measure what it saves."""
+        self.checkpointing.start()
+        if self.config.gradient_checkpointing == "auto" and self.device.type == "cuda":
+            self.checkpointing.measure()
+
     def settle_checkpointing(self) -> str:
         """After the first step, with --gradient-checkpointing auto: keep all activations and logits from now on, in
         micro-batches for which every rank has memory, with a tenth of the GPU to spare. Returns what to tell the user,
@@ -300,8 +306,7 @@ class Model:
             compile_blocks(module)
         if learns and self.config.gradient_checkpointing != "false":
             self.checkpointing = Checkpointing(module)  # around what is compiled: torch compiles nothing inside
-            if self.config.gradient_checkpointing == "auto" and self.device.type == "cuda":
-                self.checkpointing.measure()
+            self.start_checkpointing()
 
     def _from_pretrained(self, path: str, **loading: bool):
         from transformers import AutoConfig

@@ -150,7 +150,6 @@ class Checkpointing:
         self.forwards = {block: block.forward for block in _blocks(model, "--gradient-checkpointing")}
         self.last_block = next(reversed(self.forwards))  # of the language model: towers come first
         self.block_bytes = 0.0  # of what a block keeps for backward, per token; 0: not measured
-        self.start()
 
     def start(self) -> None:
         self.active = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import ray
 from pydantic import ValidationError
 
 from rlhf_utils import WeightSyncError
@@ -17,7 +19,7 @@ from ..errors import EngineError, RunError
 from ..images import Images
 from ..learning.rollout import Rollout
 from ..run.session import die_with_children
-from .options import EngineArguments, EngineSetting, llm_options, set_environment
+from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
 from .sampling import engine_prompt, rollouts_of, sampling_params
 
@@ -64,8 +66,8 @@ def logged_reason() -> str:
 
 
 class EngineActor:
-    """A Ray actor around vllm.AsyncLLM, many of whose methods run at the same time. It reserves no GPU: vLLM's workers
-    use bundles of its placement group."""
+    """A Ray actor around vllm.AsyncLLM, many of whose methods run at the same time. One worker computes in a child of
+    the actor; several are Ray's actors, in bundles of its placement group."""
 
     def __init__(self, number: int):
         self.request_ids, self.leaving = itertools.count(), False
@@ -74,6 +76,12 @@ class EngineActor:
         self.running, self.paused = 0, False  # requests in flight, and whether a sync holds them up
         self.idle = 0.0  # seconds since the last sync in which nothing was generated
         self.last_idle_share = 0.0
+
+    async def prepare(self) -> None:
+        """Import vLLM, which takes ten seconds: the run has yet to settle what to start."""
+        if not ray.get_gpu_ids():
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+        import vllm.v1.engine.async_llm  # noqa: F401
 
     async def start(
         self,
@@ -84,11 +92,12 @@ class EngineActor:
         bundles: list[int],
         before: int | None = None,
     ) -> int:
-        """Start the engine, whose workers use these `bundles` of its placement group, after the engine on the same GPUs
-        that has returned `before`. It sleeps at this level until the first sync. Returns the tokens that a prompt and
-        its completion may have."""
+        """Start the engine, whose workers use these `bundles` of its placement group. It sleeps at this level until the
+        first sync. `before` is what another engine has returned for which it was to wait. Returns the tokens that a
+        prompt and its completion may have."""
+        await self.prepare()
         options, environment = llm_options(args, model, setting, bundles)
-        set_environment(environment)
+        os.environ.update(environment)  # for the engine's processes
         if args.quantization and setting.extension:
             quantized, self.quantization = quantize_by_torchao(args.quantization)
             options = quantized | options

@@ -81,6 +81,12 @@ def seat(placement, bundle: int, workers: list[int] | None = None, **resources) 
     return Seat({"scheduling_strategy": strategy, "num_cpus": 0, **resources}, workers or [bundle])
 
 
+def engine_seat(placement, workers: list[int], gpu_share: float) -> Seat:
+    """The seat of an engine's actor, whose workers use these bundles. One worker computes in a child of the actor,
+    which gets this share of the GPU; several are Ray's own actors."""
+    return seat(placement, workers[0], workers, num_gpus=gpu_share if len(workers) == 1 else 0)
+
+
 class ActorGroup:
     """Ray actors of one class, one on each of these seats. The class is called with the actor's number."""
 

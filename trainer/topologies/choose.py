@@ -39,7 +39,7 @@ def choose_topology(args, task: Task, run: RunFolder, session: RaySession) -> To
     if name == "servers":
         task.refuse_images("servers get token ids alone")
     args.placement = replace(args.placement, topology=name)  # for --resume
-    topology = TOPOLOGIES[name](args, run, session)
+    topology = TOPOLOGIES[name](args, task, run, session)
     run.say(f"--topology {name}{reason}")
     run.say(topology.remark)
     return topology

@@ -224,6 +224,9 @@ class ServerPool:
         self.syncing: set[Replica] = set()
         self.return_seconds: list[float] = []  # from "answers again" to "serves again", since the last `metrics`
 
+    async def prepare(self) -> None:
+        """Servers import vLLM themselves."""
+
     async def start(
         self,
         model: str,
