@@ -20,7 +20,7 @@ from trainer.errors import EngineError, RunError
 from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts import engine
 from trainer.rollouts.engine import EngineActor, engine_start
-from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options, set_environment
+from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import rollouts_of, sampling_options
 from trainer.rollouts.teacher import TeacherActor
@@ -91,9 +91,10 @@ def test_run_whose_engine_cannot_start_says_why(script, tmp_path):
 def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
     from vllm.config import CompilationConfig, CUDAGraphMode
 
-    setting = EngineSetting("cuda")
+    setting = EngineSetting("cuda", sequences=40)
     options, _ = llm_options(args, "model", setting, [1])
     compilation = CompilationConfig(**options["compilation_config"])
+    assert compilation.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 24, 32, 40]
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     assert compilation.mode == 0
     assert not options["enforce_eager"]
@@ -105,15 +106,18 @@ def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
 
 def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
-    gpu = llm_options(args, "model", EngineSetting("cuda", gpu_share=0.5), [1, 2])[1]
+    setting = EngineSetting("cuda", gpu_share=0.5)
+    two, one = (llm_options(args, "model", setting, bundles)[1] for bundles in ([1, 2], [1]))
     cpu = llm_options(args, "model", EngineSetting("cpu"), [0])[1]
-    assert gpu == {"VLLM_RAY_BUNDLE_INDICES": "1,2", "VLLM_RAY_PER_WORKER_GPUS": "0.5"}
+    assert two == {"VLLM_RAY_BUNDLE_INDICES": "1,2", "VLLM_RAY_PER_WORKER_GPUS": "0.5"}
+    assert one == {}  # its worker is a process of the engine's own
     assert cpu.keys() == {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"}
     assert os.environ == {"CUDA_VISIBLE_DEVICES": ""}
-    set_environment(gpu)
-    assert os.environ == gpu  # an actor without GPUs of its own sees those of vLLM's workers
-    set_environment(gpu | {"CUDA_VISIBLE_DEVICES": "3"})
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    for own, seen in ([], {}), (["3"], {"CUDA_VISIBLE_DEVICES": "3"}):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "".join(own)
+        monkeypatch.setattr(engine.ray, "get_gpu_ids", lambda own=own: own)
+        asyncio.run(EngineActor(0).prepare())
+        assert os.environ == seen  # an actor without GPUs of its own sees those of vLLM's workers
 
 
 def spaced_tokenizer():
@@ -222,6 +226,7 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, 
     for name in llm_options(args, "model", EngineSetting("cpu"), [0])[1]:
         monkeypatch.setenv(name, "")  # so that what the engine sets goes again
     monkeypatch.setattr(engine, "die_with_children", lambda unless: None)  # this process is not an actor
+    monkeypatch.setattr(engine.ray, "get_gpu_ids", list)
 
     async def run():
         actor = TeacherActor(0)  # of the same weights, so it gives the sampled tokens the same log-probabilities
