@@ -536,6 +536,9 @@ def test_idle_shares_are_of_each_engine_and_of_all():
     ahead.engines.call = lambda phase, method: [0.25, 0.75]
     seconds = {"time/rollout": 1.0, "time/train": 2.0, "time/sync": 1.0}
     assert on_policy.idle_shares(seconds) == {}
+    on_servers = Ahead(max_staleness=1)
+    on_servers.engines.call = lambda phase, method: [None]  # they do not say
+    assert on_servers.idle_shares(seconds) == {"async/trainer_idle": 0.25}
     assert ahead.idle_shares(seconds) == {
         "async/engine_idle": 0.5,
         "async/engine_idle/0": 0.25,
