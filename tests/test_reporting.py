@@ -174,7 +174,7 @@ def test_a_step_is_saved_before_anything_is_said_about_it(name):
     _, loop = inspect.getsource(importlib.import_module(name).main).split("for step in")
     *before, after = loop.split('.call("saving", ')
     assert before and "run.log_step(" in after
-    assert not any(word in part for word in ("run.log_step(", "run.say(") for part in before)
+    assert not any(word in part for word in ("run.log_step(", "run.say(", "after_step(") for part in before)
 
 
 def test_samples_on_the_screen_are_cut_to_a_line_each(tmp_path, capsys):
