@@ -27,7 +27,7 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.teacher import score
 from trainer.run import actors
 from trainer.run import session as run_session
-from trainer.run.actors import ActorGroup, Seat, StepClock, measure, reserve, seat
+from trainer.run.actors import ActorGroup, Seat, StepClock, measure, memory_table, reserve, seat
 from trainer.run.arguments import RunArguments
 from trainer.run.session import RaySession, one_line
 from trainer.tasks.dataset import Row
@@ -416,3 +416,14 @@ def test_clock_has_seconds_and_memory_of_each_phase(monkeypatch):
             clock.end(phase)
         assert (clock.metrics["time/rollout"], clock.metrics["time/train"]) == (3.0, 2.0)
         assert [clock.metrics.get(f"memory/{phase}/trainer") for phase in ("rollout", "train")] == [shared and 1.0] * 2
+
+
+def test_memory_is_shown_in_a_table_of_phases_and_groups():
+    metrics = {"reward/mean": 0.5, "memory/gpu": 140.0, "time/rollout": 1.0}
+    for phase, sizes in (("load", (1.0, 2.25)), ("rollout", (30.0, 62.0))):
+        metrics |= {f"memory/{phase}/{group}": size for group, size in zip(("trainer", "engine"), sizes, strict=True)}
+    assert [line.split() for line in memory_table(metrics).splitlines()] == [
+        ["GB", "trainer", "engine"],
+        ["load", "1.0", "2.2"],
+        ["rollout", "30.0", "62.0"],
+    ]

@@ -6,6 +6,7 @@ engines, even where there is one of each. So the loop of a run is the same on on
 
 import inspect
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -313,3 +314,13 @@ def measure(session: RaySession, phase: str) -> dict[str, float]:
     if on_gpus:
         metrics["memory/gpu"] = min(memory["gpu"] for memory in on_gpus)
     return metrics
+
+
+def memory_table(metrics: dict[str, float]) -> str:
+    """What `measure` returned, which is among these metrics, as a table: a line for each phase."""
+    sizes = {tuple(name.split("/")[1:]): size for name, size in metrics.items() if re.match("memory/.*/", name)}
+    phases = list(dict.fromkeys(phase for phase, _ in sizes))
+    groups = list(dict.fromkeys(group for _, group in sizes))
+    lines = [f"  {'GB':10}" + "".join(f"  {group:>12}" for group in groups)]
+    lines += [f"  {phase:10}" + "".join(f"  {sizes[phase, group]:12.1f}" for group in groups) for phase in phases]
+    return "\n".join(lines)
