@@ -172,7 +172,7 @@ class Rollouts:
 
     def _phase(self, request: "_Request") -> str:
         """The phase to show. Raises TaskError if rewards have been computed for too long; they may never be done."""
-        rewarding = self.task.rewards.phase()
+        rewarding = self.task.rewards.phase() if self.rewarded else ""
         if any(self.in_flight.values()):
             return "evaluating" if request.evaluation else "generating"
         return rewarding
