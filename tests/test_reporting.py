@@ -138,7 +138,10 @@ def test_completions_of_ppo_have_no_advantage(tmp_path):
 def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys):
     args, now = arguments(tmp_path, "none"), [10.0]
     monkeypatch.setattr("trainer.run.folder.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainer.run.folder.time.time", lambda: now[0])
     with RunFolder(args.run, "test") as run:
+        run.last_started = 3.0
+        run.started("models")
         run.start_metrics(0, args)
         run.log_metrics(0, {"eval/reward": 0.25, "eval/pass@1": 0.25})
         now[0] += 3
@@ -149,7 +152,9 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys
             "OK: reward 0.500 -> 1.000 in 1 steps, 0.0200 s per sync (median), eval 0.250 -> 0.750"
         )
         run.draw()
-    before, line, *_ = capsys.readouterr().out.splitlines()
+    started, before, line, *_ = capsys.readouterr().out.splitlines()
+    assert started == "started in 7 s: models 7"
+    assert [row.get("time/start") for row in run.rows] == [7, None]
     assert before == "step 0/3  eval 0.250"
     assert line == (
         "step 1/3  reward 0.500  mismatch 1.0e-07  sync 0.0200 s  0.10 GB/s       3 tokens/s  eval 0.750  0:00:06 left"
@@ -165,7 +170,7 @@ def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys
         assert run.summary(batch(1.0, 0.0), 1e-7).startswith("OK: reward nan -> 0.500 in 1 steps")
         assert run.draw().exists()
     said = capsys.readouterr().out
-    assert said.startswith("step 1/3  mismatch 1.0e-07")
+    assert "\nstep 1/3  mismatch 1.0e-07" in said
     assert "\nstep 1: no completion has a reward, so nothing is learned\n" in said
 
 

@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import fakes
 import numpy as np
 import PIL.Image
 import pytest
 import torch
 import trl
 from conftest import arguments_of, code_of, cpu_only, metrics_of, task_of
+from fakes import Engines as FakeEngines
 from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
 from vllm.tool_parsers import ToolParser, ToolParserManager
@@ -146,7 +146,7 @@ def test_tokens_of_older_weights_and_of_tools_prove_nothing(model):
 PLACES = {}  # of requests in a run, by their seeds
 
 
-class Engines(fakes.Engines):
+class Engines(FakeEngines):
     """Stands for engines whose policy says `says(text, number)` after a prompt of this text, as tokens of its own."""
 
     def __init__(self, tokenizer, says, count=2, version=0):
