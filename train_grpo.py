@@ -101,10 +101,10 @@ def main(args: Arguments) -> None:
                 report = topology.sync(step)
                 clock.end("sync")
                 metrics |= clock.metrics | rollouts.idle_shares(clock.metrics)
-                metrics |= topology.after_step(step, metrics)
                 metrics |= evaluate(rollouts, step)
                 if run.saves(step):
                     topology.trainers.call("saving", Trainer.save, run.path)
+                metrics |= topology.after_step(step, metrics)
                 run.log_step(step, batch, report, metrics)
                 if args.engine.quantization and (run.saves(step) or step in (steps_done + 1, args.run.steps)):
                     # Adam's first update is as large as the learning rate. Later ones may be too small for a scale.

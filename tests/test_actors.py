@@ -20,12 +20,12 @@ import pytest
 import ray
 from conftest import ROOT, Script
 from ray import cloudpickle
-from trainer.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import EngineError, RunError, TaskError
 from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
+from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.teacher import score
 from trainer.run import actors
 from trainer.run import session as run_session
@@ -110,7 +110,7 @@ class Receiver(Actor):
 
 
 class Engines(Actor):
-    """Has the trainer send, as those of rlhf_serve.py."""
+    """Has the trainer send, as the pool of servers does."""
 
     async def take_weights(self, trainer) -> None:
         await trainer.sleep.remote(60)
@@ -249,11 +249,10 @@ def test_rollouts_are_fetched_once_and_a_death_ends_the_step(session, unpickled)
         seed=0,
         steps=2,
     )
-    args, config = AsyncArguments(max_staleness=0), GRPOConfig(group_size=2)
-    with RolloutsAhead(group(session, "engine", 2, Sampler), task, args, config, 0) as ahead:
-        assert len(ahead.take(1).rollouts) == len(unpickled) == 4
+    with Rollouts(group(session, "engine", 2, Sampler), task, GRPOConfig(group_size=2), 0) as rollouts:
+        assert len(rollouts.take(1).rollouts) == len(unpickled) == 4
         with pytest.raises(RunError, match=r"^the engine [01] died while generating$"):
-            ahead.take(2)
+            rollouts.take(2)
 
 
 def test_teachers_share_the_completions_and_one_that_dies_is_named(session):

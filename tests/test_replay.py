@@ -3,6 +3,7 @@
 pytest tests/test_replay.py
 """
 
+import asyncio
 import gc
 import sys
 from types import SimpleNamespace
@@ -277,12 +278,15 @@ def test_buffer_that_a_sync_brings_first_is_no_difference():
     weights, sync = model_tensors(1), Sync(WithBuffer)
     for engine in sync.engines:
         engine.model.load_weights(weights.items())
+
+    async def collective_rpc(method):
+        return [getattr(worker, method)() for worker in sync.workers]
+
     actor = EngineActor(0)
-    actor.llm = SimpleNamespace(collective_rpc=lambda method: [getattr(worker, method)() for worker in sync.workers])
-    actor.remember_weights()
-    actor.slept = True
+    actor.llm = SimpleNamespace(collective_rpc=collective_rpc)
+    actor.from_disk, actor.slept = asyncio.run(collective_rpc("weight_digests")), True  # as its `start` and `sleep` do
     sync(weights)
-    assert actor.serves_checkpoint()
+    assert asyncio.run(actor.serves_checkpoint())
 
 
 class BracketedEngine(EngineModel):

@@ -32,11 +32,11 @@ from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, TrainerState
 
-from rlhf import Arguments
+from train_grpo import Arguments
 from trainer.errors import TaskError
 from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
-from trainer.rollouts.engine import complete, resample
+from trainer.rollouts.rollouts import Rollouts
 from trainer.run.arguments import parse
 from trainer.tasks.dataset import Row
 from trainer.tasks.gsm8k import final_number
@@ -55,7 +55,7 @@ def load(tmp_path, monkeypatch):
 
     def load_from_flags(*flags, reward="trainer.tasks.uppercase:uppercase"):
         own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
-        monkeypatch.setattr(sys, "argv", ["rlhf.py", *map(str, flags), *own])
+        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, flags), *own])
         return task_of(parse(Arguments, "a test"))
 
     yield load_from_flags
@@ -1086,10 +1086,10 @@ def its_number(text, i):
 @pytest.mark.parametrize(
     ("rounds", "prompts", "asked", "differ"),
     [
-        (0, "a" * 12, {(4,)}, {0}),
-        (9, "?" * 12, {(4,)}, {4}),
-        (1, "a" * 12, {(4, 4)}, {0}),
-        (9, "a" * 12, {(4, 4, 4)}, {0}),  # then all have been tried
+        (0, "a" * 12, {4}, {0}),
+        (9, "?" * 12, {4}, {4}),
+        (1, "a" * 12, {8}, {0}),
+        (9, "a" * 12, {12}, {0}),  # then all have been tried
         (9, "a" * 10 + "??", None, {2}),
         (1, "aaaa????????", None, {3, 4}),  # one of the others may be equal as well
         (9, "aaaa????????", None, {4}),
@@ -1108,33 +1108,32 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     config = GRPOConfig(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        batch = task.rewards.compute(complete(engines, task, task.draw(step), config, step), step - 1, engines.session)
-        return resample(engines, task, batch, config, step)
+        return Rollouts(engines, task, config, step - 1).take(step)
 
     def content(batch):
         return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]
 
     def seeds_of(engine):
-        return [options["seed"] for _, sampling, _ in engine.calls[0] for options in sampling]
+        return [options["seed"] for call in engine.calls for options in call.sampling]
 
     seen, counts, seeds = set(), set(), []
     for step in range(1, 20):
-        engine = Engines(its_number)
+        engine = Engines(its_number, version=step - 1)
         batch = batch_of(engine, step)
         kept, first = [group.row for group in batch.groups], task.draw(step)
         assert len({row.columns["number"] for row in kept}) == 4
         assert all(new is old for new, old in zip(kept, first, strict=True) if old.prompt == "?")  # and in its place
         replaced = sum(new is not old for new, old in zip(kept, first, strict=True))
-        assert batch.metrics["dynamic_sampling/replaced"] == replaced
+        assert batch.metrics.get("dynamic_sampling/replaced", 0) == replaced
         assert batch.metrics["rewards/reward/mean"] == sum(sums(batch)) / 32
         assert batch.metrics["steps done"] == step - 1
-        seen.add(tuple(len(prompts) for prompts, *_ in engine.calls[0]))
+        seen.add(len(engine.calls))
         counts.add(sum(not group.is_equal for group in batch.groups))
         seeds += seeds_of(engine)
-        again = Engines(its_number)
+        again = Engines(its_number, version=step - 1)
         batch_of(again, step)
         assert seeds_of(again) == seeds_of(engine)
-        two = batch_of(Engines(its_number, its_number), step)
+        two = batch_of(Engines(its_number, its_number, version=step - 1), step)
         assert content(two) == content(batch)  # whatever was drawn before, and however many engines there are
     assert asked in (None, seen)
     assert counts == differ

@@ -201,11 +201,11 @@ class EngineActor:
         """Drop what was computed with the old weights. Unfinished completions compute their keys and values anew."""
         if not self.cached:
             return
+        self.cached = self.running > 0  # before the first await, in which requests may come and end
         if not await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
         await self.llm.reset_mm_cache()
         await self.llm.reset_encoder_cache()
-        self.cached = self.running > 0
 
     async def idle_share(self) -> float:
         """The share of the time between the last two syncs in which nothing was generated."""

@@ -335,9 +335,8 @@ class ServerPool:
     async def sleep(self, level: str) -> None:
         """Servers have their GPUs, and go on while the trainer learns."""
 
-    async def idle_share(self) -> float:
+    async def idle_share(self) -> None:
         """Not known of servers, which others may use as well."""
-        return 0.0
 
     async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         room = self.max_model_len - len(token_ids)  # of this run: a server may have more
