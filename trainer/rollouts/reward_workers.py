@@ -20,7 +20,7 @@ from ..run.session import RaySession
 from ..tasks.dataset import without_parts
 from ..tasks.environment import together
 from ..tasks.rewards import Batch, RewardCall, Rewards, reward_metrics
-from .engine import in_parts
+from .sampling import in_parts
 
 REWARD_MODEL = "reward_model"  # the name of its scores among the rewards
 
