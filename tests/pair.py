@@ -18,11 +18,11 @@ from engine_probe import gpu_memory
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-import rlhf
 from rlhf_utils import LoRAWeight, SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 from trainer.errors import MismatchError
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
 from trainer.learning.rollout import Rollout
+from trainer.topologies import link
 from weight_sync.lora import materialized
 from weight_sync.staging import TrainerMemory
 
@@ -36,7 +36,7 @@ PLAIN_WORKER = "plain_worker.PlainWorker"  # on a CPU, an engine with it replays
 DEFAULTS = {"dtype": DTYPE, "enforce_eager": True}  # of vLLM's options
 if DEVICE.type == "cpu":
     DEFAULTS["worker_cls"] = PLAIN_WORKER
-MAX_MISMATCH = rlhf.MAX_MISMATCH[DEVICE.type]
+MAX_MISMATCH = link.MAX_MISMATCH[DEVICE.type]
 # Bytes by which 200 syncs may let grow what is counted in pages or segments: 200 of the smallest weights of the
 # built-in model are more than 8 MiB of host memory, 200 times all of a worker's weights more than 32 MiB of a GPU.
 MAX_GROWTH = {"host": 8 << 20, "driver": 32 << 20}
