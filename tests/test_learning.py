@@ -884,7 +884,7 @@ def test_flags_that_need_others_are_taken_with_them(flags, tmp_path):
     assert (
         flags(train_grpo, "--resume", tmp_path, "--mismatch-correction", "tis").learner.importance_floor == 0.4
     )  # it cannot go
-    options = '{"max_num_seqs":5,"quantization":"fp8"}'
+    options = '{"max_num_seqs":5,"kv_cache_dtype":"fp8"}'
     assert flags(train_grpo, "--engine-args", options).engine.engine_args == options
 
 

@@ -124,10 +124,8 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
 
     topology = place()
     assert (topology.args.placement.engines, topology.args.engine.tensor_parallel_size) == (2, 2)
-    trainers, group = (
-        [Actor.options(**seat.options).remote() for seat in topology.trainer_seats],
-        group_of(topology.trainer_seats),
-    )
+    trainers = [Actor.options(**seat.options).remote() for seat in topology.trainer_seats]
+    group = group_of(topology.trainer_seats)
     # As vLLM's Ray executor places its workers.
     workers = [
         Actor.options(
@@ -477,10 +475,8 @@ def test_first_sync_says_whether_engines_had_the_weights():
     say_first_sync(run, report, engines)
     answers["serves_checkpoint"] = [True, False]
     say_first_sync(run, report, engines)
-    whole = (
-        "first sync: 3 tensors, 1.000 GB, {}bit for bit what the engines had loaded from disk; from now on by replay"
-    )
-    assert said == [whole.format(""), whole.format("not ")]
+    had, then = "bit for bit what the engines had loaded from disk", "from now on by replay"
+    assert said == [f"first sync: 3 tensors, 1.000 GB, {are}{had}; {then}" for are in ("", "not ")]
 
 
 TWO_EACH = [(0, 1), (2, 3)] * 2  # ranks beside the workers of four engines
