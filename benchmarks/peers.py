@@ -5,7 +5,7 @@ import math
 import torch
 
 from rlhf_utils import ColocateWorkerExtension, WorkerExtension
-from trainer.rollouts.quantization import FusedQuantization
+from trainer.rollouts.extensions import FusedQuantization
 from weight_sync.trace import plain_tensors
 
 

@@ -7,6 +7,7 @@
 Prints the size of a worker's weights, how many KV-cache blocks fit beside them, and the tokens per second of rollouts.
 """
 
+import asyncio
 import os
 import sys
 import time
@@ -16,12 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ray
-from shapes import BenchmarkArguments
+from shapes import BenchmarkArguments, BenchmarkEngineArguments
 
 from trainer.errors import RunError
-from trainer.flags import section
-from trainer.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment
-from trainer.rollouts.quantization import QuantizationArguments, quantize_by_torchao
+from trainer.flags import arg, section
+from trainer.rollouts.engine import EngineActor
+from trainer.rollouts.options import EngineSetting, llm_options, set_environment
+from trainer.rollouts.quantization import TORCHAO, quantize_by_torchao
+from trainer.rollouts.sampling import engine_prompt
 from trainer.run.actors import ActorGroup, Seat, reserve, seat
 from trainer.run.arguments import parse
 from trainer.run.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
@@ -38,41 +41,50 @@ class Arguments:
     """What to measure."""
 
     run: BenchmarkArguments = section(BenchmarkArguments)
-    engine: EngineArguments = section(EngineArguments)
-    quantization: QuantizationArguments = section(QuantizationArguments)
+    engine: BenchmarkEngineArguments = section(
+        BenchmarkEngineArguments,
+        tensor_parallel_size=arg(2, help="GPUs that the engine is spread over (CPU: groups of cores)"),
+        gpu_memory_utilization=arg(0.8, help="fraction of each of its GPUs' memory that the engine takes"),
+        quantization=TORCHAO,
+    )
 
 
 class Engine(EngineActor):
-    """A Ray actor around a vllm.LLM, in bf16 or quantized."""
+    """A Ray actor around vllm.AsyncLLM, in bf16 or quantized."""
 
-    def start(self, model: str, args: Arguments, device: str, bundles: list[int], quantized: bool) -> tuple[str, str]:
+    async def start(
+        self, model: str, args: Arguments, device: str, bundles: list[int], quantized: bool
+    ) -> tuple[str, str]:
         """Start the engine. Returns whether it is compiled and has CUDA graphs, and the name of the quantization."""
         extension = "QuantizedPeerExtension" if quantized else "PeerExtension"
         options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
-        options, environment = llm_options(args.engine, device, bundles, **options)
+        options, environment = llm_options(args.engine, model, EngineSetting(device, options=options), bundles)
         set_environment(environment)  # the next line imports vLLM
-        torchao_options, quantization = (
-            quantize_by_torchao(args.quantization.quantization_config) if quantized else ({}, "")
-        )
-        self.load(model, torchao_options | options, environment)
-        compilation = self.llm.llm_engine.vllm_config.compilation_config
+        torchao_options, quantization = quantize_by_torchao(args.engine.quantization) if quantized else ({}, "")
+        await self.load(model, torchao_options | options)
+        compilation = self.llm.vllm_config.compilation_config
         compiled = "compiled, " if compilation.mode else ""
         return f"{compiled}CUDA graphs {compilation.cudagraph_mode.name}", quantization
 
-    def measure(self, prompts: list[str], completions: int, tokens: int, rounds: int) -> tuple[int, int, int, float]:
+    async def measure(
+        self, prompts: list[str], completions: int, tokens: int, rounds: int
+    ) -> tuple[int, int, int, float]:
         """Bytes of a worker's weights, KV-cache blocks, tokens in a block, and tokens per second of rollouts."""
-        from vllm import SamplingParams
+        options = {"n": completions, "max_tokens": tokens, "ignore_eos": True, "seed": 0}
+        options |= {"logprobs": 0, "detokenize": False}  # as rollouts
+        tokenizer = self.llm.get_tokenizer()
+        inputs = [engine_prompt(tokenizer.encode(prompt), None) for prompt in prompts]
 
-        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}  # as in `trainer.rollouts.engine`
-        params = SamplingParams(n=completions, max_tokens=tokens, ignore_eos=True, seed=0, **options)
-        self.llm.generate(prompts, params, use_tqdm=False)  # warms up
-        count, started = 0, time.perf_counter()
-        for _ in range(rounds):
-            requests = self.llm.generate(prompts, params, use_tqdm=False)
-            count += sum(len(output.token_ids) for request in requests for output in request.outputs)
+        async def generate() -> int:
+            requests = await asyncio.gather(*(self.generate(prompt, options) for prompt in inputs))
+            return sum(len(output.token_ids) for request in requests for output in request.outputs)
+
+        await generate()  # warms up
+        started = time.perf_counter()
+        count = sum([await generate() for _ in range(rounds)])
         speed = count / (time.perf_counter() - started)
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        return max(self.llm.collective_rpc("weight_bytes")), cache.num_gpu_blocks, cache.block_size, speed
+        cache = self.llm.vllm_config.cache_config
+        return max(await self.llm.collective_rpc("weight_bytes")), cache.num_gpu_blocks, cache.block_size, speed
 
 
 def place(tensor_parallel_size: int) -> tuple[str, Seat]:

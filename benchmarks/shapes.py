@@ -3,6 +3,7 @@
 import subprocess
 from dataclasses import dataclass, field
 
+from trainer.rollouts.options import EngineArguments
 from trainer.run.arguments import RunArguments
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
@@ -68,6 +69,13 @@ class BenchmarkArguments(RunArguments):
     save_every: int = field(default=0, init=False)
     report_to: list[str] = field(default_factory=list, init=False)
     resume: None = field(default=None, init=False)
+
+
+@dataclass
+class BenchmarkEngineArguments(EngineArguments):
+    """An engine whose log-probabilities nobody compares, so this is no flag."""
+
+    exact: str = field(default="off", init=False)
 
 
 def device_kind() -> str:

@@ -4,21 +4,21 @@
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 \
         --options '--offload-optimizer --sleep weights'
     python benchmarks/step.py --shape qwen2.5-7b --prompts 8 --tokens 1024 --lora-rank 32
-    python benchmarks/step.py --topology nccl --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 1024 \
+    python benchmarks/step.py --topology separate --shape qwen2.5-0.5b --prompt-tokens 128 --tokens 1024 \
         --mean-tokens 256 --steps 10                 # 2 GPUs
     python benchmarks/step.py --trainers 2 --engines 2 --prompts 32       # 2 GPUs, shared by trainers and engines
-    python benchmarks/step.py --topology nccl --trainers 2 --engines 2    # 4 GPUs
-    python benchmarks/step.py --topology nccl --tensor-parallel-size 2 --ways rlhf.py exact    # 3 GPUs
+    python benchmarks/step.py --topology separate --trainers 2 --engines 2    # 4 GPUs
+    python benchmarks/step.py --topology separate --tensor-parallel-size 2 --ways ours exact    # 3 GPUs
     python benchmarks/step.py --shape qwen2.5-vl-3b --prompt-tokens 128 --tokens 512 --ways ours exact
     python benchmarks/step.py --shape qwen2.5-vl-3b --prompt-tokens 64 --image-side 448 --ways ours TRL
     python benchmarks/step.py                        # no GPU: a small shape; TRL generates with transformers
 
-Runs rlhf_colocate.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours"). On
-a GPU, runs it again with `--exact on` ("exact"), and prints what the steps have proven, and with learner and engine
+Runs train_grpo.py as a user does, with its defaults but for vLLM's share of the GPU and `--exact off` ("ours"). On a
+GPU, runs it again with `--exact on` ("exact"), and prints what the steps have proven, and with learner and engine
 compiled ("compiled"). If trl is installed, runs TRL's GRPOTrainer ("TRL"), a rank with an engine of its own on each
-GPU. With `--topology nccl`, runs rlhf.py and rlhf_async.py with `--exact off` instead, each trainer rank and each
-engine worker on a GPU of its own, and on GPUs also rlhf.py with `--exact on` ("exact") and TRL's server mode ("TRL"):
-the ranks on the first GPUs, and on the others one `trl vllm-serve`, with an engine for each of its data-parallel ranks.
+GPU. With `--topology separate`, each trainer rank and each engine worker has a GPU of its own. Then there is no
+"compiled", but a run with `--max-staleness 2` ("async"), and "TRL" is TRL's server mode: the ranks on the first GPUs,
+and on the others one `trl vllm-serve`, with an engine for each of its data-parallel ranks.
 
 All ways get the same model, prompts, reward and batch. The model has random weights. It cannot sample its tokenizer's
 end token, so every completion has all its tokens. With `--mean-tokens M`, one in M tokens of the vocabulary ends a
@@ -31,8 +31,8 @@ a step's tokens over that of its time. TRL is told to use no gradient checkpoint
 completions at a time, and which share of the GPU is vLLM's. All else are its defaults: its weights are fp32 and it
 computes in bf16, as we do. Its parts are timed from outside, and each ends when the GPU has done its work.
 
-With `--topology nccl`, the table also has the shares of a step in which the engine and the trainer are idle. In
-rlhf.py and TRL, the engine is idle in all parts but the rollout, and the trainer in the rollout. rlhf_async.py logs its
+With `--topology separate`, the table also has the shares of a step in which the engine and the trainer are idle. They
+wait for each other: the engine is idle in all parts but the rollout, and the trainer in the rollout. "async" logs its
 shares itself; its "rollout" is the time that the trainer waits for rollouts.
 
 MFU is the share of the bf16 peak (PEAK_FLOPS) of all trainers' GPUs that the arithmetic of learning takes, without any
@@ -78,7 +78,7 @@ from trainer.tasks.colour import TEMPLATE  # noqa: E402
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors
 COMPILED = ["--compile", "--engine-args", '{"compilation_config": {}}']
-TOPOLOGIES = ("ipc", "nccl")
+TOPOLOGIES = ("shared", "separate")
 SHAPES = SHAPES | MULTIMODAL
 
 
@@ -87,13 +87,13 @@ class Arguments:
     """The workload."""
 
     topology: Literal[TOPOLOGIES] = arg(
-        "ipc", help="trainers and engines on the same GPUs (ipc; CPU: shared memory), or on others (nccl; CPU: gloo)"
+        "shared", help="trainers and engines on the same GPUs (CPU: shared memory), or on others (NCCL; CPU: gloo)"
     )
     trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU")
-    engines: Annotated[int, Ge(1)] = arg(1, help="engines; with --topology ipc, they take the trainers' GPUs")
+    engines: Annotated[int, Ge(1)] = arg(1, help="engines; with --topology shared, they take the trainers' GPUs")
     tensor_parallel_size: Annotated[int, Ge(1)] = arg(1, help="GPUs of an engine")
     ways: list[str] | None = arg(
-        None, help="what to time (default: all; ipc: ours exact compiled TRL; nccl: rlhf.py exact rlhf_async.py TRL)"
+        None, help="what to time (default: all; shared: ours exact compiled TRL; separate: ours exact async TRL)"
     )
     shape: Literal[tuple(SHAPES)] = arg("tiny", help="shape of the model")
     prompts: Annotated[int, Ge(1)] = arg(16, help="prompts in a step")
@@ -183,7 +183,7 @@ def choose_gpus(args: Arguments) -> str:
     """The first GPUs that are visible, as many as the topology takes. Raises RunError if there are fewer."""
     import torch
 
-    wanted = args.trainers + (args.engines * args.tensor_parallel_size if args.topology == "nccl" else 0)
+    wanted = args.trainers + (args.engines * args.tensor_parallel_size if args.topology == "separate" else 0)
     available = torch.cuda.device_count()
     if available < wanted:
         raise RunError(f"--topology {args.topology} takes {wanted} GPUs, and there are {available}")
@@ -246,19 +246,18 @@ def resident_memory(pid: int) -> float:
     return total / 1e9
 
 
-def our_step(
-    folder: Path, args: Arguments, gpus: str, script: str, script_flags: Sequence[str] = ()
-) -> tuple[list[dict], float]:
-    """Run a script. Returns its steps but the first, with seconds by part, tokens and idle shares, and the peak of
-    memory."""
+def our_step(folder: Path, args: Arguments, gpus: str, more: Sequence[str]) -> tuple[list[dict], float]:
+    """Run train_grpo.py with `more` flags. Returns its steps but the first, with seconds by part, tokens and idle
+    shares, and the peak of memory."""
     model = folder.parent / "model"
     flags = {"model": model, "dataset": model / "prompts.jsonl", "prompts-per-step": args.prompts, "steps": args.steps}
     flags |= {"group-size": args.completions, "max-tokens": args.tokens, "reward": "step_trl:reward", "save-every": 0}
     flags |= {"tensor-parallel-size": args.tensor_parallel_size, "gpu-memory-utilization": args.gpu_memory_utilization}
-    flags |= {"engines": args.engines} | ({"trainers": args.trainers} if args.topology == "nccl" else {})
+    flags |= {"topology": args.topology, "engines": args.engines}
+    flags |= {"trainers": args.trainers} if args.topology == "separate" else {}
     flags |= {"lora-rank": args.lora_rank} if args.lora_rank else {}
     options = [f"--{name}={value}" for name, value in flags.items()]
-    command = [str(ROOT / script), *options, "--output", "run", *shlex.split(args.options), *script_flags]
+    command = [str(ROOT / "train_grpo.py"), *options, "--output", "run", *shlex.split(args.options), *more]
     peak = run_way(folder, command, gpus)
     steps = []
     for row in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
@@ -266,7 +265,7 @@ def our_step(
         step |= {"sync": row.get("time/sleep", 0.0) + row["time/sync"]}
         step |= {"mismatch": row["logprobs/mismatch"], "different_tokens": row.get("logprobs/different_tokens", 0)}
         step |= {"tokens": step_tokens(folder.name, row["completions/mean_length"], args)}
-        if args.topology == "nccl":
+        if args.topology == "separate":
             step |= idle_shares(step, row)
         steps.append(step)
     return steps[1:], peak
@@ -299,7 +298,7 @@ def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], floa
     result = json.loads((folder / "steps.json").read_text())
     for step, length in zip(result["steps"], result["lengths"], strict=True):
         step["tokens"] = step_tokens(folder.name, length, args)
-        if args.topology == "nccl":
+        if args.topology == "separate":
             step.update(idle_shares(step, logged={}))
     return result["steps"][1:], peak
 
@@ -313,18 +312,15 @@ def step_tokens(way: str, length: float, args: Arguments) -> float:
 
 def choose_ways(args: Arguments, gpus: str) -> dict[str, Callable[[Path], tuple[list[dict], float]]]:
     """The ways to time, by name: functions that take a folder. Raises RunError if --ways has another name."""
-    run = partial(our_step, args=args, gpus=gpus)
-    if args.topology == "nccl":
-        off = {"script_flags": ["--exact", "off"]}
-        ways = {script: partial(run, script=script, **off) for script in ("rlhf.py", "rlhf_async.py")}
-        if gpus:
-            ways["exact"] = partial(run, script="rlhf.py", script_flags=["--exact", "on"])
-    else:
-        ways = {"ours": partial(run, script="rlhf_colocate.py", script_flags=["--exact", "off"])}
-        if gpus:
-            ways["exact"] = partial(run, script="rlhf_colocate.py", script_flags=["--exact", "on"])
-            ways["compiled"] = partial(run, script="rlhf_colocate.py", script_flags=COMPILED)
-    if importlib.util.find_spec("trl") and (gpus or args.topology == "ipc"):  # TRL's server takes weights by NCCL
+    flags = {"ours": ["--exact", "off"]}
+    if args.topology == "separate":
+        flags["async"] = ["--exact", "off", "--max-staleness", "2"]
+    if gpus:
+        flags["exact"] = ["--exact", "on"]
+    if gpus and args.topology == "shared":
+        flags["compiled"] = COMPILED
+    ways = {way: partial(our_step, args=args, gpus=gpus, more=more) for way, more in flags.items()}
+    if importlib.util.find_spec("trl") and (gpus or args.topology == "shared"):  # TRL's server takes weights by NCCL
         ways["TRL"] = partial(trl_step, args=args, gpus=gpus)
     if unknown := [name for name in args.ways or () if name not in ways]:
         raise RunError(f"--ways: there is no {unknown[0]} here, but {', '.join(ways)}")
@@ -341,12 +337,13 @@ def summary(way: str, steps: list[dict], peak: float, flops: float | None, peak_
 
 
 def over_bound(rows: list[dict]) -> float | None:
-    """rlhf_async.py's step over the longer of generating alone and learning + sync alone, if both ways were timed."""
+    """The step of "async" over the longer of generating alone and learning + sync alone, if "ours" was timed as
+    well."""
     medians = {row["way"]: row for row in rows}
-    if not medians.keys() >= {"rlhf.py", "rlhf_async.py"}:
+    if not medians.keys() >= {"ours", "async"}:
         return None
-    alone = medians["rlhf.py"]
-    return medians["rlhf_async.py"]["whole"] / max(alone["rollout"], alone["learn"] + alone["sync"])
+    alone = medians["ours"]
+    return medians["async"]["whole"] / max(alone["rollout"], alone["learn"] + alone["sync"])
 
 
 def main(args: Arguments) -> None:
@@ -354,8 +351,8 @@ def main(args: Arguments) -> None:
         raise RunError(f"--mean-tokens {args.mean_tokens} is not below --tokens {args.tokens}")
     if args.image_side and args.shape not in MULTIMODAL:
         raise RunError(f"--image-side is for the shapes {', '.join(MULTIMODAL)}")
-    if args.topology == "ipc" and args.trainers != args.engines * args.tensor_parallel_size:
-        raise RunError("--topology ipc takes as many --trainers as the engines have workers")
+    if args.topology == "shared" and args.trainers != args.engines * args.tensor_parallel_size:
+        raise RunError("--topology shared takes as many --trainers as the engines have workers")
     device = device_kind()
     gpus = "" if device == "CPU" else choose_gpus(args)
     ways, flops = choose_ways(args, gpus), None if args.mean_tokens or args.image_side else learning_flops(args)
@@ -376,7 +373,7 @@ def main(args: Arguments) -> None:
         f"{f' and an image of {args.image_side} x {args.image_side}' if args.image_side else ''}"
         f" x {args.completions} completions of {length}, {devices}"
     )
-    idle = f"{'engine idle':>13}{'trainer idle':>14}" if args.topology == "nccl" else ""
+    idle = f"{'engine idle':>13}{'trainer idle':>14}" if args.topology == "separate" else ""
     print(
         f"{title}\n{'':15}{'rollout':>10}{'learn':>10}{'sync':>10}{'rest':>10}{'step':>10}"
         f"{'tokens/s':>12}{'MFU':>8}{'memory':>10}{idle}"
@@ -400,8 +397,7 @@ def main(args: Arguments) -> None:
     results = {"device": device, "workload": workload, "learning_flops": flops, "ways": rows, "failed": failed}
     if ratio := over_bound(rows):
         results["async_over_bound"] = ratio
-        longer = "the longer of generating alone and learning + sync alone (rlhf.py's)"
-        print(f"rlhf_async.py's step is {ratio:.2f} times {longer}")
+        print(f"async: a step is {ratio:.2f} times the longer of generating alone and learning + sync alone (ours)")
     (folder / "step.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(rows[::-1], title, folder / "step.png")
     print(f"OK: {folder}/step.png")

@@ -84,7 +84,7 @@ def main(workload: dict) -> None:
         bf16=gpu,
         use_cpu=not gpu,
         use_vllm=gpu,
-        vllm_mode="server" if workload["topology"] == "nccl" else "colocate",
+        vllm_mode="server" if workload["topology"] == "separate" else "colocate",
         vllm_gpu_memory_utilization=workload["gpu_memory_utilization"],
         # A model with random weights samples image tokens, and TRL stops at one. Without vLLM, it bars them itself.
         generation_kwargs={"logit_bias": {token: -100.0}} if gpu and token else None,

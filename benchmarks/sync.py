@@ -4,7 +4,7 @@
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU, which trainer and engine share
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc --trainers 4 --tensor-parallel-size 1   # 4 such GPUs
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
-    python benchmarks/sync.py --shape qwen2.5-7b --quantized                 # into an engine that torchao quantizes
+    python benchmarks/sync.py --shape qwen2.5-7b --quantization torchao      # into an engine that torchao quantizes
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc --lora-rank 32    # adapters, which arrive merged
     python benchmarks/sync.py --shape qwen2.5-7b --trainers 4 --engines 2    # 8 GPUs: FSDP2 shards -> 2 x TP=2, NCCL
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
@@ -14,11 +14,11 @@ benchmark overwrites the engine's weights. After the rounds of a way, the weight
 reload.
 
 A time is the median of the rounds after the first two, from the end of learning until the engine may generate: it
-begins with naming the trainer's tensors, and ends when both sides' calls have returned. It is rlhf.py's `time/sync`
-without its check of what arrived. With our way, the prefix cache was reset before, and the workers wait already, as
-while rlhf.py's trainer learns. rlhf_colocate.py calls its workers in the sync, which takes longer. The
-output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With vLLM's
-native engine, which is timed on GPUs, the last call resets the prefix cache. There, the engine has captured CUDA
+begins with naming the trainer's tensors, and ends when both sides' calls have returned. It is train_grpo.py's
+`time/sync` without its check of what arrived. With our way, the prefix cache was reset before, as it is while
+train_grpo.py's trainer learns, and the workers wait already; train_grpo.py calls them in the sync, which takes longer.
+The output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With
+vLLM's native engine, which is timed on GPUs, the last call resets the prefix cache. There, the engine has captured CUDA
 graphs, as in the scripts, unless --enforce-eager is given.
 
 With several trainers or engines, or with adapters, vLLM's engine does not apply: only the ceiling and ours are timed.
@@ -50,11 +50,9 @@ import ray  # noqa: E402 - the project's modules are found by the line above
 import torch  # noqa: E402
 from annotated_types import Ge  # noqa: E402
 from peers import AllocationPeak  # noqa: E402
-from shapes import SHAPES, BenchmarkArguments, device_kind  # noqa: E402
+from shapes import SHAPES, BenchmarkArguments, BenchmarkEngineArguments, device_kind  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from rlhf import place  # noqa: E402
-from rlhf_colocate import GPU_SHARE  # noqa: E402
 from rlhf_utils import (  # noqa: E402
     SharedMemoryChannel,
     SyncReport,
@@ -67,12 +65,16 @@ from trainer.flags import arg, flat, section  # noqa: E402
 from trainer.learning.lora import LoRAArguments, adapter_parameters, add_adapters  # noqa: E402
 from trainer.learning.named_tensors import NamedTensors  # noqa: E402
 from trainer.learning.sharding import join_ranks  # noqa: E402
-from trainer.rollouts.engine import EngineActor, EngineArguments, llm_options, set_environment  # noqa: E402
+from trainer.rollouts.engine import EngineActor  # noqa: E402
+from trainer.rollouts.options import EngineSetting, llm_options, set_environment  # noqa: E402
 from trainer.rollouts.quantization import quantize_by_torchao  # noqa: E402
 from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
 from trainer.run.arguments import parse  # noqa: E402
 from trainer.run.folder import RunFolder  # noqa: E402
 from trainer.run.session import RaySession, run_main  # noqa: E402
+from trainer.topologies.base import TopologyArguments  # noqa: E402
+from trainer.topologies.separate import Separate  # noqa: E402
+from trainer.topologies.shared import GPU_SHARE  # noqa: E402
 
 CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
 TOPOLOGIES = {
@@ -96,8 +98,9 @@ class Arguments:
 
     run: SyncRunArguments = section(SyncRunArguments)
     # The KV cache has a fixed size, so vLLM only checks that this share of the GPU is free when it starts.
-    engine: EngineArguments = section(
-        EngineArguments,
+    engine: BenchmarkEngineArguments = section(
+        BenchmarkEngineArguments,
+        tensor_parallel_size=arg(2, help="GPUs that each engine is spread over (CPU: groups of cores)"),
         gpu_memory_utilization=arg(0.1, help="share of the GPU that must be free when the engine starts"),
         max_model_len=arg(256, help="tokens of a sequence (the engine generates none)"),
     )
@@ -109,64 +112,63 @@ class Arguments:
         " there are engines for all GPUs of the trainers)",
     )
     trainer_dtype: Literal["bfloat16", "float32"] = arg("bfloat16", help="dtype of the weights that are sent")
-    quantized: bool = arg(False, help="have torchao quantize the engine's weights to FP8 (CPU: int8)")
     lora_rank: Annotated[int | None, Ge(1)] = arg(None, help="rank of adapters on all linear layers")
     rounds: Annotated[int, Ge(1)] = arg(6, help="rounds of each way")
 
 
 class BenchEngine(EngineActor):
-    """A Ray actor around a vllm.LLM whose workers support every way."""
+    """A Ray actor around vllm.AsyncLLM, whose workers support every way."""
 
-    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> str:
+    async def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> str:
         """Start the engine. Returns the kind of its CUDA graphs."""
-        ipc = args.topology == "ipc"
+        ipc, quantization = args.topology == "ipc", args.engine.quantization
         options = {"skip_tokenizer_init": True, "load_format": "dummy"}
-        extension = f"{'Quantized' if args.quantized else ''}{'Colocate' if ipc else ''}PeerExtension"
+        extension = f"{'Quantized' if quantization else ''}{'Colocate' if ipc else ''}PeerExtension"
         options |= {"worker_extension_cls": f"peers.{extension}"}
         # The engine generates nothing, so it gets little memory beyond the weights, whatever is free.
         options |= {"kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-        options |= {"dtype": "bfloat16"} if args.quantized else {}
+        options |= {"dtype": "bfloat16"} if quantization else {}
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
-        options, environment = llm_options(args.engine, device, bundles, args.actors.engines, **options)
-        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE if ipc else 1)
+        setting = EngineSetting(device, None, args.actors.engines, GPU_SHARE if ipc else 1, options)
+        options, environment = llm_options(args.engine, model, setting, bundles)
         if ipc and device == "cuda" and len(bundles) == 1:  # this actor has a share of the GPU, and runs the worker
             environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
             options["distributed_executor_backend"] = "uni"
         set_environment(environment)  # the next line imports vLLM
-        torchao_options = quantize_by_torchao(None)[0] if args.quantized else {}
-        self.load(model, torchao_options | options, environment)
-        return self.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+        torchao_options = quantize_by_torchao(quantization)[0] if quantization else {}
+        await self.load(model, torchao_options | options)
+        return self.llm.vllm_config.compilation_config.cudagraph_mode.name
 
-    def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
-        self.rpc("init_weight_update_group", address, port, rank_offset, world_size)
+    async def rpc(self, method: str, *args) -> list:
+        return await self.llm.collective_rpc(method, args=args)
 
-    def rpc(self, method: str, *args) -> list:
-        return self.llm.collective_rpc(method, args=args)
+    async def reset_caches(self) -> None:
+        await self.llm.reset_prefix_cache()
 
-    def receive_weights(self, *handles) -> float:
+    async def receive_weights(self, *handles) -> float:
         """Returns when the call has returned, by time.monotonic(), which all processes of a machine share."""
-        self.reset_caches()
-        results, returned = self.rpc("receive_weights", *handles), time.monotonic()
+        await self.reset_caches()
+        results, returned = await self.rpc("receive_weights", *handles), time.monotonic()
         for result in results:
             if "error" in result:
                 raise WeightSyncError(result["error"])
-        if not all(self.rpc("check_weights_changed")):
+        if not all(await self.rpc("check_weights_changed")):
             raise WeightSyncError("the engine does not serve what was sent")
         return returned
 
     # vLLM's own weight transfer calls these methods.
-    def init_weight_transfer_engine(self, request) -> None:
-        self.llm.init_weight_transfer_engine(request)
+    async def init_weight_transfer_engine(self, request) -> None:
+        await self.llm.init_weight_transfer_engine(request)
 
-    def start_weight_update(self) -> None:
-        self.llm.start_weight_update()
+    async def start_weight_update(self) -> None:
+        await self.llm.start_weight_update()
 
-    def update_weights(self, request) -> None:
-        self.llm.update_weights(request)
+    async def update_weights(self, request) -> None:
+        await self.llm.update_weights(request)
 
-    def finish_weight_update(self, *args, **kwargs) -> None:
-        self.llm.finish_weight_update(*args, **kwargs)
+    async def finish_weight_update(self, *args, **kwargs) -> None:
+        await self.llm.finish_weight_update(*args, **kwargs)
 
 
 class Watched:
@@ -325,8 +327,15 @@ class BenchTrainer:
             torch.cuda.synchronize()
 
 
+def place_apart(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
+    """Place trainer ranks and workers on GPUs of their own. Returns the device, and the seats of ranks and engines."""
+    placement = TopologyArguments(trainers=args.actors.trainers, engines=args.actors.engines)
+    topology = Separate(SimpleNamespace(engine=args.engine, placement=placement), None, None)
+    return topology.device, topology.trainer_seats, topology.engine_seats
+
+
 def place_together(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
-    """Place each trainer rank beside a worker. Returns what `rlhf.place` does, without a remark."""
+    """As `place_apart`, with each trainer rank beside a worker."""
     device = "cuda" if ray.cluster_resources().get("GPU", 0) else "cpu"
     share, tp = {"num_gpus": GPU_SHARE if device == "cuda" else 0}, args.engine.tensor_parallel_size
     placement = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.actors.trainers, "PACK")
@@ -342,10 +351,7 @@ class Bench:
     def __init__(self, run: RunFolder, session: RaySession, args: Arguments):
         self.run, self.args, self.rows = run, args, []
         self.ipc = args.topology == "ipc"
-        if self.ipc:
-            device, trainer_seats, engine_seats = place_together(args)
-        else:
-            device, _, trainer_seats, engine_seats = place(args)
+        device, trainer_seats, engine_seats = (place_together if self.ipc else place_apart)(args)
         self.gpu = device == "cuda"
         model = run.path / "model"
         model.mkdir(exist_ok=True)
@@ -460,7 +466,7 @@ def main(args: Arguments) -> None:
 def finish(run: RunFolder, args: Arguments, rows: list[dict], nbytes: int) -> None:
     """Write the results. Raises RunError if a way did not leave the weights that a reload does."""
     results = {"shape": args.shape, "device": device_kind(), "nbytes": nbytes, "ways": rows}
-    settings = "topology quantized lora_rank trainer_dtype tensor_parallel_size trainers engines"
+    settings = "topology quantization lora_rank trainer_dtype tensor_parallel_size trainers engines"
     results |= {name: flat(args)[name] for name in settings.split()}
     (run.path / "sync.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results, run.path / "sync.png")

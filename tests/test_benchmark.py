@@ -3,6 +3,7 @@
 pytest tests/test_benchmark.py
 """
 
+import asyncio
 import json
 import os
 import threading
@@ -16,7 +17,7 @@ import pytest
 import ray
 import torch
 from conftest import ROOT, arguments_of, cpu_only
-from pair import CORE_IN_PROCESS, gpus
+from pair import gpus
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import RunError
@@ -49,8 +50,8 @@ def assert_every_way_is_exact(run, expected):
 @pytest.mark.parametrize(("topology", "quantized"), [("nccl", True), ("ipc", False)])
 @pytest.mark.long
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
-    arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantized"] * quantized
-    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish()
+    arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantization", "torchao"] * quantized
+    text = script("benchmarks/sync.py", *arguments).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert_every_way_is_exact(tmp_path / "run", [CEILINGS[topology], "ours, reload", "ours, default"])
 
@@ -69,15 +70,25 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
     assert_every_way_is_exact(tmp_path / "run", [CEILINGS[topology], *NATIVE, "ours, reload", "ours, replay"])
 
 
-@pytest.mark.parametrize(("topology", "seen"), [("nccl", None), ("ipc", "3")])
-def test_engine_beside_the_trainer_keeps_rays_gpu(sync, monkeypatch, topology, seen):
+@pytest.mark.parametrize(
+    ("topology", "seen", "extension", "share"),
+    [("nccl", None, "PeerExtension", 1.0), ("ipc", "3", "ColocatePeerExtension", 0.4)],
+)
+def test_engine_beside_the_trainer_keeps_rays_gpu(sync, monkeypatch, topology, seen, extension, share):
     found = []
     engine = sync.BenchEngine(0)
-    engine.load, engine.llm = lambda *_: found.append(os.environ.get("CUDA_VISIBLE_DEVICES")), MagicMock()
+
+    async def load(model, options):
+        share = os.environ["VLLM_RAY_PER_WORKER_GPUS"]
+        found.append((os.environ.get("CUDA_VISIBLE_DEVICES"), options["worker_extension_cls"], float(share)))
+
+    engine.load, engine.llm = load, MagicMock()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    monkeypatch.setenv("VLLM_RAY_BUNDLE_INDICES", "")
-    engine.start("model", arguments_of(sync, topology=topology, tensor_parallel_size=1), "cuda", [1])
-    assert found == [seen]
+    for name in ("VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS"):
+        monkeypatch.setenv(name, "")
+    args = arguments_of(sync, topology=topology, tensor_parallel_size=1)
+    asyncio.run(engine.start("model", args, "cuda", [1]))
+    assert found == [(seen, f"peers.{extension}", share)]
 
 
 def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monkeypatch):
@@ -138,7 +149,7 @@ def step(monkeypatch):
 def test_whole_step_is_timed_beside_trls(script, tmp_path, images):
     flags = {"--prompts": 2, "--completions": 4, "--tokens": 8, "--prompt-tokens": 8, "--steps": 3, "--trl-batch": 4}
     arguments = [text for flag in (flags | images).items() for text in flag]
-    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish()
+    text = script("benchmarks/step.py", *arguments, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     results = json.loads((tmp_path / "run" / "step.json").read_text())
     assert results["failed"] == {}
@@ -158,7 +169,7 @@ def test_whole_step_is_timed_beside_trls(script, tmp_path, images):
 @pytest.mark.long
 def test_several_ranks_feed_several_engines_beside_their_ceiling(script, tmp_path):
     arguments = "--trainers", 2, "--engines", 2, "--tensor-parallel-size", 1, "--rounds", 2, "--output", "run"
-    text = script("benchmarks/sync.py", *arguments, **CORE_IN_PROCESS).finish()
+    text = script("benchmarks/sync.py", *arguments).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "2 trainer -> 2 x TP=1, NCCL" in text
     assert_every_way_is_exact(tmp_path / "run", ["raw broadcast", "ours, reload", "ours, default"])
@@ -166,13 +177,13 @@ def test_several_ranks_feed_several_engines_beside_their_ceiling(script, tmp_pat
 
 @cpu_only
 @pytest.mark.long
-def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_path):
-    flags = {"--topology": "nccl", "--prompts": 2, "--completions": 4, "--tokens": 32, "--mean-tokens": 8}
+def test_runs_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_path):
+    flags = {"--topology": "separate", "--prompts": 2, "--completions": 4, "--tokens": 32, "--mean-tokens": 8}
     arguments = [text for flag in (flags | {"--prompt-tokens": 8, "--steps": 3}).items() for text in flag]
-    text = script("benchmarks/step.py", *arguments, "--output", "run", **CORE_IN_PROCESS).finish()
+    text = script("benchmarks/step.py", *arguments, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     results = json.loads((tmp_path / "run" / "step.json").read_text())
-    assert [row["way"] for row in results["ways"]] == ["rlhf.py", "rlhf_async.py"]
+    assert [row["way"] for row in results["ways"]] == ["ours", "async"]
     for row in results["ways"]:
         logged = [json.loads(line) for line in (tmp_path / "run" / row["way"] / "run" / "metrics.jsonl").open()][1:]
         lengths = [one["completions/mean_length"] for one in logged]
@@ -191,7 +202,7 @@ def test_scripts_on_separate_devices_are_timed_with_lengths_that_vary(script, tm
     assert [one["engine_idle"] for one in ahead["steps"]] == [one["async/engine_idle"] for one in logged]
     longer = max(apart["rollout"], apart["learn"] + apart["sync"])
     assert results["async_over_bound"] == pytest.approx(ahead["whole"] / longer)
-    assert f"rlhf_async.py's step is {results['async_over_bound']:.2f} times the longer" in text
+    assert f"async: a step is {results['async_over_bound']:.2f} times the longer" in text
     assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -243,7 +254,7 @@ def test_trls_server_has_the_other_gpus_and_ends_with_the_trainer(step, monkeypa
         raise RunError("out of memory")
 
     monkeypatch.setattr(step, "run_way", run_way)
-    args = step.Arguments(topology="nccl", trainers=2, engines=3, tensor_parallel_size=2)
+    args = step.Arguments(topology="separate", trainers=2, engines=3, tensor_parallel_size=2)
     with pytest.raises(RunError, match="out of memory"):
         step.trl_step(tmp_path / "trl", args, "4,5,6,7,0,1,2,3")
     pid, gpus, *flags = output.read_text().split()
@@ -260,10 +271,10 @@ def test_trls_server_has_the_other_gpus_and_ends_with_the_trainer(step, monkeypa
     ("options", "gpus", "message"),
     [
         ({"tokens": 8, "mean_tokens": 8}, 0, "--mean-tokens 8 is not below --tokens 8"),
-        ({"ways": ["rlhf.py"]}, 0, "--ways: there is no rlhf.py here, but ours"),
-        ({"topology": "nccl", "ways": ["TRL"]}, 0, "--ways: there is no TRL here, but rlhf.py, rlhf_async.py"),
-        ({"topology": "nccl"}, 1, "--topology nccl takes 2 GPUs, and there are 1"),
-        ({"topology": "nccl", "tensor_parallel_size": 2}, 2, "--topology nccl takes 3 GPUs, and there are 2"),
+        ({"ways": ["async"]}, 0, "--ways: there is no async here, but ours"),
+        ({"topology": "separate", "ways": ["TRL"]}, 0, "--ways: there is no TRL here, but ours, async"),
+        ({"topology": "separate"}, 1, "--topology separate takes 2 GPUs, and there are 1"),
+        ({"topology": "separate", "tensor_parallel_size": 2}, 2, "--topology separate takes 3 GPUs, and there are 2"),
         ({"trainers": 2}, 2, "as many --trainers as the engines have workers"),
         ({"tensor_parallel_size": 2}, 2, "as many --trainers as the engines have workers"),
     ],
@@ -279,7 +290,7 @@ def test_what_cannot_be_timed_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize(
-    ("visible", "topology", "gpus"), [(None, "ipc", "0"), (None, "nccl", "0,1"), ("3,1,2", "nccl", "3,1")]
+    ("visible", "topology", "gpus"), [(None, "shared", "0"), (None, "separate", "0,1"), ("3,1,2", "separate", "3,1")]
 )
 def test_ways_get_the_first_visible_gpus(step, monkeypatch, visible, topology, gpus):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
@@ -289,10 +300,10 @@ def test_ways_get_the_first_visible_gpus(step, monkeypatch, visible, topology, g
     assert step.choose_gpus(step.Arguments(topology=topology)) == gpus
 
 
-def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
+def test_flags_that_a_topology_lacks_are_not_passed(step, monkeypatch, tmp_path):
     commands = []
     monkeypatch.setattr(step, "run_way", lambda folder, command, gpus: commands.append(command) or 1.0)
-    for topology in ("ipc", "nccl"):
+    for topology in ("shared", "separate"):
         ways = step.choose_ways(step.Arguments(topology=topology, options="--enforce-eager"), "0,1")
         ways.pop("TRL", None)
         for way, measure in ways.items():
@@ -301,7 +312,10 @@ def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
             (folder / "metrics.jsonl").write_text("")
             measure(tmp_path / topology / way)
     scripts = [os.path.basename(command[0]) for command in commands]
-    assert scripts == ["rlhf_colocate.py"] * 3 + ["rlhf.py", "rlhf_async.py", "rlhf.py"]
+    assert scripts == ["train_grpo.py"] * 6
+    given = [next(flag for flag in command if flag.startswith("--topology")) for command in commands]
+    assert given == ["--topology=shared"] * 3 + ["--topology=separate"] * 3
+    assert ["--max-staleness" in command for command in commands] == [False] * 4 + [True, False]
     assert ["--trainers=1" in command for command in commands] == [False] * 3 + [True] * 3
     exact = [command[command.index("--exact") + 1] if "--exact" in command else "" for command in commands]
     assert exact == ["off", "on", "", "off", "off", "on"]
@@ -325,7 +339,7 @@ def test_mfu_is_of_all_gpus_that_learn(step, monkeypatch, tmp_path, no_model):
     monkeypatch.setattr(step, "learning_flops", lambda args: 989e12)
     for trainers, mfu in ((1, 1.0), (2, 0.5)):
         output = tmp_path / str(trainers)
-        step.main(step.Arguments(topology="nccl", trainers=trainers, ways=["rlhf.py"], output=output))
+        step.main(step.Arguments(topology="separate", trainers=trainers, ways=["ours"], output=output))
         assert json.loads((output / "step.json").read_text())["ways"][0]["MFU"] == mfu
 
 

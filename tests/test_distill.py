@@ -1,9 +1,10 @@
-"""rlhf_distill.py: its loss against the KL over the whole vocabulary, the teacher's scores, what is refused, and runs.
+"""train_distill.py: its loss against the KL over the whole vocabulary, the teacher's scores, what is refused, and runs.
 
 pytest tests/test_distill.py            one run, with two engines
 pytest tests/test_distill.py -m long    a resumed run
 """
 
+import asyncio
 import json
 import re
 import shutil
@@ -11,12 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import rlhf_distill
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
-from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file
 
+import train_distill
 from trainer.errors import RunError
 from trainer.learning.distill import DistillConfig, DistillLearner
 from trainer.learning.objectives import reverse_kl, token_losses
@@ -83,22 +83,19 @@ def test_step_learns_from_each_token_and_weighted_rewards(model):
 def test_model_runner_v2_is_asked_for_completions_tokens_alone():
     """For V1, tests/test_engine.py compares the scores with those of the engine that has sampled the tokens."""
 
-    def generate(prompts, sampling, use_tqdm):
-        requests = []
-        for prompt, params in zip(prompts, sampling, strict=True):
-            ids, rows = prompt["prompt_token_ids"], params.prompt_logprob_token_ids
-            first = params.prompt_logprob_start + 1  # row i predicts token start + i + 1, the last one is left out
-            assert rows[:, 0].tolist() == ids[first:]
-            assert params.max_tokens == 1
-            assert params.skip_reading_prefix_cache
-            requests.append(SimpleNamespace(prompt_token_id_logprobs=-rows.astype(np.float32)))
-        return requests
+    async def generate(prompt, params, request_id, priority):
+        ids, rows = prompt["prompt_token_ids"], params.prompt_logprob_token_ids
+        first = params.prompt_logprob_start + 1  # row i predicts token start + i + 1, the last one is left out
+        assert rows[:, 0].tolist() == ids[first:]
+        assert params.max_tokens == 1
+        assert params.skip_reading_prefix_cache
+        yield SimpleNamespace(prompt_token_id_logprobs=-rows.astype(np.float32))
 
-    config = SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True))
     teacher = TeacherActor(0)
-    teacher.llm = SimpleNamespace(llm_engine=config, generate=generate)
+    teacher.llm = SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True), generate=generate)
+    teacher.since = 0.0
     completions = [(np.int32([1, 2]), np.int32([3, 4, 5])), (np.int32([6]), np.int32([7]))]
-    assert [scores.tolist() for scores in teacher.score(completions)] == [[-3, -4, -5], [-7]]
+    assert [scores.tolist() for scores in asyncio.run(teacher.score(completions))] == [[-3, -4, -5], [-7]]
 
 
 def changed(folder, file, **settings):
@@ -169,15 +166,15 @@ def test_teacher_too_short_for_the_students_texts_is_refused(engine, teacher, lo
 
 @pytest.fixture
 def placed(monkeypatch):
-    """Where rlhf_distill.py places its actors on so many GPUs: the number of bundles, the arguments, and the workers of
-    trainers, engines and teachers."""
+    """Where train_distill.py places its actors on so many GPUs: the number of bundles, the engine's share of memory,
+    and the workers of trainers, engines and teachers."""
 
     def place(gpus, **arguments):
         reserved = []
-        monkeypatch.setattr(rlhf_distill.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
-        monkeypatch.setattr(rlhf_distill, "reserve", lambda bundles, _: reserved.append(bundles))
-        monkeypatch.setattr(rlhf_distill, "by_node", lambda _: list(range(len(reserved[0]))))
-        _, _, engine, *seats = rlhf_distill.place(arguments_of(rlhf_distill, **arguments))
+        monkeypatch.setattr(train_distill.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
+        monkeypatch.setattr(train_distill, "reserve", lambda bundles, _: reserved.append(bundles))
+        monkeypatch.setattr(train_distill, "by_node", lambda _: list(range(len(reserved[0]))))
+        _, _, engine, *seats = train_distill.place(arguments_of(train_distill, **arguments))
         return len(reserved[0]), engine.gpu_memory_utilization, *([seat.bundles for seat in each] for each in seats)
 
     return place
@@ -199,8 +196,8 @@ def test_teacher_has_its_own_gpus_or_half_of_the_engines(placed):
 
 def run_four_steps(script, tmp_path):
     flags = "--teacher", TEACHER, "--dataset", "trainer.tasks.uppercase:prompts", "--eval-share", 0.25
-    text = script("rlhf_distill.py", *flags, "--steps", 4, "--save-every", 2, "--output", "run", **CORE_IN_PROCESS)
-    return text.finish(), tmp_path / "run"
+    run = script("train_distill.py", *flags, "--steps", 4, "--save-every", 2, "--output", "run")
+    return run.finish(), tmp_path / "run"
 
 
 @cpu_only
@@ -224,7 +221,7 @@ def test_resumed_run_goes_on_bit_for_bit(script, tmp_path):
     _, whole = run_four_steps(script, tmp_path)
     run = shutil.copytree(whole, tmp_path / "resumed")
     shutil.rmtree(run / "checkpoint-000004")  # as if it had been killed before
-    text = script("rlhf_distill.py", "--resume", "resumed").finish()
+    text = script("train_distill.py", "--resume", "resumed").finish()
     assert text.splitlines()[-1].startswith("OK: reverse KL "), text
     machine = ("time/", "tokens/", "sync/")
     timeless = [

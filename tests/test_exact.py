@@ -15,16 +15,16 @@ import pytest
 import torch
 from conftest import arguments_of
 from learners import CPU, MODELS, config, rollouts, write_model
-from trainer.rollouts.exact_engine import settle_exactness
 from transformers import AutoConfig
 from transformers.models.llama import modeling_llama
 
-import rlhf
+import train_grpo
 from trainer.errors import MismatchError, RunError
 from trainer.learning import exact, exact_mlp
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.learner import Proof
 from trainer.learning.model import Model
+from trainer.rollouts.exactness import settle_exactness
 from weight_sync.lora import LoRAWeight
 
 pytestmark = pytest.mark.usefixtures("torch_arithmetic")
@@ -286,7 +286,8 @@ def test_block_table_reaches_to_the_end_of_a_tile(monkeypatch):
 
 
 def settled(gpu, say=lambda _: None, **options):
-    args, trainers = arguments_of(rlhf, **options), SimpleNamespace(call_rank_0=lambda *_: gpu)
+    args = arguments_of(train_grpo, **{"tensor_parallel_size": 2} | options)  # as a topology settles it
+    trainers = SimpleNamespace(call_rank_0=lambda *_: gpu)
     return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, trainers)
 
 
@@ -305,6 +306,7 @@ H200 = exact.GPU(90, (2, 30, 7), 8)
         (H200, {"tensor_parallel_size": 16}, "NCCL adds up for 16 workers"),
         (replace(H200, linked=0), {"tensor_parallel_size": 4}, "NCCL adds up for 4 workers"),
         (replace(H200, linked=0), {"tensor_parallel_size": 2}, ""),
+        (H200, {"quantization": "torchao"}, "the engine's weights are quantized (--quantization)"),
         (H200, {"compile": True}, "inductor rounds in other places (--compile)"),
         (H200, {"attention": "eager"}, "trainers would not use the attention that was asked for (--attention)"),
         (None, {"exact": "on"}, "there is no GPU"),

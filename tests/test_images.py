@@ -1,7 +1,7 @@
 """Images in prompts: which a row has, the learner on several families, and runs with an engine.
 
-pytest tests/test_images.py             without an engine, and a short run
-pytest tests/test_images.py -m slow     more runs
+pytest tests/test_images.py             without an engine
+pytest tests/test_images.py -m slow     runs
 """
 
 import asyncio
@@ -21,15 +21,13 @@ import torch
 from conftest import ROOT, cpu_only, metrics_of
 from fakes import session_without_ray
 from learners import CPU, assert_same, config, on_ranks, use_sgd, weights_of
-from pair import CORE_IN_PROCESS
 from PIL import Image
 from test_multimodal import build, of_language_model
 from transformers import AutoTokenizer, LlavaNextConfig, LlavaNextForConditionalGeneration
 from transformers.image_utils import load_image
 from vllm.multimodal.image import convert_image_mode
 
-import rlhf_nccl
-from trainer.errors import MismatchError, RunError, TaskError
+from trainer.errors import RunError, TaskError
 from trainer.images import PLACE, Images, take_images
 from trainer.learning import layout
 from trainer.learning.grpo import GRPOLearner
@@ -347,19 +345,6 @@ def number_of(processor):
     return int("Qwen" in type(processor).__name__)  # Gemma's images are of one size
 
 
-def test_greedy_tokens_are_proven_with_their_images(tmp_path):
-    learner = GRPOLearner(str(build("Qwen2_5_VL", tmp_path / "model", loudness=4)), config(), CPU)
-    trainer, model = rlhf_nccl.Trainer(0), learner.model
-    trainer.learner, trainer.model, trainer.precision = learner, model, "cpu"
-    rollout = groups(learner)[0]
-    inputs = asked(model.processor, rollout.images.decoded())
-    ids = model.module.generate(**inputs, do_sample=False, max_new_tokens=4)[0, inputs["input_ids"].shape[1] :].tolist()
-    greedy = replace(rollout, completion_ids=ids, logprobs=[0.0] * len(ids))
-    assert trainer.prove_greedy([greedy]) == f"{len(ids)} of {len(ids)} greedy tokens are the trainer's own"
-    with pytest.raises(MismatchError, match="greedy tokens are not the trainer's"):
-        trainer.prove_greedy([replace(greedy, images=Images((png(BLUE),), "row 1"))])
-
-
 def test_scores_are_those_of_transformers_and_the_tower_runs_once_a_group(model, monkeypatch):
     monkeypatch.setattr(layout, "SHARED_TOKENS", 1)  # as of long prompts, of which those with images share no row
     learner = GRPOLearner(model, config(), CPU)
@@ -535,7 +520,8 @@ def data(tmp_path_factory):
 @cpu_only
 @pytest.mark.long
 def test_run_of_the_built_in_task_learns_colours(script, tmp_path):
-    text = script("rlhf.py", "--task", "colour", "--tensor-parallel-size", 1, "--output", "run").finish()
+    flags = "--topology", "separate", "--tensor-parallel-size", 1, "--output", "run"
+    text = script("train_grpo.py", "--task", "colour", *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     before, after = map(float, re.search(r"eval (\S+) -> (\S+)$", text.strip()).groups())
     assert before < 0.6
@@ -545,32 +531,47 @@ def test_run_of_the_built_in_task_learns_colours(script, tmp_path):
 
 @cpu_only
 @pytest.mark.parametrize(
-    ("name", "family", "flags"),
+    ("family", "flags"),
     [
-        pytest.param("rlhf_async.py", "Qwen2_5_VL", ["--train-vision"], marks=pytest.mark.slow),
-        pytest.param("rlhf_colocate.py", "Qwen3VL", ["--train-vision", "--engines", 2], marks=pytest.mark.long),
-        pytest.param("rlhf_nccl.py", "Gemma3", [], marks=pytest.mark.slow),
+        pytest.param("Qwen2_5_VL", ["--max-staleness", 2, "--train-vision"], marks=pytest.mark.slow),
+        pytest.param("Qwen3VL", ["--topology", "shared", "--train-vision", "--engines", 2], marks=pytest.mark.long),
+        pytest.param("Gemma3", ["--topology", "separate"], marks=pytest.mark.slow),
     ],
 )
-def test_every_sync_is_proven_by_answers_about_images(script, tmp_path, data, name, family, flags):
+def test_every_sync_is_proven_by_answers_about_images(script, tmp_path, data, family, flags):
     model = build(family, tmp_path / "model")
     task = ["--dataset", data, "--reward", "trainer.tasks.rewards:exact", "--model", model, "--steps", 3]
-    text = script(name, *task, *SIZE, "--learning-rate", 1e-3, *flags).finish()
+    text = script("train_grpo.py", *task, *SIZE, "--learning-rate", 1e-3, *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert max(row["logprobs/mismatch"] for row in metrics_of(tmp_path / "run")) < 1e-5
+
+
+FORGETFUL = """
+import train_grpo
+from trainer.rollouts.engine import EngineActor
+from trainer.run.arguments import parse
+from trainer.run.session import run_main
+from trainer.topologies import base
+
+class Forgetful(EngineActor):
+    async def _reset_caches(self):
+        await self.llm.reset_prefix_cache()
+
+base.EngineActor = Forgetful
+run_main(train_grpo.main, parse(train_grpo.Arguments, "forgetful"))
+"""
 
 
 @cpu_only
 @pytest.mark.slow
 def test_engine_that_keeps_what_a_tower_made_is_found(script, tmp_path, data):
-    forgetful = (ROOT / "rlhf.py").read_text().replace("self.reset_caches()", "self.llm.reset_prefix_cache()")
-    (tmp_path / "forgetful.py").write_text(forgetful)
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
     reward = "def length(completions, **_): return [len(messages[0]['content']) for messages in completions]"
     (tmp_path / "functions.py").write_text(reward)
     task = ["--dataset", data, "--dataset-split", "train[:4]", "--reward", "functions:length", "--steps", 3]
     model = build("Qwen2_5_VL", tmp_path / "model")
-    flags = ["--model", model, "--train-vision", "--learning-rate", 1e-2, *SIZE]
-    text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT), **CORE_IN_PROCESS).finish()
+    flags = ["--topology", "separate", "--model", model, "--train-vision", "--learning-rate", 1e-2, *SIZE]
+    text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT)).finish()
     assert text.splitlines()[-1].startswith("error: the engine's log-probabilities are "), text
 
 
@@ -592,5 +593,5 @@ def test_images_that_an_engine_cannot_take_end_the_run(script, tmp_path, data, f
         "--model",
         build("Qwen2_5_VL", tmp_path / "model"),
     ]
-    text = script("rlhf.py", *task, *SIZE, *flags).finish()
+    text = script("train_grpo.py", "--topology", "separate", *task, *SIZE, *flags).finish()
     assert message in text.splitlines()[-1], text

@@ -12,17 +12,14 @@ import sys
 from dataclasses import replace
 
 import pytest
-import rlhf_distill
-import rlhf_ppo
-import rlhf_serve
 import torch
 import transformers
 from conftest import arguments_of
 from learners import CPU, LOSSES, MODELS, config, gemma2, rollouts, rounding_learner, use_sgd, vector_of, write_model
 
-import rlhf
-import rlhf_colocate
-import rlhf_nccl
+import train_distill
+import train_grpo
+import train_ppo
 from trainer.errors import MismatchError, RunError
 from trainer.flags import flags_in, flat
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
@@ -757,7 +754,7 @@ def test_runs_of_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
 
 
 def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
-    args = arguments_of(rlhf, output=tmp_path / "run", steps=3, learning_rate=1e-4)
+    args = arguments_of(train_grpo, output=tmp_path / "run", steps=3, learning_rate=1e-4)
     args.run.given = {"learning_rate": 1e-4}
     row = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
     row |= {"time/rollout": 1.0, "time/train": 1.0, "sync/transfer": 0.01, "sync/GBps": 0.1}
@@ -775,7 +772,7 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
     write_checkpoint(tmp_path / "run", 2, lambda folder: None)
     with pytest.raises(RunError, match="holds a run already"):
         RunFolder(args.run, "test")
-    resumed = arguments_of(rlhf, resume=tmp_path / "run", steps=3)
+    resumed = arguments_of(train_grpo, resume=tmp_path / "run", steps=3)
     with RunFolder(resumed.run, "test") as run:
         run.start_metrics(2, resumed)  # the checkpoint is of step 2: what came after will be done again
         run.log_metrics(3, row)
@@ -784,7 +781,7 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
 
 
 def test_metrics_of_an_earlier_run_without_checkpoints_are_replaced(tmp_path, capsys):
-    args = arguments_of(rlhf, output=tmp_path / "run")
+    args = arguments_of(train_grpo, output=tmp_path / "run")
     for says in ("", f"{tmp_path / 'run'} had metrics of an earlier run, which these replace\n"):
         with RunFolder(args.run, "test") as run:
             run.start_metrics(0, args)
@@ -815,7 +812,7 @@ class ActorsError(RunError):
     ],
 )
 def test_failed_run_shows_details_and_how_to_go_on(tmp_path, capsys, error, shown):
-    args = arguments_of(rlhf, output=tmp_path / "run")
+    args = arguments_of(train_grpo, output=tmp_path / "run")
     for begun in (False, True):
         with pytest.raises(type(error)), RunFolder(args.run, "test") as run:
             if begun:  # before, its checkpoints may be what is wrong
@@ -839,10 +836,10 @@ def test_failed_run_shows_details_and_how_to_go_on(tmp_path, capsys, error, show
 )
 def test_learning_rate_depends_on_what_learns_unless_it_is_given(model, tmp_path, changes, default, builtin):
     for name, used in ((model, default), (None, builtin)):
-        args = arguments_of(rlhf, model=name, **changes)
+        args = arguments_of(train_grpo, model=name, **changes)
         _, settled = choose_models(tmp_path, args.run, args.learner, "cpu")
         assert learning_rate(settled) == used
-        assert args == arguments_of(rlhf, model=name, **changes)  # what the user said stays as it is
+        assert args == arguments_of(train_grpo, model=name, **changes)  # what the user said stays as it is
 
 
 # --- Flags ------------------------------------------------------------------------------------------------------------
@@ -880,25 +877,29 @@ def flags(monkeypatch):
 )
 def test_flags_that_cannot_be_are_usage_errors(flags, capsys, given, message):
     with pytest.raises(SystemExit):
-        flags(rlhf, *given)
+        flags(train_grpo, *given)
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("script", "given", "message"),
     [
-        (rlhf, "--lora-alpha 64", "--lora-alpha needs --lora-rank"),
-        (rlhf, "--eval-samples 4", "--eval-samples needs --eval-every"),
-        (rlhf, "--tool-timeout 5", "--tool-timeout needs --tools or --environment"),
-        (rlhf, "--loss cispo --mismatch-correction tis", "--mismatch-correction needs another --loss: cispo clips"),
-        (rlhf, "--loss cispo --importance-cap 2", "--importance-cap needs another --loss: cispo clips the ratio"),
-        (rlhf, "--mismatch-correction none --importance-cap 2", "--importance-cap needs a --mismatch-correction"),
-        (rlhf, "--importance-floor 0.4", "--importance-floor needs --mismatch-correction icepop"),
-        (rlhf_serve, "--engine-url http://a:1 --enforce-eager", "--enforce-eager needs servers of the run's own"),
-        (rlhf_ppo, "--kl-horizon 500", "--kl-horizon needs --kl-target"),
-        (rlhf, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
-        (rlhf_nccl, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),
-        (rlhf_distill, "--group-size 1 --reward-coef 1", "--reward-coef needs a --group-size of 2 or more"),
+        (train_grpo, "--lora-alpha 64", "--lora-alpha needs --lora-rank"),
+        (train_grpo, "--eval-samples 4", "--eval-samples needs --eval-every"),
+        (train_grpo, "--tool-timeout 5", "--tool-timeout needs --tools or --environment"),
+        (
+            train_grpo,
+            "--loss cispo --mismatch-correction tis",
+            "--mismatch-correction needs another --loss: cispo clips",
+        ),
+        (train_grpo, "--loss cispo --importance-cap 2", "--importance-cap needs another --loss: cispo clips the ratio"),
+        (train_grpo, "--mismatch-correction none --importance-cap 2", "--importance-cap needs a --mismatch-correction"),
+        (train_grpo, "--importance-floor 0.4", "--importance-floor needs --mismatch-correction icepop"),
+        (train_grpo, "--engine-url http://a:1 --enforce-eager", "--enforce-eager needs servers of the run's own"),
+        (train_ppo, "--kl-horizon 500", "--kl-horizon needs --kl-target"),
+        (train_grpo, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
+        (train_grpo, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),
+        (train_distill, "--group-size 1 --reward-coef 1", "--reward-coef needs a --group-size of 2 or more"),
     ],
 )
 def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, given, message):
@@ -908,37 +909,39 @@ def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, give
 
 
 def test_flag_that_needs_another_is_taken_with_it(flags):
-    args = flags(rlhf_ppo, "--mismatch-correction", "icepop", "--importance-cap", 3, "--importance-floor", 0.4)
+    args = flags(train_ppo, "--mismatch-correction", "icepop", "--importance-cap", 3, "--importance-floor", 0.4)
     assert flat(args)["importance_cap"] == 3
 
 
 def test_flags_have_both_spellings_lists_grow_and_false_turns_off(flags):
-    args = flags(rlhf, "--group_size", 4, "--compile", "false", "--enforce-eager", "--tools", "a:b", "--tools", "c:d")
+    args = flags(
+        train_grpo, "--group_size", 4, "--compile", "false", "--enforce-eager", "--tools", "a:b", "--tools", "c:d"
+    )
     assert (args.learner.group_size, args.learner.compile, args.engine.enforce_eager) == (4, False, True)
     assert args.tools.tools == ["a:b", "c:d"]
     assert args.run.given.keys() == {"group_size", "compile", "enforce_eager", "tools"}
 
 
-@pytest.mark.parametrize(("script", "workers"), [(rlhf, 2), (rlhf_colocate, None), (rlhf_distill, 1), (rlhf_ppo, 1)])
+@pytest.mark.parametrize(("script", "workers"), [(train_grpo, None), (train_distill, 1), (train_ppo, 1)])
 def test_script_has_defaults_of_its_own_and_what_is_given_replaces_them(flags, script, workers):
     assert flags(script).engine.tensor_parallel_size == workers
     assert flags(script, "--tensor-parallel-size", 4).engine.tensor_parallel_size == 4
 
 
 def test_flags_that_need_others_are_taken_with_them(flags, tmp_path):
-    args = flags(rlhf, "--lora-rank", 4, "--lora-alpha", 64, "--eval-samples", 4, "--eval-every", 5)
+    args = flags(train_grpo, "--lora-rank", 4, "--lora-alpha", 64, "--eval-samples", 4, "--eval-every", 5)
     assert args.learner.lora_alpha == 64
-    args = flags(rlhf, "--output", tmp_path, "--mismatch-correction", "icepop", "--importance-floor", 0.4)
+    args = flags(train_grpo, "--output", tmp_path, "--mismatch-correction", "icepop", "--importance-floor", 0.4)
     with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
     assert (
-        flags(rlhf, "--resume", tmp_path, "--mismatch-correction", "tis").learner.importance_floor == 0.4
+        flags(train_grpo, "--resume", tmp_path, "--mismatch-correction", "tis").learner.importance_floor == 0.4
     )  # it cannot go
-    options = '{"max_num_seqs":5,"quantization":"fp8"}'
-    assert flags(rlhf, "--engine-args", options).engine.engine_args == options
+    options = '{"max_num_seqs":5,"kv_cache_dtype":"fp8"}'
+    assert flags(train_grpo, "--engine-args", options).engine.engine_args == options
 
 
-@pytest.mark.parametrize("script", [rlhf, rlhf_ppo])
+@pytest.mark.parametrize("script", [train_grpo, train_ppo])
 def test_help_has_every_flag_once_under_what_it_belongs_to(flags, capsys, script):
     with pytest.raises(SystemExit):
         flags(script, "--help")
@@ -961,9 +964,9 @@ def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(flags, tmp_
     run = str(tmp_path / "run")
     left_out = ["that run had --sleep, which this script does not know: left out"]
     for script, share, given, remarks in (
-        (rlhf_colocate, 0.4, ["--output", run, "--group-size", "4", "--learning-rate", "1e-6", "--sleep", "kv"], []),
-        (rlhf, 0.8, ["--resume", run], left_out),
-        (rlhf_colocate, 0.4, ["--resume", run], []),
+        (train_grpo, None, ["--output", run, "--group-size", "4", "--learning-rate", "1e-6", "--sleep", "kv"], []),
+        (train_distill, 0.8, ["--resume", run], left_out),
+        (train_grpo, None, ["--resume", run], []),
     ):
         args = flags(script, *given)
         assert (args.learner.group_size, args.engine.gpu_memory_utilization) == (4, share)
@@ -972,11 +975,13 @@ def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(flags, tmp_
         assert args.run.remarks == remarks
         with RunFolder(args.run, "test") as folder:
             folder.start_metrics(0, args)
-    assert flags(rlhf, "--resume", run, "--group-size", "2").learner.group_size == 2
+    assert flags(train_grpo, "--resume", run, "--group-size", "2").learner.group_size == 2
 
 
 def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys):
-    args = flags(rlhf, "--output", tmp_path, "--group-size", 4, "--reward", "a:b", "c:d", "--reward-weights", 1, 2)
+    args = flags(
+        train_grpo, "--output", tmp_path, "--group-size", 4, "--reward", "a:b", "c:d", "--reward-weights", 1, 2
+    )
     with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
     saved = json.loads((tmp_path / "args.json").read_text())
@@ -985,7 +990,7 @@ def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys
     (tmp_path / "args.json").write_text(json.dumps(saved))
     capsys.readouterr()
 
-    args = flags(rlhf, "--resume", tmp_path, "--group-size", 2, "--steps", 40)
+    args = flags(train_grpo, "--resume", tmp_path, "--group-size", 2, "--steps", 40)
     assert (args.learner.group_size, args.task.reward, args.task.reward_weights) == (2, ["a:b", "c:d"], [1, 2])
     assert args.learner.advantage == GRPOConfig().advantage
     with RunFolder(args.run, "test"):
@@ -994,7 +999,7 @@ def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys
         "that run had --lora-dropout, --updates, --advantage rloo, which this script does not know: left out",
         "not as in that run: --group-size 2 (4), --steps 40 (30)",
     ]
-    args = flags(rlhf, "--resume", tmp_path, "--reward", "e:f")  # whose weight is another matter
+    args = flags(train_grpo, "--resume", tmp_path, "--reward", "e:f")  # whose weight is another matter
     assert (args.task.reward, args.task.reward_weights) == (["e:f"], None)
     assert args.run.remarks[1:] == ["not as in that run: --reward ['e:f'] (['a:b', 'c:d'])"]
 
@@ -1005,7 +1010,7 @@ def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys
 def test_run_goes_on_after_folder_and_model_moved(model, tmp_path):
     run, base = tmp_path / "run", shutil.copytree(model, tmp_path / "base")
     write_checkpoint(run, 1, GRPOLearner(str(base), config(), CPU).save)
-    run, args = run.rename(tmp_path / "moved"), arguments_of(rlhf, model=str(base), steps=9)
+    run, args = run.rename(tmp_path / "moved"), arguments_of(train_grpo, model=str(base), steps=9)
     args.run.resume, last = run, str(run / "checkpoint-000001")
     base.rename(tmp_path / "new base")
     assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(last, last, run / last)
@@ -1019,7 +1024,7 @@ def test_run_goes_on_after_folder_and_model_moved(model, tmp_path):
 def test_finished_run_is_not_resumed(tmp_path):
     model = build_tiny_model(tmp_path / "model")
     write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
-    args = arguments_of(rlhf, model=str(model), resume=tmp_path / "run", steps=7)
+    args = arguments_of(train_grpo, model=str(model), resume=tmp_path / "run", steps=7)
     with pytest.raises(RunError, match="that run has done its 7 steps: ask for more with --steps"):
         choose_models(tmp_path / "run", args.run, args.learner, "cpu")
     models, _ = choose_models(tmp_path / "run", replace(args.run, steps=8), args.learner, "cpu")
@@ -1075,7 +1080,7 @@ def test_model_that_cannot_be_trained_is_refused_by_its_settings(model, tmp_path
     for name, changes in (("config.json", kind), (file, settings)):
         old = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
         (folder / name).write_text(json.dumps(old | changes))
-    args = arguments_of(rlhf, model=str(folder))
+    args = arguments_of(train_grpo, model=str(folder))
     if message:
         with pytest.raises(RunError, match=message):
             choose_models(tmp_path, args.run, args.learner, "cpu")
@@ -1148,7 +1153,7 @@ def test_tensors_that_a_conversion_computes_are_computed_for_every_sync(tmp_path
 @pytest.mark.parametrize("what", ["model", "checkpoint", "hub"])
 def test_path_that_an_engine_would_take_for_a_pattern_is_refused(model, tmp_path, monkeypatch, letter, what):
     folder = shutil.copytree(model, tmp_path / f"{letter}b]" / "model")
-    args = arguments_of(rlhf, model=model if what == "checkpoint" else str(folder)).run
+    args = arguments_of(train_grpo, model=model if what == "checkpoint" else str(folder)).run
     if what == "hub":
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
         args.model = "some/model"

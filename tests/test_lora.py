@@ -15,12 +15,12 @@ import pytest
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
 from learners import CPU, build, config, on_ranks, rollouts, save, weights_of
-from pair import CORE_IN_PROCESS, Pair
+from pair import Pair
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-import rlhf
+import train_grpo
 from trainer.errors import MismatchError, RunError
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.lora import add_adapters, load_adapters
@@ -235,7 +235,7 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
     for rank in (4, None):
         learner = GRPOLearner(model, config(lora_rank=rank), CPU)
         write_checkpoint(run if rank else tmp_path / "whole", 7, learner.save)
-    args = arguments_of(rlhf, model=model, resume=run, steps=9, lora_rank=4)
+    args = arguments_of(train_grpo, model=model, resume=run, steps=9, lora_rank=4)
     last = run / "checkpoint-000007"
     assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(model, model, last)
     for change, message in (
@@ -259,7 +259,7 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
 def test_adapters_go_on_where_their_base_is_now(model, tmp_path):
     base, run = shutil.copytree(model, tmp_path / "base"), tmp_path / "run"
     write_checkpoint(run, 7, GRPOLearner(str(base), config(**LORA), CPU).save)
-    args = arguments_of(rlhf, model=str(base), resume=run, steps=9, **LORA)
+    args = arguments_of(train_grpo, model=str(base), resume=run, steps=9, **LORA)
     base.rename(tmp_path / "moved")
     with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
         choose_models(run, args.run, args.learner, "cpu")
@@ -304,9 +304,9 @@ def test_base_alone_is_kept_in_half_precision(tmp_path):
 
 
 def test_rank_of_0_is_a_usage_error(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["rlhf.py", "--lora-rank", "0"])
+    monkeypatch.setattr("sys.argv", ["train_grpo.py", "--lora-rank", "0"])
     with pytest.raises(SystemExit):
-        parse(rlhf.Arguments, rlhf.__doc__)
+        parse(train_grpo.Arguments, train_grpo.__doc__)
     assert "--lora-rank: Input should be greater than or equal to 1" in capsys.readouterr().err
 
 
@@ -329,13 +329,13 @@ def test_a_new_head_is_not_rounded(model):
 @pytest.mark.slow
 def test_script_with_adapters_learns_and_goes_on(script, tmp_path):
     flags = ("--lora-rank", 8, "--save-every", 14, "--steps", 14, "--output", "run")
-    text = script("rlhf_colocate.py", *flags, **CORE_IN_PROCESS).finish()
+    text = script("train_grpo.py", *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     metrics = metrics_of(tmp_path / "run")
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert (tmp_path / "run" / "checkpoint-000014" / "adapter_model.safetensors").exists()
-    text = script("rlhf_colocate.py", "--resume", "run", "--steps", 16, **CORE_IN_PROCESS).finish()
+    text = script("train_grpo.py", "--resume", "run", "--steps", 16).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == list(range(1, 17))
     assert metrics_of(tmp_path / "run")[-2]["reward/mean"] > 0.7

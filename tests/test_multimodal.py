@@ -1,4 +1,4 @@
-"""The text of multimodal checkpoints: what learns, what stays frozen, what is sent and saved; through rlhf.py as well.
+"""The text of multimodal checkpoints: what learns, what stays frozen, what is sent and saved; also in train_grpo.py.
 
 pytest tests/test_multimodal.py             without an engine
 pytest tests/test_multimodal.py -m slow     runs with an engine
@@ -27,7 +27,6 @@ from learners import (
     rollouts,
     scores_and_gradients,
 )
-from pair import CORE_IN_PROCESS
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import RunError
@@ -238,8 +237,8 @@ def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family,
     learner.save(tmp_path / "saved")
     size = ["--tensor-parallel-size", 1, "--steps", 2, "--prompts-per-step", 2, "--group-size", 2, "--max-tokens", 8]
     saved = tmp_path / "saved" / MERGED if adapters else tmp_path / "saved"
-    options = "--model", saved, "--task", "uppercase", "--output", "run", *size, *flags
-    text = script("rlhf.py", *options, **CORE_IN_PROCESS).finish()
+    options = "--topology", "separate", "--model", saved, "--task", "uppercase", "--output", "run", *size, *flags
+    text = script("train_grpo.py", *options).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert f"first sync: {len(learner.model.named_tensors())} tensors" in text
     bound = 0.02 if "--max-mismatch" in flags else 1e-5

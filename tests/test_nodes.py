@@ -165,8 +165,8 @@ def start_ray(hosts: Hosts, host: str, folder: str, *arguments: str) -> None:
 
 
 def start_run(hosts: Hosts, folder, *arguments: str) -> Script:
-    options = ["--ray-address", f"{A}:6379", "--tensor-parallel-size", "1"]
-    command = hosts.on(A, sys.executable, str(ROOT / "rlhf.py"), *options, *arguments)
+    options = ["--topology", "separate", "--ray-address", f"{A}:6379", "--tensor-parallel-size", "1"]
+    command = hosts.on(A, sys.executable, str(ROOT / "train_grpo.py"), *options, *arguments)
     return Script(folder, *command, **ENVIRONMENT)
 
 

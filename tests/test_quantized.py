@@ -1,9 +1,9 @@
-"""Syncs of full-precision weights into an engine that torchao quantizes as it loads; rlhf_online_quant.py as a user
-runs it.
+"""Syncs of full-precision weights into an engine that torchao quantizes as it loads; train_grpo.py --quantization as a
+user runs it.
 
 pytest tests/test_quantized.py            syncs without the script
 pytest tests/test_quantized.py -m slow    a run of the script
-pytest tests/test_quantized.py -m long    a benchmark of memory
+pytest tests/test_quantized.py -m long    on shared devices; a benchmark of memory
 """
 
 import json
@@ -14,21 +14,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import cpu_only, metrics_of
-from pair import CORE_IN_PROCESS, Pair, compare
+from pair import Pair, compare
 
-import rlhf_online_quant
+import train_grpo
 from rlhf_utils import Comparison, WeightSyncError
 from trainer.errors import MismatchError
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
-from trainer.rollouts.quantization import fuse_quantization
+from trainer.rollouts.extensions import fuse_quantization
 from trainer.run.arguments import parse
 from trainer.tasks.tiny_model import build_tiny_model
+from trainer.topologies.base import Topology
+from trainer.topologies.link import MAX_QUANTIZED_MISMATCH as MAX_MISMATCH
 from weight_sync.comparison import ROUNDING_SLACK, compare_quantized, comparison_of, rounding_errors
 from weight_sync.lora import LoRAWeight
 from weight_sync.trace import Write
 
 pytestmark = cpu_only
-MAX_MISMATCH = rlhf_online_quant.MAX_MISMATCH["cpu"]
 FC1 = "model.decoder.layers.0.fc1.weight"
 
 
@@ -159,9 +160,12 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     assert compare(pair)[0] == 16
 
 
-@pytest.mark.slow
-def test_default_run_quantizes_learns_and_proves_every_sync(script, tmp_path):
-    text = script("rlhf_online_quant.py", "--output", "run", **CORE_IN_PROCESS).finish()
+@pytest.mark.parametrize(
+    "topology", [pytest.param("separate", marks=pytest.mark.slow), pytest.param("shared", marks=pytest.mark.long)]
+)
+def test_run_quantizes_learns_and_proves_every_sync(script, tmp_path, topology):
+    flags = "--quantization", "torchao", "--topology", topology, "--output", "run"
+    text = script("train_grpo.py", *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
     pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
@@ -180,8 +184,8 @@ def test_memory_table_of_a_config_file(script, tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig
 
     (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
-    arguments = ["--quantization-config", "int8.json", "--tensor-parallel-size", 1]
-    text = script("benchmarks/quantized_memory.py", *arguments, **CORE_IN_PROCESS).finish()
+    arguments = ["--quantization", "int8.json", "--tensor-parallel-size", 1]
+    text = script("benchmarks/quantized_memory.py", *arguments).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "/model, CUDA graphs NONE, TP=1\n" in text
     assert "rollouts of 8 prompts x 8 completions of 16 tokens" in text
@@ -207,7 +211,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (None, r"neither JSON nor a file: it takes what torchao.s config_to_dict\(config\) gives"),
+        (None, r"neither torchao nor JSON nor a file: it takes what torchao.s config_to_dict\(config\) gives"),
         ("{", "Expecting property name"),
         ("[]", "Expected dictionary"),
         ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),
@@ -219,11 +223,11 @@ def test_config_file_that_is_none_is_named(tmp_path, monkeypatch, capsys, text, 
     path = tmp_path / "config.json"
     if text:
         path.write_text(text)
-    monkeypatch.setattr("sys.argv", ["rlhf_online_quant.py", "--quantization-config", str(path)])
+    monkeypatch.setattr("sys.argv", ["train_grpo.py", "--quantization", str(path)])
     with pytest.raises(SystemExit):
-        parse(rlhf_online_quant.Arguments, "A script.")
+        parse(train_grpo.Arguments, "A script.")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(f"argument --quantization-config: .*{fault}.*, not {path}", error)
+    assert re.search(f"argument --quantization: .*{fault}.*, not {path}", error)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
@@ -289,11 +293,12 @@ def test_weight_has_changed_if_its_scales_and_its_values_have(quantized_engine):
 
 def test_run_ends_if_learning_changed_no_weight():
     def run_compare(changed: int, learned: bool) -> None:
-        found = Comparison(weights=16, changed=changed)
-        session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])
-        trainers = SimpleNamespace(begin=lambda method: {"trainer 0": found, "trainer 1": found}, session=session)
-        engines = SimpleNamespace(begin=lambda method: {"engine": None})
-        rlhf_online_quant.compare(SimpleNamespace(say=said.append), trainers, engines, learned)
+        topology, found = object.__new__(Topology), Comparison(weights=16, changed=changed)
+        topology.run = SimpleNamespace(say=said.append)
+        topology.session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])
+        topology.trainers = SimpleNamespace(begin=lambda method: {"trainer 0": found, "trainer 1": found})
+        topology.engines = SimpleNamespace(begin=lambda method: {"engine": None})
+        topology.compare(learned)
 
     said = []
     run_compare(changed=0, learned=False)

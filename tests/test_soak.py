@@ -22,7 +22,9 @@ PASSING = ("sh ", "sleep", "grep")  # the shell that outlives an engine, and wha
 @pytest.mark.skipif(not SECONDS, reason="takes half an hour: SOAK_SECONDS=1800; in less, vLLM's own growth has no end")
 def test_memory_of_the_whole_loop_is_flat(script, tmp_path):
     run = tmp_path / "run"
-    process = script("rlhf.py", "--steps", 1_000_000, "--save-every", 10, "--output", "run")
+    process = script(
+        "train_grpo.py", "--topology", "separate", "--steps", 1_000_000, "--save-every", 10, "--output", "run"
+    )
     process.wait_for_step(run, 1)
     started, samples = time.monotonic(), []
     try:

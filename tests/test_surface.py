@@ -23,11 +23,13 @@ PYTHON = {"_exit", "_fd", "_replace", "_resource_tracker"}
 # functions also the parameters that it gives, the positional ones in order and, after *, those by name.
 # First, after !, what nobody would miss: names that are assigned, or looked up with a default.
 SURFACE = """
-trainer/rollouts/engine.py
+trainer/rollouts/options.py
 ! vllm.v1.executor.uniproc_executor: UniProcExecutor
-trainer/rollouts/exact_engine.py
+! torch._dynamo.config: TORCH_COMPILE_DISABLE
+trainer/rollouts/extensions.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant
+! torchao.quantization.quantize_.workflows.float8.float8_tensor: _choose_scale_float8; _quantize_affine_float8
 weight_sync/engine_model.py
 ! vllm.model_executor.model_loader.reload.meta: SKIP_LOAD_TENSORS
 ! vllm.model_executor.model_loader.reload.utils: weight_loader_numel
@@ -125,24 +127,20 @@ trainer/run/checkpoint.py
 trainer/run/session.py
 ! vllm.v1.engine.exceptions: EngineDeadError
 trainer/rollouts/engine.py
-! torch._dynamo.config: TORCH_COMPILE_DISABLE
-  vllm.entrypoints.llm.LLM: release_kv_cache_memory(); llm_engine
-  vllm.v1.engine.llm_engine.LLMEngine: engine_core
-  vllm.v1.engine.core_client.EngineCoreClient: shutdown()
-trainer/rollouts/teacher.py
-  vllm.v1.engine.llm_engine.LLMEngine: vllm_config
-  vllm.config.vllm.VllmConfig: use_v2_model_runner
-trainer/rollouts/async_rollouts.py
   vllm.usage.usage_lib.UsageContext: LLM_CLASS
   vllm.sampling_params.RequestOutputKind: FINAL_ONLY
-  vllm.v1.engine.async_llm.AsyncLLM: from_engine_args(*, usage_context); engine_core; reset_mm_cache()
+  vllm.v1.engine.async_llm.AsyncLLM: from_engine_args(*, usage_context); engine_core; model_config; get_tokenizer()
+  vllm.v1.engine.async_llm.AsyncLLM: generate(prompt, sampling_params, request_id, *, priority); shutdown()
   vllm.v1.engine.async_llm.AsyncLLM: reset_prefix_cache(*, reset_running_requests, reset_connector)
-  vllm.v1.engine.async_llm.AsyncLLM: reset_encoder_cache(); update_weight_version(new_version); resume_generation()
+  vllm.v1.engine.async_llm.AsyncLLM: reset_mm_cache(); reset_encoder_cache(); collective_rpc(method, *, args)
+  vllm.v1.engine.async_llm.AsyncLLM: sleep(*, level); release_kv_cache_memory(); wake_up(*, tags)
+  vllm.v1.engine.async_llm.AsyncLLM: update_weight_version(new_version); resume_generation()
   vllm.v1.engine.core_client.AsyncMPClient: pause_scheduler_async(mode)
-trainer/rollouts/quantization.py
-! torchao.quantization.quantize_.workflows.float8.float8_tensor: _choose_scale_float8; _quantize_affine_float8
-trainer/rollouts/replicas.py
-  vllm.entrypoints.rl.online.api_router: /pause; /is_paused; /get_world_size
+trainer/rollouts/teacher.py
+  vllm.v1.engine.async_llm.AsyncLLM: vllm_config
+  vllm.config.vllm.VllmConfig: use_v2_model_runner
+trainer/topologies/server_pool.py
+  vllm.entrypoints.rl.online.api_router: /pause; /is_paused; /get_world_size; /update_weight_version; /resume
   vllm.entrypoints.serve.dev.cache.api_router: reset_prefix_cache(*, reset_running_requests, reset_external)
   vllm.entrypoints.serve.dev.cache.api_router: /reset_prefix_cache; /reset_mm_cache; /reset_encoder_cache
   vllm.entrypoints.serve.dev.rpc.api_router: /collective_rpc
@@ -155,8 +153,6 @@ trainer/rollouts/native_transfer.py
   vllm.distributed.weight_transfer.packed_tensor: unpack_tensor(packed_tensor, names, shapes, dtypes, tensor_sizes)
 trainer/rollouts/conversation.py
   vllm.tool_parsers.abstract_tool_parser.ToolParser: extract_tool_calls(model_output, request)
-rlhf_serve.py
-  vllm.entrypoints.rl.online.api_router: /update_weight_version; /resume
 tests/plain_worker.py
   vllm.model_executor.layers.utils: dispatch_cpu_unquantized_gemm(layer, remove_weight)
 """

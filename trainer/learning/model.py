@@ -218,7 +218,7 @@ class Model:
         self.scores_of_logits = self._choose_scores_of_logits()
 
     def start_checkpointing(self) -> None:
-        """From now on, keep only the inputs of each block. With --gradient-checkpointing auto, measure what it saves."""
+        """From now on, keep only each block's inputs. With --gradient-checkpointing auto, measure what that saves."""
         self.checkpointing.start()
         if self.config.gradient_checkpointing == "auto" and self.device.type == "cuda":
             self.checkpointing.measure()

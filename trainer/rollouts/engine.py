@@ -228,9 +228,9 @@ class EngineActor:
     # For engines that generate nothing while trainers learn
 
     async def sleep(self, level: str) -> None:
-        """Generate nothing until the next sync, drop what was computed with the old weights, and release memory: that of
-        the KV cache ("kv"), that of the weights as well ("weights"), or none ("none"). What is done here need not be
-        done while the trainer waits."""
+        """Generate nothing until the next sync, drop what was computed with the old weights, and release memory: the KV
+        cache's ("kv"), the weights' as well ("weights"), or none ("none"). What is done here need not be done while the
+        trainer waits."""
         await self._reset_caches()
         await self.llm.sleep(level=2 if level == "weights" else 0)  # level 2 keeps no copy of the weights
         if level == "weights":

@@ -1,8 +1,8 @@
-"""rlhf.py as a user runs it, with the real engine on whatever hardware there is.
+"""train_grpo.py as a user runs it, with the real engine on whatever hardware there is.
 
-pytest tests/test_rlhf.py            the default run, and what is refused before one starts
-pytest tests/test_rlhf.py -m slow    a copy of the script, resumed; two ranks; a mixture of experts
-pytest tests/test_rlhf.py -m long    addition
+pytest tests/test_grpo.py            the default run, and what is refused before one starts
+pytest tests/test_grpo.py -m slow    on separate devices; a copy of the script, resumed; two ranks; experts
+pytest tests/test_grpo.py -m long    two engines on a device; addition
 """
 
 import json
@@ -13,9 +13,8 @@ import sys
 
 import psutil
 import pytest
-from conftest import ROOT, SYNC, Script, arguments_of, assert_removed, copy, cpu_only, metrics_of, shared_memory_of
+from conftest import ROOT, SYNC, Script, assert_removed, copy, cpu_only, metrics_of, shared_memory_of
 from learners import build
-from pair import CORE_IN_PROCESS
 
 from trainer.errors import RunError
 from trainer.run.arguments import RunArguments
@@ -33,7 +32,7 @@ def timeless(run):
 
 
 def test_default_run_learns_and_proves_every_sync(script, tmp_path):
-    run = script("rlhf.py", "--output", "run")
+    run = script("train_grpo.py", "--output", "run")
     run.wait_for("step  1/30")
     shared = shared_memory_of(run.descendants())
     text = run.finish(180)
@@ -41,7 +40,10 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     assert_removed(shared)
     assert not [path for path in run.temporary.iterdir() if path.is_socket()]
     assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert "--topology shared\nno GPU: all on CPU" in text
     assert "the trainer's attention: sdpa, whose logits are eager's but for rounding\n" in text
+    assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engines had loaded", text, re.M)
+    assert neighbours_in(text) == [["cpu:0", "0", "0", "0"], ["cpu:0", "1", "1", "0"]]
     assert not [line for line in text.splitlines() if "INFO" in line or "pid=" in line], text
     folder = tmp_path / "run"
     metrics = metrics_of(folder)
@@ -49,6 +51,10 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
+    assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "train", "sync"))
+    for phase in ("load", "rollout", "train", "sync"):
+        assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
+        assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
     assert {p.name for p in folder.iterdir()} >= {
         "args.json", "reward.png", "run.log", "tensorboard", "checkpoint-000020", "checkpoint-000030",
     }  # fmt: skip
@@ -60,16 +66,50 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     AutoTokenizer.from_pretrained(folder / "checkpoint-000030")
 
 
+def neighbours_in(text):
+    """The printed table: device, trainer rank, engine, its worker."""
+    table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
+    return [line.split() for line in table]
+
+
+@pytest.mark.slow
+def test_run_on_separate_devices_learns_and_proves_every_sync(script, tmp_path):
+    text = script("train_grpo.py", "--topology", "separate", "--offload-optimizer", "--output", "run").finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert "no GPU: the trainer and a TP=2 engine run on CPU" in text
+    assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engines had loaded", text, re.M)
+    metrics = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in metrics] == list(range(1, 31))
+    assert metrics[0]["reward/mean"] < 0.25
+    assert metrics[-1]["reward/mean"] > 0.75
+    assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
+
+
+@pytest.mark.long
+def test_two_engines_on_a_device_serve_the_trainers_weights(script, tmp_path):
+    flags = "--engines-per-gpu", 2, "--steps", 3, "--save-every", 0, "--output", "run"
+    text = script("train_grpo.py", "--engines", 1, *flags).finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    assert neighbours_in(text) == [["cpu:0", "0", "0", "0"], ["cpu:0", "0", "1", "0"]]
+    assert re.search(r"^first sync: .* bit for bit what the engines had loaded", text, re.M)
+    metrics = metrics_of(tmp_path / "run")
+    assert len(metrics) == 3
+    assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory):
     """The folder of a run of six steps, with an engine of one worker."""
     folder = tmp_path_factory.mktemp("short")
-    flags = "--steps", "6", "--save-every", "3", "--tensor-parallel-size", "1", "--output", "run"
-    text = Script(folder, sys.executable, str(ROOT / "rlhf.py"), *flags).finish()
+    flags = "--topology separate --steps 6 --save-every 3 --tensor-parallel-size 1 --output run"
+    text = Script(folder, sys.executable, str(ROOT / "train_grpo.py"), *flags.split()).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     return folder / "run"
 
 
+# Lines of the trainer's actor and of the engine's, in each step.
+LEARNS = "metrics = self.learner.learn(rollouts, proof_rollouts)"
+RECEIVES = "served = all(await self.llm.collective_rpc("
 REWARD = """
 import mmap, subprocess, sys
 import trainer.tasks.uppercase as task
@@ -96,12 +136,12 @@ def uppercase(completions, **_):
 @pytest.mark.slow
 def test_copied_script_resumes_as_if_never_interrupted(short_run, tmp_path, shared_memory_file):
     """It runs from another folder than it lies in, and shows what a user prints, not what Ray and vLLM do."""
-    copied = copy(tmp_path / "project", *SYNC, "trainer", "rlhf.py") / "rlhf.py"
-    text = copied.read_text()
-    for method in ("return self.learner.learn(", "return self.take_weights("):
-        assert text.count(method) == 1
-        text = text.replace(method, f"print('printed by {method[7:-1]}')\n        {method}")
-    copied.write_text(text)
+    copied = copy(tmp_path / "project", *SYNC, "trainer", "train_grpo.py") / "train_grpo.py"
+    for module, line in (("topologies/link.py", LEARNS), ("rollouts/engine.py", RECEIVES)):
+        text = (copied.parent / "trainer" / module).read_text()
+        assert text.count(line) == 1
+        text = text.replace(line, f"print('printed by {module}')\n        {line}")
+        (copied.parent / "trainer" / module).write_text(text)
 
     shutil.copytree(short_run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-000006")  # as if it had been killed before
@@ -119,7 +159,7 @@ def test_copied_script_resumes_as_if_never_interrupted(short_run, tmp_path, shar
 
 
 def assert_shows_only_what_a_user_prints(text):
-    for what in ("self.learner.learn", "self.take_weights", "the reward"):
+    for what in ("topologies/link.py", "rollouts/engine.py", "the reward"):
         assert f"printed by {what}" in text
     actors = [line for line in text.splitlines() if "pid=" in line and "ray::" not in line]  # but for a traceback
     # Ray's workers write a text and its newline apart. When Ray reads in between, it passes an empty line on.
@@ -132,7 +172,7 @@ def assert_shows_only_what_a_user_prints(text):
 def test_two_ranks_feed_two_engines_what_one_and_one_had(short_run, script, tmp_path):
     """As many prompts for each, the same samples, and the same updates but for rounding."""
     flags = "--trainers", 2, "--engines", 2, "--tensor-parallel-size", 1, "--steps", 3, "--output", "run"
-    text = script("rlhf.py", *flags, **CORE_IN_PROCESS).finish()
+    text = script("train_grpo.py", *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert not [line for line in text.splitlines() if "pid=" in line], text
     texts = [
@@ -151,7 +191,7 @@ def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path):
     """Its experts' weights are one tensor on each rank, of which every rank has some experts."""
     build("Qwen3Moe", tmp_path / "model")
     flags = "--model", tmp_path / "model", "--trainers", 2, "--steps", 2, "--learning-rate", 1e-3, "--output", "run"
-    text = script("rlhf.py", *flags, **CORE_IN_PROCESS).finish()
+    text = script("train_grpo.py", *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert max(row["logprobs/mismatch"] for row in metrics_of(tmp_path / "run")) < 1e-5
 
@@ -159,66 +199,12 @@ def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path):
 @pytest.mark.long
 def test_addition_rises_on_sums_that_no_step_learned_from(script, tmp_path):
     """The beginning of the run: from half of the sums to nine tenths it takes 500 steps."""
-    text = script("rlhf.py", "--task", "addition", "--steps", 40, "--output", "run").finish()
+    text = script("train_grpo.py", "--task", "addition", "--steps", 40, "--output", "run").finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     evaluated = [row["eval/reward"] for row in metrics_of(tmp_path / "run") if "eval/reward" in row]
     assert len(evaluated) == 3
     assert 0.3 < evaluated[0] < 0.65
     assert evaluated[-1] > evaluated[0] + 0.1
-
-
-@pytest.fixture
-def placed(monkeypatch):
-    """Where rlhf.py places its actors on so many GPUs: the bundles, and the seats of trainers and engines."""
-    import rlhf
-
-    def place(gpus, order=(), **arguments):
-        reserved = []
-        monkeypatch.setattr(rlhf.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
-        monkeypatch.setattr(rlhf, "reserve", lambda bundles, strategy: reserved.append((bundles, strategy)))
-        monkeypatch.setattr(rlhf, "by_node", lambda _: order or list(range(gpus)))
-        _, remark, trainers, engines = rlhf.place(arguments_of(rlhf, **arguments))
-        return reserved, remark, trainers, engines
-
-    return place
-
-
-def bundle_of(seat) -> int:
-    return seat.options["scheduling_strategy"].placement_group_bundle_index
-
-
-def test_every_rank_and_every_worker_has_a_gpu(placed):
-    reserved, remark, trainers, engines = placed(8, trainers=3, engines=2, tensor_parallel_size=2)
-    assert reserved == [([{"GPU": 1}] * 7, "PACK")]
-    assert remark == "1 GPUs stay unused: --trainers and --engines take more"
-    assert [bundle_of(seat) for seat in trainers] == [0, 1, 2]
-    assert [seat.bundles for seat in engines] == [[3, 4], [5, 6]]
-    assert [bundle_of(seat) for seat in engines] == [3, 5]
-    assert {seat.options["num_gpus"] for seat in trainers} == {1}
-    assert not any("num_gpus" in seat.options for seat in engines)  # its workers have them
-
-
-def test_workers_of_an_engine_are_on_one_node(placed):
-    order = [1, 3, 5, 0, 2, 4]  # Ray has put every other bundle on the other node
-    _, _, trainers, engines = placed(6, order, trainers=1, engines=1, tensor_parallel_size=2)
-    assert [bundle_of(seat) for seat in trainers] == [1]
-    assert [seat.bundles for seat in engines] == [[3, 5]]
-    assert [bundle_of(seat) for seat in engines] == [3]
-
-
-def test_without_gpus_trainers_and_engines_share_a_core_each(placed):
-    reserved, remark, trainers, engines = placed(0, trainers=2, engines=4)
-    assert reserved == [([{"CPU": 0.5}] * 2 + [{"CPU": 0.25}] * 4, "SPREAD")]
-    assert "no GPU" in remark
-    assert [bundle_of(seat) for seat in trainers + engines] == [0, 1, 2, 3, 4, 5]
-    assert [seat.bundles for seat in engines] == [[2, 3], [4, 5], [6, 7], [8, 9]]  # of cores
-
-
-def test_too_few_gpus_is_an_error_with_their_number(placed):
-    with pytest.raises(RunError, match=r"wants 3 GPUs, 1 .* 2 .*there\s+are 2.*rlhf_colocate\.py"):
-        placed(2)
-    with pytest.raises(RunError, match=r"wants 6 GPUs, 2 .* 2 .*there\s+are 5"):
-        placed(5, trainers=2, engines=2)
 
 
 @pytest.mark.parametrize(
@@ -244,9 +230,9 @@ def test_too_few_gpus_is_an_error_with_their_number(placed):
 )
 def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["rlhf.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", *arguments])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "rlhf.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "train_grpo.py"), run_name="__main__")
     said = [capsys.readouterr().err, str(ended.value.code)]  # by the parser, or by Python as it exits
     assert ended.value.code
     assert message in "".join(said)
@@ -254,7 +240,7 @@ def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys,
 
 
 def test_model_that_is_missing_ends_the_run_before_actors_start(script):
-    run = script("rlhf.py", "--model", "/no/such/model")
+    run = script("train_grpo.py", "--model", "/no/such/model")
     text = run.finish(60)
     run.assert_failed_cleanly(text, [])
     assert "cannot load the model /no/such/model: no such folder" in text.splitlines()[-1]
@@ -288,7 +274,9 @@ def test_resume_refuses_another_model(tmp_path):
 
 def test_importing_a_script_starts_nothing():
     children = set(psutil.Process().children(recursive=True))
-    import rlhf
+    import ray
 
-    assert not rlhf.ray.is_initialized()
+    import train_grpo
+
+    assert train_grpo.Arguments and not ray.is_initialized()
     assert set(psutil.Process().children(recursive=True)) == children

@@ -1,0 +1,502 @@
+"""The topologies of train_grpo.py: where trainers and engines run, who sleeps, how they connect; as far as that can be
+seen without GPUs.
+
+pytest tests/test_topologies.py
+"""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import ray
+from conftest import arguments_of
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers import LlamaConfig
+
+import train_grpo
+from rlhf_utils import WeightSyncError
+from trainer.errors import RunError, TaskError
+from trainer.rollouts.engine import EngineActor
+from trainer.run.actors import StepClock
+from trainer.run.checkpoint import Models
+from trainer.topologies import choose, link, separate, servers, shared
+from trainer.topologies.base import Topology
+from trainer.topologies.choose import choose_topology
+from trainer.topologies.link import TrainerActor, connect_by_memory, say_first_sync
+from trainer.topologies.separate import Separate
+from trainer.topologies.servers import Servers
+from trainer.topologies.shared import GPU_SHARE, Shared
+
+
+def made(cls=Shared, **attributes):
+    """A topology with these attributes, which has placed nothing."""
+    topology = object.__new__(cls)
+    vars(topology).update(attributes)
+    return topology
+
+
+# --- Which topology ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The topology that is chosen for these flags, and what the run says of it."""
+    for name in choose.TOPOLOGIES:
+        monkeypatch.setitem(choose.TOPOLOGIES, name, lambda *_, name=name: SimpleNamespace(name=name, remark=""))
+    task = SimpleNamespace(refuse_images=lambda reason: None)
+
+    def choose_for(task=task, **flags):
+        said = []
+        topology = choose_topology(arguments_of(train_grpo, **flags), task, SimpleNamespace(say=said.append), None)
+        return topology.name, *filter(None, said)
+
+    return choose_for
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "reason"),
+    [
+        ({}, "shared", ""),
+        ({"max_staleness": 1}, "separate", ", for --max-staleness"),
+        ({"trainers": 2}, "separate", ", for --trainers"),
+        ({"engine_url": ["http://a:1"]}, "servers", ", for --engine-url"),
+        ({"engine_url": ["http://a:1"], "max_staleness": 1}, "servers", ", for --engine-url"),
+        ({"topology": "servers", "trainers": 1}, "servers", ""),
+        ({"topology": "separate"}, "separate", ""),
+    ],
+)
+def test_flags_choose_a_topology_and_the_run_says_why(chosen, flags, name, reason):
+    assert chosen(**flags) == (name, f"--topology {name}{reason}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"topology": "shared", "max_staleness": 1}, "shared: --max-staleness is for engines that generate while"),
+        ({"topology": "shared", "trainers": 2}, "shared: --trainers is for GPUs of their own"),
+        ({"topology": "servers", "trainers": 2}, "servers: --trainers: one trainer sends to servers"),
+        ({"topology": "separate", "engine_url": ["http://a:1"]}, "separate: --engine-url is for servers"),
+        ({"topology": "separate", "engines_per_gpu": 2}, "separate: --engines-per-gpu is for shared GPUs"),
+        ({"topology": "servers", "quantization": "torchao"}, "servers: --quantization: servers have their own"),
+    ],
+)
+def test_flags_that_a_topology_does_not_have_are_refused(chosen, flags, message):
+    with pytest.raises(RunError, match=f"^--topology {message}"):
+        chosen(**flags)
+
+
+def test_images_do_not_go_to_servers(chosen):
+    def refuse_images(reason):
+        raise TaskError(reason)
+
+    task = SimpleNamespace(refuse_images=refuse_images)
+    assert chosen(task)[0] == "shared"
+    with pytest.raises(TaskError, match="servers get token ids alone"):
+        chosen(task, topology="servers")
+
+
+# --- Places on shared devices -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ray_with_four_gpus():
+    ray.init(num_cpus=2, num_gpus=4, include_dashboard=False, object_store_memory=100 << 20, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def place(**arguments):
+    """The topology on shared devices, with its arguments settled."""
+    topology = Shared(arguments_of(train_grpo, **arguments), None, None)
+    assert topology.device == "cuda"
+    return topology
+
+
+def group_of(seats):
+    return seats[0].options["scheduling_strategy"].placement_group
+
+
+def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
+    @ray.remote
+    class Actor:
+        def gpus(self):
+            return ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    topology = place()
+    assert (topology.args.placement.engines, topology.args.engine.tensor_parallel_size) == (2, 2)
+    trainers = [Actor.options(**seat.options).remote() for seat in topology.trainer_seats]
+    group = group_of(topology.trainer_seats)
+    # As vLLM's Ray executor places its workers.
+    workers = [
+        Actor.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle), num_gpus=GPU_SHARE, num_cpus=0
+        ).remote()
+        for seat in topology.engine_seats
+        for bundle in seat.bundles
+    ]
+    seen = ray.get([actor.gpus.remote() for actor in trainers + workers], timeout=60)
+    assert seen[:4] == seen[4:]
+    assert len({gpu for (gpu,) in seen}) == 4
+    for actor in trainers + workers:
+        ray.kill(actor)
+    ray.util.remove_placement_group(group)
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"), [({"tensor_parallel_size": 1}, (4, 1)), ({"engines": 1, "tensor_parallel_size": 4}, (1, 4))]
+)
+def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
+    topology = place(**given)
+    args, engines = topology.args, topology.engine_seats
+    assert (args.placement.engines, args.engine.tensor_parallel_size) == settled
+    assert args.engine.gpu_memory_utilization == 0.4
+    assert len(topology.trainer_seats) == 4
+    assert [len(seat.bundles) for seat in engines] == [settled[1]] * settled[0]
+    assert sorted(bundle for seat in engines for bundle in seat.bundles) == [0, 1, 2, 3]
+    ray.util.remove_placement_group(group_of(topology.trainer_seats))
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "size", "engines"),
+    [("cuda", 1, 64, 2), ("cuda", 1, 8192, 1), ("cuda", 2, 64, 1), ("cpu", 1, 64, 1)],
+)
+def test_small_models_get_two_engines_on_each_gpu(tmp_path, device, workers, size, engines):
+    LlamaConfig(hidden_size=size, intermediate_size=4 * size, num_hidden_layers=2).save_pretrained(tmp_path)
+    args, said = arguments_of(train_grpo, tensor_parallel_size=workers), []
+    topology = made(args=args, run=SimpleNamespace(say=said.append), device=device)
+    assert topology._engines_per_gpu(str(tmp_path)) == engines
+    assert bool(said) == (engines == 2)
+
+
+def test_engines_of_a_gpu_start_one_after_another(monkeypatch):
+    """Ray begins a call once the answers among its arguments are there."""
+
+    def engine(number):
+        return SimpleNamespace(start=SimpleNamespace(remote=lambda *args: (number, *args[1:])))
+
+    def group(session, name, cls, seats):
+        assert (name, seats) == ("engine", ["seat 0", "seat 1"] * 2)
+        return SimpleNamespace(actors={f"engine {i}": engine(i) for i in range(4)}, bundles=[([0, 1],), ([2, 3],)] * 2)
+
+    calls = {}
+    session = SimpleNamespace(wait=lambda phase, started: calls.update({phase: started}) or [[(3, "remarks")]])
+    monkeypatch.setattr(shared, "ActorGroup", group)
+    given = {"engines": 2, "engines_per_gpu": 2, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.4}
+    topology = made(args=arguments_of(train_grpo, **given), session=session, device="cuda", level="kv")
+    topology.engine_seats, topology.load_trainers = ["seat 0", "seat 1"], lambda models: {"trainer": "loading"}
+    assert topology.start(Models("model", "model", None)) == (3, "remarks", (3, "remarks"))
+    assert list(calls) == ["starting", "loading"]  # vLLM measures the free memory
+    assert list(calls["starting"]) == [f"engine {i}" for i in range(4)]
+    started = [*calls["starting"].values()]
+    numbers, engines, settings, levels, bundles, before = zip(*started, strict=True)
+    assert numbers == (0, 1, 2, 3)
+    assert bundles == ([0, 1], [2, 3], [0, 1], [2, 3])
+    assert before == (None, None, started[0], started[1])
+    assert {args.gpu_memory_utilization for args in engines} == {0.2}
+    assert {(setting.engines, setting.gpu_share) for setting in settings} == {(4, GPU_SHARE / 2)}
+    assert set(levels) == {"kv"}
+
+
+def test_more_workers_than_gpus_is_an_error_with_both_numbers(ray_with_four_gpus):
+    with pytest.raises(RunError, match=r"wants 6 GPUs.* 3 engines, and there are 4"):
+        place(engines=3, tensor_parallel_size=2)
+
+
+def test_expandable_segments_are_refused_before_anything_starts(ray_with_four_gpus, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
+        place()
+
+
+# --- Places on separate devices ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def placed(monkeypatch):
+    """A topology on so many GPUs, and the bundles that it has reserved."""
+
+    def place(cls, gpus, order=(), **arguments):
+        reserved, module = [], {Separate: separate, Servers: servers}[cls]
+        monkeypatch.setattr(module.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
+        monkeypatch.setattr(module, "reserve", lambda bundles, strategy: reserved.append((bundles, strategy)))
+        monkeypatch.setattr(module, "by_node", lambda _: order or list(range(gpus)), raising=False)
+        return reserved, cls(arguments_of(train_grpo, **arguments), None, None)
+
+    return place
+
+
+def bundle_of(seat) -> int:
+    return seat.options["scheduling_strategy"].placement_group_bundle_index
+
+
+def test_every_rank_and_every_worker_has_a_gpu(placed):
+    reserved, topology = placed(Separate, 8, trainers=3, engines=2, tensor_parallel_size=2)
+    assert reserved == [([{"GPU": 1}] * 7, "PACK")]
+    assert topology.remark == "1 GPUs stay unused: --trainers and --engines take more"
+    assert [bundle_of(seat) for seat in topology.trainer_seats] == [0, 1, 2]
+    assert [seat.bundles for seat in topology.engine_seats] == [[3, 4], [5, 6]]
+    assert [bundle_of(seat) for seat in topology.engine_seats] == [3, 5]
+    assert {seat.options["num_gpus"] for seat in topology.trainer_seats} == {1}
+    assert not any("num_gpus" in seat.options for seat in topology.engine_seats)  # its workers have them
+
+
+def test_workers_of_an_engine_are_on_one_node(placed):
+    order = [1, 3, 5, 0, 2, 4]  # Ray has put every other bundle on the other node
+    _, topology = placed(Separate, 6, order, trainers=1, engines=1, tensor_parallel_size=2)
+    assert [bundle_of(seat) for seat in topology.trainer_seats] == [1]
+    assert [seat.bundles for seat in topology.engine_seats] == [[3, 5]]
+    assert [bundle_of(seat) for seat in topology.engine_seats] == [3]
+
+
+def test_without_gpus_trainers_and_engines_share_a_core_each(placed):
+    reserved, topology = placed(Separate, 0, trainers=2, engines=4)
+    assert reserved == [([{"CPU": 0.5}] * 2 + [{"CPU": 0.25}] * 4, "SPREAD")]
+    assert "no GPU" in topology.remark
+    assert [bundle_of(seat) for seat in topology.trainer_seats + topology.engine_seats] == [0, 1, 2, 3, 4, 5]
+    assert [seat.bundles for seat in topology.engine_seats] == [[2, 3], [4, 5], [6, 7], [8, 9]]  # of cores
+
+
+def test_too_few_gpus_is_an_error_with_their_number(placed):
+    with pytest.raises(RunError, match=r"wants 3 GPUs, 1 .* 2 .*there\s+are 2.*--topology shared"):
+        placed(Separate, 2)
+    with pytest.raises(RunError, match=r"wants 6 GPUs, 2 .* 2 .*there\s+are 5"):
+        placed(Separate, 5, trainers=2, engines=2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "urls", "bundles", "shares"),
+    [
+        (5, [], [{"GPU": 1}, {"GPU": 4}], [1, 4]),
+        (5, ["http://a:1"], [{"GPU": 1}], [1, 0]),
+        (0, [], [{"CPU": 1}, {"CPU": 1}], [None, 0]),
+    ],
+)
+def test_servers_of_the_runs_own_have_gpus_on_one_machine(placed, gpus, urls, bundles, shares):
+    reserved, topology = placed(Servers, gpus, engine_url=urls, engines=2)
+    assert reserved == [(bundles, "PACK")]
+    seats = topology.trainer_seats + topology.engine_seats
+    assert [bundle_of(seat) for seat in seats] == [0, len(bundles) - 1]
+    assert [seat.options.get("num_gpus") for seat in seats] == shares
+    assert topology.args.engine.tensor_parallel_size == topology.setting.engines == 2
+    with pytest.raises(RunError, match=r"wants 5 GPUs, 1 for the trainer and 2 for each engine, and there are 4"):
+        placed(Servers, 4, engines=2)
+
+
+# --- Who sleeps -------------------------------------------------------------------------------------------------------
+
+
+class RecordedLLM:
+    """What an engine asks of vLLM while it sleeps, wakes and is synced, in order."""
+
+    def __init__(self):
+        self.calls, self.engine_core = [], self
+
+    def __getattr__(self, name):
+        async def call(*args, **kwargs):
+            self.calls.append(" ".join(map(str, [name, *args[:1], *kwargs.values()])))
+            return [{"version": 1}] if args == ("receive_weights",) else [True]
+
+        return call
+
+
+def recorded_engine():
+    engine = EngineActor(0)
+    engine.llm, engine.since, engine.resumed = RecordedLLM(), 0.0, 0.0
+    return engine
+
+
+RESET = "reset_prefix_cache True True, reset_mm_cache, reset_encoder_cache"
+KV = "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, PAUSE, SYNC, wake_up ['kv_cache'], RESUME"
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("auto", KV),
+        ("kv", KV),
+        ("weights", "sleep 2, PAUSE, wake_up ['weights'], SYNC, wake_up ['kv_cache'], RESUME"),
+        ("none", "PAUSE, SYNC, RESUME"),
+    ],
+)
+def test_engine_sleeps_and_wakes_in_the_order_of_least_memory(level, expected):
+    engine = recorded_engine()
+
+    async def sync() -> str:
+        engine.llm.calls.clear()
+        engine.cached = True  # as after rollouts
+        await engine.sleep(level)
+        assert await engine.receive_weights(7, {"GPU-a": "/a"}, 60.0)
+        calls = ", ".join(engine.llm.calls)
+        sync = "collective_rpc receive_weights ({'GPU-a': '/a'}, 60.0), collective_rpc check_weights_changed"
+        calls = calls.replace(f"{sync}, update_weight_version 7", "SYNC")
+        return calls.replace("pause_scheduler_async keep", "PAUSE").replace("resume_generation", "RESUME")
+
+    for _ in range(2):
+        assert asyncio.run(sync()) == f"{RESET}, {expected}"
+    engine.llm.calls.clear()
+    asyncio.run(engine.receive_weights(8, {}, 60.0))  # without a sleep before
+    assert not any("wake_up" in call for call in engine.llm.calls)
+
+
+@pytest.mark.parametrize("sleep_weights", [False, True])
+def test_what_a_sleep_lost_is_seen_at_the_first_sync(sleep_weights):
+    engine = recorded_engine()
+
+    async def weight_digests(method, **_):
+        return engine.digests
+
+    def serves_checkpoint():
+        return asyncio.run(engine.serves_checkpoint())
+
+    asyncio.run(engine.sleep("weights" if sleep_weights else "kv"))
+    engine.llm.collective_rpc = weight_digests
+    engine.from_disk = engine.digests = [(1, 2), (3, 4)]
+    assert serves_checkpoint()
+    engine.digests = [(1, 2), (5, 6)]
+    assert not serves_checkpoint()  # other weights, so that the other tensors may be others as well
+    engine.digests = [(1, 2), (3, 5)]
+    if sleep_weights:
+        with pytest.raises(RunError, match="vLLM loses in its sleep"):
+            serves_checkpoint()
+    else:
+        assert serves_checkpoint()
+
+
+def level_after(metrics, asked="auto", level="auto", step=2):
+    """How engines sleep after this step, at which they slept at `level`, and what the run says of it."""
+    said = []
+    args, run = arguments_of(train_grpo, sleep=asked), SimpleNamespace(say=said.append)
+    topology = made(args=args, run=run, level=level, first_step=1, memory={"memory/load/trainer": 1.0})
+    for _ in range(2):
+        assert topology.after_step(step, metrics) == {"memory/load/trainer": 1.0}
+    return topology.level, said
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "level"),
+    [(40.0, 60.0, "none"), (40.0, 86.0, "none"), (40.0, 87.0, "kv"), (87.0, 40.0, "kv"), (120.0, 30.0, "kv")],
+)
+def test_engines_sleep_unless_a_tenth_of_memory_is_free(trainer, engine, level):
+    # Of what was measured, the trainer's peak while learning and the engine's memory while awake count.
+    metrics = {"memory/gpu": 140.0, "memory/rollout/trainer": 30.0, "memory/rollout/engine": engine}
+    metrics |= {"memory/train/trainer": trainer, "memory/train/engine": 9.0, "reward/mean": 0.5}
+    reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of 140.0"
+    assert level_after(metrics) == (level, [f"--sleep {level} from now on: {reason}"])
+    assert level_after(metrics, step=1) == ("auto", [])  # which makes Adam's moments
+
+
+def test_engines_that_slept_for_memory_do_so_for_good():
+    plenty = {"memory/gpu": 140.0, "memory/train/trainer": 1.0, "memory/rollout/engine": 1.0}
+    assert level_after(plenty, "auto", "kv") == ("kv", [])
+    for asked in ("kv", "weights", "none"):
+        assert level_after(plenty, asked, asked) == (asked, [])
+
+
+def test_trainers_free_their_memory_only_for_an_engine_that_sleeps():
+    freed = []
+    trainer = TrainerActor(0)
+    trainer.learner = SimpleNamespace(
+        learn=lambda rollouts, proof: {"learned": [*rollouts, *proof]}, release_memory=lambda: freed.append(frees)
+    )
+    for frees in (False, True):
+        assert trainer.learn([1], [2], frees) == {"learned": [1, 2]}
+    assert freed == [True]
+
+
+class Group:
+    """Actors that note what they are asked, and the phases in which somebody waits for them."""
+
+    def __init__(self, name: str, count: int, answers: dict, session=None):
+        self.names = [f"{name} {i}" for i in range(count)]
+        self.answers, self.called = answers, []
+        self.session = session or SimpleNamespace(waited=[], wait=self.wait)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def begin(self, method, *args, each=None):
+        self.called.append((method.__name__, *args, *([each] if each else [])))
+        return dict(zip(self.names, self.answers[method.__name__], strict=True))
+
+    def call(self, phase, method, *args, each=None):
+        return self.session.wait(phase, self.begin(method, *args, each=each))[0]
+
+    def wait(self, phase, *groups):
+        self.session.waited.append((phase, [name for calls in groups for name in calls]))
+        return [[*calls.values()] for calls in groups]
+
+
+def groups(trainer_answers, engine_answers, ranks=2, engines=1):
+    trainers = Group("trainer", ranks, trainer_answers)
+    return trainers, Group("engine", engines, engine_answers, trainers.session)
+
+
+@pytest.mark.parametrize(
+    ("level", "phases", "timed"),
+    [
+        (
+            "kv",
+            [("sleeping", ["engine 0"]), ("learning", ["trainer 0", "trainer 1"])],
+            ["time/sleep", "time/train"],
+        ),
+        ("none", [("learning", ["trainer 0", "trainer 1", "engine 0"])], ["time/train"]),
+    ],
+)
+def test_trainers_wait_for_engines_only_if_those_release_memory(level, phases, timed):
+    trainers, engines = groups({"learn": [{"loss": 0.5}] * 2}, {"sleep": [None]})
+    clock = StepClock()
+    topology = made(Topology, trainers=trainers, engines=engines, session=trainers.session, level=level)
+    assert topology.learn(["rollout"], ["proof"], clock) == {"loss": 0.5}
+    assert trainers.session.waited == phases
+    assert engines.called == [("sleep", level)]
+    assert trainers.called == [("learn", ["rollout"], ["proof"], level != "none")]
+    assert [*clock.metrics] == timed
+
+
+# --- The link ---------------------------------------------------------------------------------------------------------
+
+
+def test_sync_counts_only_if_every_engine_serves_it():
+    report = SimpleNamespace(version=3)
+    answers = {"receive_weights": [True, True]}
+    trainers, engines = groups({"send_weights": [report, report]}, answers, engines=2)
+    each = [({"GPU-a": "/a"}, 60.0), ({"GPU-b": "/b"}, 60.0)]
+    assert link.sync(trainers, engines, 7, each) is report
+    assert engines.called == [("receive_weights", 7, each)]
+    answers["receive_weights"] = [True, False]
+    with pytest.raises(RunError, match="after sync 3, an engine does not serve what was sent"):
+        link.sync(trainers, engines, 7, each)
+
+
+def test_first_sync_says_whether_engines_had_the_weights():
+    said, answers = [], {"serves_checkpoint": [True, True]}
+    run, (_, engines) = SimpleNamespace(say=said.append), groups({}, answers, engines=2)
+    report = SimpleNamespace(tensors=3, nbytes=10**9, loader="replay")
+    say_first_sync(run, report, engines)
+    answers["serves_checkpoint"] = [True, False]
+    say_first_sync(run, report, engines)
+    had, then = "bit for bit what the engines had loaded from disk", "from now on by replay"
+    assert said == [f"first sync: 3 tensors, 1.000 GB, {are}{had}; {then}" for are in ("", "not ")]
+
+
+TWO_EACH = [(0, 1), (2, 3)] * 2  # ranks beside the workers of four engines
+
+
+def test_rank_and_worker_on_different_devices_are_refused():
+    handles = [{"GPU-b": "/b"}, {"GPU-a": "/a"}, {"GPU-c": "/c"}, {"GPU-d": "/d"}]
+    ids, said = [["GPU-a", "GPU-b"], ["GPU-c", "GPU-d"]], []
+    trainers, engines = groups({"open_channel": handles}, {"device_ids": ids}, 4, 2)
+    run = SimpleNamespace(say=said.append)
+    beside = connect_by_memory(run, trainers, engines, 1)
+    assert trainers.called == [("open_channel", 2, 1)]
+    assert beside == [({"GPU-a": "/a", "GPU-b": "/b"},), ({"GPU-c": "/c", "GPU-d": "/d"},)]
+    assert [line.split() for line in said[0].splitlines()[1:3]] == [["GPU-b", "0", "0", "1"], ["GPU-a", "1", "0", "0"]]
+    ids.extend(ids)  # two engines on each pair of GPUs
+    trainers, engines = groups({"open_channel": handles}, {"device_ids": ids}, 4, 4)
+    assert connect_by_memory(run, trainers, engines, 2) == beside * 2
+    assert trainers.called == [("open_channel", 2, 2)]
+    rows = [line.split() for line in said[1].splitlines()[1:]]
+    assert [row[1:3] for row in rows] == [[str(rank), str(engine)] for engine in range(4) for rank in TWO_EACH[engine]]
+    handles[3] = {"GPU-a": "/a"}
+    with pytest.raises(RunError, match=r"engine 1 runs on \['GPU-c', 'GPU-d'\], and its trainer ranks on"):
+        connect_by_memory(run, trainers, engines, 2)
