@@ -21,6 +21,7 @@ rlhf_utils.py and weight_sync/ along, and for machines without a GPU rlhf_cpu.py
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing.connection
 import os
@@ -104,13 +105,14 @@ class Engine:
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             **options,
         )
-        threading.Thread(target=self.end_with_vllm, daemon=True).start()
+        processes = [process.sentinel for process in multiprocessing.active_children()]
+        threading.Thread(target=self.end_with, args=[processes], daemon=True).start()
 
-    def end_with_vllm(self) -> None:
-        """End this actor when one of vLLM's processes ends: vllm.LLM would wait for a killed one forever."""
-        multiprocessing.connection.wait([process.sentinel for process in multiprocessing.active_children()])
-        time.sleep(1)  # vLLM may be about to raise an error that says more
-        os._exit(1)
+    def end_with(self, processes: list[int]) -> None:
+        """End this actor with the first of vLLM's processes: vllm.LLM would wait for a killed one forever."""
+        if multiprocessing.connection.wait(processes):
+            time.sleep(1)  # vLLM may be about to raise an error that says more
+            os._exit(1)
 
     def generate(self, prompts: list, group_size: int, max_tokens: int) -> list[Sample]:
         """`group_size` completions of each prompt, in the order of the prompts."""
@@ -120,12 +122,11 @@ class Engine:
         fast = {"flat_logprobs": True, "detokenize": False}  # no object for each token; all texts at once, below
         params = SamplingParams(n=group_size, max_tokens=max_tokens, logprobs=0, **fast)  # 0: of sampled tokens only
         requests = generate(prompts, params, use_tqdm=False)
-        completions = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
-        ids = [output.token_ids for _, output in completions]
-        texts = self.llm.get_tokenizer().batch_decode(ids, skip_special_tokens=True)
+        outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
+        texts = self.llm.get_tokenizer().batch_decode([o.token_ids for _, o in outputs], skip_special_tokens=True)
         return [
             Sample(prompt_ids + list(output.token_ids), len(prompt_ids), list(output.logprobs.logprobs), text)
-            for (prompt_ids, output), text in zip(completions, texts, strict=True)
+            for (prompt_ids, output), text in zip(outputs, texts, strict=True)
         ]
 
     def connect(self, address: str, port: int, world_size: int) -> None:
@@ -148,7 +149,7 @@ class Trainer:
     def __init__(self, model: str, learning_rate: float, device: str):
         from transformers import AutoModelForCausalLM
 
-        self.device, self.max_mismatch = torch.device(device), None
+        self.device, self.max_mismatch = torch.device(device, 0), None
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device).eval()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
 
@@ -164,8 +165,11 @@ class Trainer:
     def send_weights(self) -> SyncReport:
         return self.sender.send_weights(self.model.named_parameters())
 
-    def learn(self, samples: list[Sample], advantages: torch.Tensor) -> dict[str, float]:
-        """One update by the samples and their advantages [n], in micro-batches of similar lengths. Returns metrics."""
+    def learn(self, samples: list[Sample], advantages: torch.Tensor) -> float:
+        """One update by the samples and their advantages [n], in micro-batches of similar lengths.
+
+        Returns the mismatch. If it has grown too much, raises RuntimeError instead of the update.
+        """
         tokens = sum(len(sample.logprobs) for sample in samples)
         distance = torch.zeros((), device=self.device)
         for rows in micro_batches(samples):
@@ -177,10 +181,10 @@ class Trainer:
         self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # of the first batch, after a proven sync
         if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
             raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {mismatch:.2g}")
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"mismatch": mismatch, "grad_norm": float(grad_norm)}
+        return mismatch
 
     def logprobs(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The trainer's log-probabilities [b, T], the engine's, and a mask that is 1 for the completions' tokens.
@@ -276,11 +280,11 @@ def main(args: argparse.Namespace) -> str:
     print(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB; from now on by {report.loader}")
 
     # 3. Generate, reward, learn, sync; at last, generate once more
-    random.seed(0)
-    means = []
+    random.Random(0).shuffle(rows)
+    stream, means = itertools.cycle(rows), []
     for step in range(1, args.steps + 2):
         started = time.perf_counter()
-        batch = random.sample(rows, min(args.prompts_per_step, len(rows)))
+        batch = list(itertools.islice(stream, args.prompts_per_step))
         prompts, answers = [row["prompt"] for row in batch], [row.get("answer") for row in batch]
         (samples,) = wait_for(actors, engine.generate.remote(prompts, args.group_size, args.max_tokens))
         rewards = [reward(sample.text, answers[i // args.group_size]) for i, sample in enumerate(samples)]
@@ -291,13 +295,13 @@ def main(args: argparse.Namespace) -> str:
             break
         generated = time.perf_counter()
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
-        (metrics,) = wait_for(actors, trainer.learn.remote(samples, advantages.flatten()))
+        (mismatch,) = wait_for(actors, trainer.learn.remote(samples, advantages.flatten()))
         learned = time.perf_counter()
         sync()
         print(
-            f"step {step}/{args.steps}  reward {means[-1]:.3f}  mismatch {metrics['mismatch']:.1e}"
-            f"  grad norm {metrics['grad_norm']:.2g}  rollout {generated - started:.2f} s"
-            f"  learn {learned - generated:.2f} s  sync {time.perf_counter() - learned:.3f} s"
+            f"step {step}/{args.steps}  reward {means[-1]:.3f}  mismatch {mismatch:.1e}"
+            f"  rollout {generated - started:.2f} s  learn {learned - generated:.2f} s"
+            f"  sync {time.perf_counter() - learned:.3f} s"
         )
     return f"OK: reward {means[0]:.3f} -> {means[-1]:.3f} in {args.steps} steps"
 
