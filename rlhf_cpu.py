@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlhf_utils import WeightSyncError, stateless_init_process_group
+from rlhf_utils import stateless_init_process_group
 from weight_sync.engine_model import repack_tied_layers
 
 HIDDEN_SIZE, HEADS, LAYERS, MAX_LENGTH = 128, 4, 2, 256  # vLLM's attention on CPU needs a head size of at least 32
@@ -69,8 +69,9 @@ def engine_options(tensor_parallel_size: int) -> dict:
     """Options of vllm.LLM. Sets the environment variables that go with them: call this before you import vLLM."""
     cores = sorted(os.sched_getaffinity(0))
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
-    if tensor_parallel_size == 1:
+    if tensor_parallel_size == 1:  # all in this process: each one takes long to import vLLM
         executor = IN_ENGINE_PROCESS
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["OMP_NUM_THREADS"] = str(len(cores))
     else:
         executor = "mp"  # vLLM's Ray executor is for GPUs
@@ -87,8 +88,7 @@ def engine_options(tensor_parallel_size: int) -> dict:
 
 # --- gloo, as a transport of vLLM's weight-transfer API ---------------------------------------------------------------
 #
-# vLLM has a factory for the trainer's half of a transport and one for the workers', which find it by its name. The
-# trainer's half drives both:
+# vLLM has a factory for each half, which finds it by the transport's name. The trainer's half drives both:
 #
 # init_weight_transfer_engine  once: trainer and workers join a group
 # start_weight_update          the workers open vLLM's reload bracket
@@ -143,11 +143,7 @@ def register_gloo_worker() -> None:
             packed = torch.empty(sum(sizes), dtype=torch.uint8)
             self.group.broadcast(packed, src=0)
             dtypes = [getattr(torch, name) for name in dtype_names]
-            for name, tensor in unpack_tensor(packed, names, shapes, dtypes, sizes):
-                try:
-                    self.model.load_weights([(name, tensor)])
-                except Exception as error:  # vLLM passes on only the text, which may be empty
-                    raise WeightSyncError(f"{name} {list(tensor.shape)}: {error!r}") from error
+            self.model.load_weights(unpack_tensor(packed, names, shapes, dtypes, sizes))
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)

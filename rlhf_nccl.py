@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
 WAIT_SECONDS = 3600  # limit of each wait
-SYNC_SECONDS = 300  # limit of a transfer
+SYNC_SECONDS = 120  # limit of a transfer
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 

@@ -8,11 +8,15 @@ pytest tests/test_scripts.py -m long    other processes killed, in other phases
 import ast
 import importlib
 import math
+import os
+import re
+import signal
 import sys
+import time
 
 import pytest
 import torch
-from conftest import ROOT, SYNC, Script, copy, cpu_only
+from conftest import HANGS_SECONDS, ROOT, SYNC, Script, copy, cpu_only, is_alive, title_of
 from transformers import AutoModelForCausalLM
 
 import rlhf
@@ -210,3 +214,49 @@ def test_copied_script_learns(tmp_path, script, flags, rewards):
     first, last = (float(word) for word in last_line.split()[2:5:2])
     assert first < rewards[0]
     assert last > rewards[1]
+
+
+# --- Faults: the run ends within a minute, names the cause, and leaves no process -------------------------------------
+
+FAULT_SECONDS = 60
+LONG = ["--steps", 10_000, "--group-size", 16, "--max-tokens", 64]  # phases in which there is time for a fault
+IN_SYNC = "ray::Engine.receive_weights"
+KILLS = [  # the script, the title of a process in the phase of the fault, whom it kills, the run's last line
+    ("rlhf", IN_SYNC, "VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died|Engine", pytest.mark.slow),
+    ("rlhf", "ray::Engine.generate", "VLLM::EngineCore", "Engine", pytest.mark.slow),
+    ("rlhf", "ray::Engine.generate", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf", "ray::Trainer.learn", "ray::Engine", "Engine", pytest.mark.long),
+    ("rlhf", "ray::Engine.__init__", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf", "VLLM::Worker_TP1", "VLLM::EngineCore", "Engine", pytest.mark.long),
+    ("rlhf_colocate", "ray::Trainer.learn", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf_colocate", IN_SYNC, "VLLM::EngineCore", "Engine|engine worker . .* died", pytest.mark.long),
+    ("rlhf_nccl", "ray::Trainer.send_weights", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf_online_quant", "ray::Engine.generate", "Ctrl-C", "KeyboardInterrupt", pytest.mark.long),
+]
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("script", "phase", "victim", "message"),
+    [pytest.param(*kill[:4], id=" ".join(kill[:3]), marks=kill[4]) for kill in KILLS],
+)
+def test_run_ends_at_a_fault(tmp_path, script, phase, victim, message):
+    run = run_of(tmp_path, script, *LONG, "--tensor-parallel-size", 2)
+    if not phase.startswith(("ray::Engine.__init__", "VLLM")):  # which are of the start
+        run.wait_for("step 2/")
+    deadline = time.monotonic() + HANGS_SECONDS
+    while not (found := [process for process in run.descendants() if phase in title_of(process)]):
+        assert run.process.poll() is None, run.text()
+        assert time.monotonic() < deadline, run.text()
+    family, failed = run.descendants(), time.monotonic()
+    if victim == "Ctrl-C":
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        next(process for process in family if victim in title_of(process)).kill()
+    text = run.finish(FAULT_SECONDS)
+    assert found, text
+    assert run.process.returncode == 1
+    assert re.match(f"error: .*({message})", text.splitlines()[-1]), text
+    while left := [process for process in family if is_alive(process)]:
+        assert time.monotonic() - failed < FAULT_SECONDS, left
+        time.sleep(0.1)
