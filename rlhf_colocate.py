@@ -262,7 +262,8 @@ def wait_for(actors: list, *calls: ray.ObjectRef) -> list:
 def place(args: argparse.Namespace) -> tuple[list[ray.actor.ActorHandle], list[ray.actor.ActorHandle]]:
     """Start Ray, and in it the trainer's ranks and the engines, on the same GPUs."""
     variables = {"PYTHONPATH": os.pathsep.join(sys.path)}  # by which vLLM's workers find rlhf_utils
-    ray.init(runtime_env={"env_vars": variables | {"VLLM_LOGGING_LEVEL": "ERROR"}}, logging_level="error")
+    runtime_env = {"env_vars": variables | {"VLLM_LOGGING_LEVEL": "ERROR"}}
+    ray.init(runtime_env=runtime_env, include_dashboard=False, logging_level="error")
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if not gpus:
         import rlhf_cpu
@@ -329,7 +330,8 @@ def main(args: argparse.Namespace) -> str:
         rewards = [reward(sample.text, answers[i // args.group_size]) for i, sample in enumerate(samples)]
         groups = torch.tensor(rewards).view(-1, args.group_size)
         means.append(float(groups.mean()))
-        print(f"  {rewards[0]:.2f}  {prompts[0]!r} -> {samples[0].text!r}")
+        shown = step % len(samples)
+        print(f"  {rewards[shown]:.2f}  {prompts[shown // args.group_size]!r} -> {samples[shown].text!r}")
         if step > args.steps:
             break
         generated = time.perf_counter()

@@ -255,12 +255,14 @@ def wait_for(actors: list, *calls: ray.ObjectRef) -> list:
 def place(args: argparse.Namespace) -> tuple[ray.actor.ActorHandle, ray.actor.ActorHandle]:
     """Start Ray, and in it the trainer and the engine, each on GPUs of its own."""
     variables = {"PYTHONPATH": os.pathsep.join(sys.path)}  # by which vLLM's workers find rlhf_utils
-    ray.init(runtime_env={"env_vars": variables | {"VLLM_LOGGING_LEVEL": "ERROR"}}, logging_level="error")
+    runtime_env = {"env_vars": variables | {"VLLM_LOGGING_LEVEL": "ERROR"}}
+    ray.init(runtime_env=runtime_env, include_dashboard=False, logging_level="error")
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if not gpus:
         import rlhf_cpu
 
         rlhf_cpu.complete(args)
+    args.model, args.learning_rate = args.model or "facebook/opt-125m", args.learning_rate or 1e-6
     args.tensor_parallel_size = args.tensor_parallel_size or 2
     wanted = 1 + args.tensor_parallel_size
     if 0 < gpus < wanted:
@@ -268,14 +270,14 @@ def place(args: argparse.Namespace) -> tuple[ray.actor.ActorHandle, ray.actor.Ac
     placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * wanted)
     if not placement.wait(timeout_seconds=60):
         raise RuntimeError("Ray could not reserve the GPUs: another run may hold them")
-    model, device = args.model or "facebook/opt-125m", "cuda" if gpus else "cpu"
+    device = "cuda" if gpus else "cpu"
 
     def actor(cls: type, bundle: int, **resources):
         where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
         return ray.remote(cls).options(num_cpus=0, scheduling_strategy=where, **resources)
 
-    trainer = actor(Trainer, 0, num_gpus=min(gpus, 1)).remote(model, args.learning_rate or 1e-6, device)
-    return trainer, actor(Engine, 1).remote(model, args.tensor_parallel_size, device)
+    trainer = actor(Trainer, 0, num_gpus=min(gpus, 1)).remote(args.model, args.learning_rate, device)
+    return trainer, actor(Engine, 1).remote(args.model, args.tensor_parallel_size, device)
 
 
 def main(args: argparse.Namespace) -> str:
@@ -314,7 +316,8 @@ def main(args: argparse.Namespace) -> str:
         rewards = [reward(sample.text, answers[i // args.group_size]) for i, sample in enumerate(samples)]
         groups = torch.tensor(rewards).view(-1, args.group_size)
         means.append(float(groups.mean()))
-        print(f"  {rewards[0]:.2f}  {prompts[0]!r} -> {samples[0].text!r}")
+        shown = step % len(samples)
+        print(f"  {rewards[shown]:.2f}  {prompts[shown // args.group_size]!r} -> {samples[shown].text!r}")
         if step > args.steps:
             break
         generated = time.perf_counter()
