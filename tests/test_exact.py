@@ -287,11 +287,10 @@ def test_block_table_reaches_to_the_end_of_a_tile(monkeypatch):
 
 def settled(gpu, say=lambda _: None, **options):
     args = arguments_of(train_grpo, **{"tensor_parallel_size": 2} | options)  # as a topology settles it
-    trainers = SimpleNamespace(call_rank_0=lambda *_: gpu)
-    return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, trainers)
+    return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, gpu)
 
 
-H200 = exact.GPU(90, (2, 30, 7), 8)
+H200 = exact.GPU(90, (2, 30, 7), 8, 150 << 30)
 
 
 @pytest.mark.parametrize(

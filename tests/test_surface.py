@@ -145,8 +145,10 @@ trainer/topologies/server_pool.py
   vllm.entrypoints.serve.dev.cache.api_router: /reset_prefix_cache; /reset_mm_cache; /reset_encoder_cache
   vllm.entrypoints.serve.dev.rpc.api_router: /collective_rpc
   vllm.entrypoints.scale_out.token_in_token_out.api_router: /inference/v1/generate
-trainer/rollouts/native_transfer.py
-  vllm.distributed.weight_transfer.base.ParamMeta: name; dtype; shape
+rlhf_colocate.py
+  vllm.entrypoints.llm.LLM: release_kv_cache_memory()
+rlhf_cpu.py
+! vllm.v1.executor.uniproc_executor: UniProcExecutor
   vllm.distributed.weight_transfer.base: TrainerInitInfo; WeightTransferInitInfo
   vllm.distributed.weight_transfer.base: WeightTransferUpdateInfo; WeightTransferEngine; TrainerWeightTransferEngine
   vllm.distributed.weight_transfer.packed_tensor: pack_tensors(iterator, post_iter_func, buffer_size_bytes)
