@@ -85,7 +85,6 @@ class Engine:
 
     def __init__(self, model: str, tensor_parallel_size: int, device: str):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that reserves none
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `bytes_of` is pickled
         os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(tensor_parallel_size))
         options = {
             "distributed_executor_backend": "ray",
@@ -139,7 +138,7 @@ class Engine:
 
     def weight_bytes(self) -> list[tuple[int, int]]:
         """For each worker: the bytes of its weights, and what they would take without quantization."""
-        return self.llm.apply_model(bytes_of)
+        return self.llm.collective_rpc("weight_bytes")
 
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Have the workers join the trainer, which is rank 0."""
@@ -153,16 +152,6 @@ class Engine:
             if "error" in answer:
                 raise RuntimeError(answer["error"])
         return all(self.llm.collective_rpc("check_weights_changed"))
-
-
-def bytes_of(model: torch.nn.Module) -> tuple[int, int]:
-    stored = plain = 0
-    for weight in model.parameters():
-        plain += weight.nbytes
-        quantized = hasattr(weight, "__tensor_flatten__")  # by torchao: its parts are values and scales
-        parts = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]] if quantized else [weight]
-        stored += sum(part.nbytes for part in parts)
-    return stored, plain
 
 
 class Trainer:

@@ -47,10 +47,6 @@ class _Peer:
                 tensor.fill_(math.nan if tensor.is_floating_point() else -1)
         torch.cuda.synchronize()  # not in the time of the way that comes next
 
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that this worker serves, including the scales of quantized ones."""
-        return sum(tensor.nbytes for tensor in self.weight_model.served_tensors())
-
     def digest(self) -> int:
         return self.weight_model.weights_digest()
 

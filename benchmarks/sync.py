@@ -66,9 +66,18 @@ from trainer.learning.lora import LoRAArguments, adapter_parameters, add_adapter
 from trainer.learning.named_tensors import NamedTensors  # noqa: E402
 from trainer.learning.sharding import join_ranks  # noqa: E402
 from trainer.rollouts.engine import EngineActor  # noqa: E402
-from trainer.rollouts.options import EngineSetting, llm_options, set_environment  # noqa: E402
+from trainer.rollouts.options import EngineSetting, llm_options  # noqa: E402
 from trainer.rollouts.quantization import quantize_by_torchao  # noqa: E402
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
+from trainer.run.actors import (  # noqa: E402
+    ActorGroup,
+    LearnerActor,
+    Seat,
+    SeparateActorArguments,
+    by_node,
+    engine_seat,
+    reserve,
+    seat,
+)
 from trainer.run.arguments import parse  # noqa: E402
 from trainer.run.folder import RunFolder  # noqa: E402
 from trainer.run.session import RaySession, run_main  # noqa: E402
@@ -132,10 +141,8 @@ class BenchEngine(EngineActor):
             options |= {"weight_transfer_config": {"backend": args.topology}}
         setting = EngineSetting(device, None, args.actors.engines, GPU_SHARE if ipc else 1, options)
         options, environment = llm_options(args.engine, model, setting, bundles)
-        if ipc and device == "cuda" and len(bundles) == 1:  # this actor has a share of the GPU, and runs the worker
-            environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-            options["distributed_executor_backend"] = "uni"
-        set_environment(environment)  # the next line imports vLLM
+        await self.prepare()
+        os.environ.update(environment)
         torchao_options = quantize_by_torchao(quantization)[0] if quantization else {}
         await self.load(model, torchao_options | options)
         return self.llm.vllm_config.compilation_config.cudagraph_mode.name
@@ -341,7 +348,7 @@ def place_together(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     placement = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.actors.trainers, "PACK")
     bundles = by_node(placement)
     workers = [bundles[begin : begin + tp] for begin in range(0, len(bundles), tp)]
-    engine_seats = [seat(placement, each[0], each, **(share if tp == 1 else {})) for each in workers]
+    engine_seats = [engine_seat(placement, each, GPU_SHARE if device == "cuda" else 0) for each in workers]
     return device, [seat(placement, bundle, **share) for bundle in bundles], engine_seats
 
 

@@ -17,15 +17,15 @@ from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, assert_
 from test_multimodal import build as build_multimodal
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from rlhf_online_quant import MAX_MISMATCH
 from rlhf_utils import WeightSyncError
 from trainer.learning import layout
 from trainer.learning.exact import match_engine
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
 from trainer.learning.rollout import Rollout
-from trainer.rollouts.engine import DECODE_GRAPHS
+from trainer.rollouts.options import DECODE_GRAPHS
 from trainer.rollouts.quantization import quantize_by_torchao
 from trainer.tasks.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
+from trainer.topologies.link import MAX_QUANTIZED_MISMATCH
 from weight_sync.copies import digest
 from weight_sync.lora import LoRAWeight, Merge
 from weight_sync.staging import COMPARED_SYNCS
@@ -441,7 +441,9 @@ def test_memory_is_flat_over_200_syncs(pair):
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
     options, _ = quantize_by_torchao(None)
-    with start(tmp_path_factory.mktemp("model"), APART, max_mismatch=MAX_MISMATCH["cuda"], **GRAPHS, **options) as pair:
+    with start(
+        tmp_path_factory.mktemp("model"), APART, max_mismatch=MAX_QUANTIZED_MISMATCH, **GRAPHS, **options
+    ) as pair:
         yield pair
 
 

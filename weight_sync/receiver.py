@@ -48,6 +48,12 @@ class WeightReceiver:
         model = self.weight_model
         return model.weights_digest(buffers=False), model.state_digest()
 
+    def weight_bytes(self) -> tuple[int, int]:
+        """The bytes of this worker's weights: as it stores them, and as it would without quantization."""
+        model = self.weight_model
+        stored = sum(tensor.nbytes for tensor in model.served_tensors())
+        return stored, sum(parameter.nbytes for parameter in model.model.parameters())
+
     def load_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Take one whole tensor, named as in the checkpoint. The last one completes the next weight version.
 
