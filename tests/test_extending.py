@@ -1,5 +1,5 @@
 """The Python of docs/extending.md, docs/cluster.md and the README's sync, as printed, and what is copied into another
-project; a copied script runs in test_rlhf.py.
+project; a copied script runs in test_grpo.py.
 
 pytest tests/test_extending.py
 """
