@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from pydantic import AfterValidator
 from ..flags import arg
 from ..functions import json_object
 from ..learning.exact import attention_backend
+from ..run.session import ROOT
 from .quantization import torchao_config
 
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on CPU, vLLM takes "mp" for "uni"
@@ -63,7 +65,9 @@ class EngineSetting:
 
 
 def set_environment(environment: dict[str, str]) -> None:
-    """Set these variables of an engine's actor, before it imports vLLM. The engine's processes inherit them."""
+    """Set these variables of an engine's actor, before it imports vLLM. The engine's processes inherit them, and the
+    path, where this project comes before a `trainer` of the user's in the working folder."""
+    sys.path.insert(0, str(ROOT))
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
     os.environ.update(environment)
 
