@@ -440,7 +440,7 @@ def test_memory_is_flat_over_200_syncs(pair):
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
-    options, _ = quantize_by_torchao(None)
+    options, _ = quantize_by_torchao()
     with start(
         tmp_path_factory.mktemp("model"), APART, max_mismatch=MAX_QUANTIZED_MISMATCH, **GRAPHS, **options
     ) as pair:

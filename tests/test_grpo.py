@@ -6,21 +6,28 @@ pytest tests/test_grpo.py -m long    two engines on a device; addition
 """
 
 import json
+import multiprocessing
 import re
 import runpy
 import shutil
+import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import psutil
 import pytest
+import ray
 from conftest import ROOT, SYNC, Script, assert_removed, copy, cpu_only, metrics_of, shared_memory_of
 from learners import build
 
+import trainer
 from trainer.errors import RunError
+from trainer.rollouts.options import set_environment
 from trainer.run.arguments import RunArguments
 from trainer.run.checkpoint import last_checkpoint, write_checkpoint
 from trainer.run.session import RaySession
 from trainer.tasks.tiny_model import build_tiny_model
+from trainer.topologies.server_pool import SERVER
 
 pytestmark = cpu_only
 
@@ -272,10 +279,26 @@ def test_resume_refuses_another_model(tmp_path):
         last_checkpoint(tmp_path / "run", str(tmp_path / "other"))
 
 
+def test_trainer_of_the_user_in_the_working_folder_does_not_win(tmp_path, monkeypatch):
+    def trainers():
+        """What an engine's actor imports, and its processes."""
+        set_environment({})
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return trainer.__file__, pool.submit(eval, "__import__('trainer').__file__").result()
+
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("raise ImportError('of the user')")
+    monkeypatch.chdir(tmp_path)
+    with RaySession(RunArguments(), lambda *_: None):
+        found = {*ray.get(ray.remote(trainers).remote(), timeout=120)}
+    server = SERVER[: SERVER.index("runpy.run_module")] + "print(sys.modules['trainer'].__file__)"
+    found.add(subprocess.check_output([sys.executable, "-c", server], text=True).strip())
+    assert found == {str(ROOT / "trainer" / "__init__.py")}
+    assert subprocess.check_output([sys.executable, ROOT / "train_grpo.py", "--help"]).startswith(b"usage: ")
+
+
 def test_importing_a_script_starts_nothing():
     children = set(psutil.Process().children(recursive=True))
-    import ray
-
     import train_grpo
 
     assert train_grpo.Arguments and not ray.is_initialized()

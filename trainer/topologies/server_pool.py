@@ -38,10 +38,12 @@ from ..learning.rollout import Rollout
 from ..rollouts.engine import logged_reason, unlink_shared_memory
 from ..rollouts.options import EngineArguments, EngineSetting, llm_options
 from ..rollouts.sampling import rollouts_of
-from ..run.session import one_line
+from ..run.session import ROOT, one_line
 
 EXTENSION = "rlhf_utils.WorkerExtension"
-SERVER = """
+SERVER = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})  # before the working folder
 import runpy
 from trainer.run.resource_tracker import start_tracker
 start_tracker()
