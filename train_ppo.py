@@ -47,7 +47,17 @@ from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
 from trainer.rollouts.rollouts import Rollouts
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, engine_seat, in_turn, reserve, seat
+from trainer.run.actors import (
+    ActorGroup,
+    LearnerActor,
+    Seat,
+    StepClock,
+    engine_seat,
+    in_turn,
+    on_one_node,
+    reserve,
+    seat,
+)
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
 from trainer.run.folder import RunFolder
@@ -173,8 +183,8 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
     Returns the device, whether models take turns on it, the arguments with what was chosen, and the seats of the engine
     and of each model's ranks.
     """
-    gpus, tp = int(ray.cluster_resources().get("GPU", 0)), args.engine.tensor_parallel_size
-    colocated = args.topology == "shared"
+    colocated, tp = args.topology == "shared", args.engine.tensor_parallel_size
+    gpus = on_one_node("GPU") if colocated else int(ray.cluster_resources().get("GPU", 0))
     wanted = tp if colocated else 1 + tp
     if 0 < gpus < wanted:
         split = f", 1 for trainer and critic and {tp} for the engine" if not colocated else ""
@@ -194,7 +204,7 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
         workers = list(range(tp))
         bundles = dict.fromkeys(bundles, workers)
     resources = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 0.5}] * (1 + workers[-1])
-    placement = reserve(resources, "PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
+    placement = reserve(resources, "STRICT_PACK" if colocated else "PACK" if gpus else "SPREAD")
     share = {"num_gpus": GPU_SHARE} if gpus else {}
     seats = {name: [seat(placement, bundle, **share) for bundle in ranks] for name, ranks in bundles.items()}
     seats["engine"] = [engine_seat(placement, workers, (GPU_SHARE if colocated else 1) if gpus else 0)]

@@ -68,6 +68,11 @@ def reserve(bundles: list[dict], strategy: str):
     return placement
 
 
+def on_one_node(resource: str) -> int:
+    """How many GPUs or CPUs the node has that has most of them."""
+    return max(int(node["Resources"].get(resource, 0)) for node in ray.nodes() if node["Alive"])
+
+
 def by_node(placement) -> list[int]:
     """The indices of this placement group's bundles, sorted so that those of one node follow each other."""
     node_of = placement_group_table(placement)["bundles_to_node_id"]

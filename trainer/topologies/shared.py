@@ -8,7 +8,7 @@ from weight_sync.groups import refuse_expandable_segments
 
 from ..errors import RunError
 from ..rollouts.options import EngineSetting
-from ..run.actors import StepClock, by_node, engine_seat, measure, reserve, seat
+from ..run.actors import StepClock, engine_seat, measure, on_one_node, reserve, seat
 from ..run.checkpoint import Models
 from .base import Topology
 from .link import TrainerActor, connect_by_memory
@@ -31,27 +31,26 @@ class Shared(Topology):
     frees_memory = True
 
     def place(self) -> None:
-        args, resources = self.args, ray.cluster_resources()
-        gpus = int(resources.get("GPU", 0))
+        args, gpus = self.args, on_one_node("GPU")  # a worker maps the memory of all ranks
         self.device = "cuda" if gpus else "cpu"
         if gpus:
             refuse_expandable_segments()
         tp = args.engine.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
         engines = args.placement.engines or max(1, (gpus or 2) // tp)
-        wanted, available = engines * tp, gpus or int(resources["CPU"])
+        wanted, available = engines * tp, gpus or on_one_node("CPU")
         if wanted > available:
             raise RunError(
-                f"--topology shared wants {wanted} {'GPUs' if gpus else 'CPU cores'} for the TP={tp} workers of"
-                f" {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
+                f"--topology shared wants {wanted} {'GPUs' if gpus else 'CPU cores'} of one node for the TP={tp} workers"
+                f" of {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
             )
         sleep = args.placement.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
         args.placement, self.level = replace(args.placement, engines=engines, sleep=sleep), sleep
         memory = args.engine.gpu_memory_utilization or MEMORY_SHARE
         args.engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=memory)
-        placement = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
-        self.bundles, self.placement = by_node(placement), placement  # so that an engine spans as few nodes as possible
+        self.placement = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "STRICT_PACK")
+        self.bundles = list(range(wanted))
         share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
-        self.trainer_seats = [seat(placement, bundle, **share) for bundle in self.bundles]
+        self.trainer_seats = [seat(self.placement, bundle, **share) for bundle in self.bundles]
         self.remark = "" if gpus else "no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake"
 
     def start_actors(self, cls: type[TrainerActor], model: str) -> None:
