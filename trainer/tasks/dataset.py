@@ -153,7 +153,7 @@ def _are_objects(value) -> bool:
 def _are_messages(value) -> bool:
     """Whether these are chat messages, at least one."""
     has_more = {"content", "tool_calls"}.intersection
-    return bool(value) and _are_objects(value) and all("role" in item and has_more(item) for item in value)
+    return _are_objects(value) and bool(value) and all("role" in item and has_more(item) for item in value)
 
 
 def _is_content(content) -> bool:
