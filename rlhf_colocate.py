@@ -26,6 +26,7 @@ import os
 import random
 import re
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -363,7 +364,7 @@ if __name__ == "__main__":
     except (Exception, KeyboardInterrupt) as error:
         traceback.print_exc()
         cause = getattr(error, "cause", error)  # what an actor raised
-        last_line, status = f"error: {type(cause).__name__}: {' '.join(str(cause).split())}", 1
+        last_line, status = f"error: {type(cause).__name__}: {textwrap.shorten(str(cause), 500)}", 1
     ray.shutdown()  # so that no actor prints after the last line
     print(last_line)
     sys.exit(status)
