@@ -1,275 +1,395 @@
 """RLHF on separate GPUs with vLLM's own weight-transfer API. The engine starts with dummy weights, then gets real ones.
 
-    python rlhf_nccl.py                              # 3 GPUs: facebook/opt-125m, trainer + TP=2 engine, NCCL
-    python rlhf_nccl.py --quantization fp8           # the engine in FP8, the trainer not
-    python rlhf_nccl.py --backend ipc                # 1 GPU, which trainer and engine share, CUDA IPC
-    python rlhf_nccl.py                              # no GPU: a small built-in model, the same topology, gloo
-    python rlhf_nccl.py --ray-address auto           # on a running Ray cluster
+    python rlhf_nccl.py                             # 3 GPUs: facebook/opt-125m; no GPU: a small model, gloo
+    python rlhf_nccl.py --tensor-parallel-size 1    # 2 GPUs
+    python rlhf_nccl.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts sums.jsonl --max-tokens 256 --steps 200
 
-    GPU 0     trainer actor: fp32 master weights, GRPO (trainer/learning/grpo.py), vLLM's trainer-side transfer engine
-    GPU 1..N  engine actor: vllm.LLM with N workers, each with vLLM's worker-side transfer engine
+    GPU 0     Trainer: transformers' model in fp32, AdamW, the trainer's side of vLLM's transfer engine
+    GPU 1..N  Engine: vllm.LLM with N workers, each with the workers' side
 
-1. Place: one Ray placement group, with a bundle for the trainer and one for each engine worker.
-2. Generate with dummy weights: nonsense. Connect the trainer with all workers, sync, and generate again. Now the greedy
-   tokens of the engine must be the trainer's, apart from ties (a quantized engine's are only counted), and its
-   log-probabilities of sampled tokens must equal the trainer's but for rounding.
-3. Each step: generate, reward, learn, sync. The rollouts after a sync prove it: the engine's log-probabilities of the
-   tokens it sampled must equal the trainer's but for rounding, or the run ends with an error. This cannot show that one
-   small update is missing. rlhf.py checks the weights exactly; vLLM's API has no equivalent.
-4. Generate once more to prove the last sync, and print.
+1. Place: one Ray placement group, with a bundle for the trainer and one for each of the engine's workers.
+2. Generate with dummy weights: nonsense. Connect the trainer with the workers, sync, and generate again: sense.
+3. Each step: generate, reward, learn, sync.
 
-With --backend ipc, the optimizer's state waits in host memory while the engine generates. A 7B's weights, gradients and
-Adam state still take 114 of an H200's 140 GiB at the end of a learning step. Beside them, an engine fits with
---gpu-memory-utilization 0.13 --max-model-len 512 --micro-batch-tokens 2048.
+Take this script if you want vLLM's supported API: on GPUs, none of our code runs in vLLM's workers. Take rlhf.py if the
+sync matters most: it is faster, names what does not fit before a byte moves, and proves every weight. Here, `mismatch`,
+the mean distance of the engine's log-probabilities from the trainer's, is the only proof: the first sync must bring it
+down, and if it grows in a step, the run ends. It cannot show that one small update is missing.
 
-Take this script if you want vLLM's supported API: on GPUs, none of our code runs in the engine's workers, and vLLM's
-other transports and its HTTP server work the same way. Take rlhf.py if the sync matters most: it checks names and
-shapes before a byte moves, checks bit for bit what the engine serves, passes a worker's error to the trainer, and is
-faster. vLLM has no transport for CPU: there, the script uses one of its own (trainer/rollouts/native_transfer.py).
-
-The last line is `OK: ...`. After an error it is `error: ...`, and the exit status is not 0.
+The algorithm is rlhf.py's, whose docstring explains it. The last line is `OK: ...`. After an error it is `error: ...`,
+and the exit status is not 0. To copy this file for machines without a GPU, take rlhf_cpu.py, rlhf_utils.py and
+weight_sync/ along.
 """
 
-import math
+import argparse
+import itertools
+import json
+import multiprocessing.connection
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+import random
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import ray
 import torch
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
-from rlhf_utils import SyncReport
-from trainer.errors import MismatchError, RunError
-from trainer.flags import arg, section
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
-from trainer.learning.learner import Proof
-from trainer.learning.logprobs import token_scores
-from trainer.learning.rollout import Rollout
-from trainer.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
-from trainer.rollouts.evaluation import evaluate
-from trainer.rollouts.native_transfer import NativeSender
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
-from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import Models, choose_models
-from trainer.run.folder import RunFolder
-from trainer.run.session import RaySession, run_main
-from trainer.tasks.rewards import Batch
-from trainer.tasks.task import TaskArguments, load_task
+MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
+WAIT_SECONDS = 3600  # limit of each wait
+SYNC_SECONDS = 120  # limit of a transfer
 
-MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02, "fp8": 0.1}  # mean |Δ logprob| that rounding explains
-MAX_GREEDY_GAP = {"cpu": 1e-3, "cuda": 0.5, "fp8": math.inf}  # logits that are so close count as tied: a few bf16 steps
-WIRE_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}  # the engine's: half the bytes of the fp32 master weights
-IPC_SHARE = 0.5  # --backend ipc: the share of the GPU that Ray counts for the trainer, and for the engine
+# --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
+
+# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. A prompt is a text or a list of chat messages.
+TEXTS = ["The captain shouted: ", "Read the sign: ", "The headline said: ", "Dear Sir or Madam, "]
+TEXTS += ["The crowd roared: ", "On the wall was written: ", "The machine printed: ", "Once upon a time "]
+PROMPTS = [{"prompt": text} for text in TEXTS]
+
+
+def reward(text: str, answer: str | None = None) -> float:
+    """1 if the last number of the completion is the answer; for a prompt without one, the share of capital letters."""
+    if answer is None:
+        return sum("A" <= letter <= "Z" for letter in text) / max(len(text), 1)
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(answer))
+
+
+def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """The loss of each token [b, T], by the log-probabilities [b, T] and the completions' advantages [b, 1]."""
+    importance = (logprobs.detach() - engine_logprobs).exp().clamp(max=2)  # detached: it is a weight, and not learned
+    return -importance * advantages * logprobs
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Arguments:
-    """The flags of this script."""
+class Sample:
+    """A prompt with one completion."""
 
-    run: RunArguments = section(RunArguments)
-    engine: EngineArguments = section(
-        EngineArguments,
-        tensor_parallel_size=arg(None, help="GPUs of the engine (default: 2; ipc: 1)"),
-        gpu_memory_utilization=arg(
-            None, help="fraction of each GPU's memory that the engine takes (default: 0.8; ipc: 0.3)"
-        ),
-    )
-    task: TaskArguments = section(TaskArguments)
-    learner: GRPOConfig = section(GRPOConfig)
-    backend: Literal["nccl", "ipc"] = arg("nccl", help="vLLM's transport; ipc: trainer and engine on one GPU")
-    quantization: Literal["fp8"] | None = arg(None, help="vLLM quantizes the engine's weights as they arrive")
+    ids: list[int]  # of both
+    prompt_length: int
+    logprobs: list[float]  # of the completion's tokens, by the engine
+    text: str  # of the completion
 
 
-class Engine(EngineActor):
-    """A Ray actor around vllm.LLM."""
+class Engine:
+    """vllm.LLM in a Ray actor. It reserves no GPU: its workers take bundles 1 to N of its placement group."""
 
-    def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        options = {"load_format": "dummy", "quantization": args.quantization and "fp8_per_tensor"}
-        options |= {"weight_transfer_config": {"backend": args.backend if device == "cuda" else "gloo"}}
+    def __init__(self, model: str, tensor_parallel_size: int, device: str):
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that reserves none
+        os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(tensor_parallel_size))
+        options = {
+            "distributed_executor_backend": "ray",
+            "dtype": "bfloat16",
+            "gpu_memory_utilization": 0.8,  # a sync needs memory, too
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # graphs alone start sooner
+            "weight_transfer_config": {"backend": "nccl"},
+        }
         if device == "cpu":
-            options |= {"worker_extension_cls": "trainer.rollouts.native_transfer.GlooTransferWorker"}
-        if args.backend == "ipc":
-            os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(IPC_SHARE)
-            os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles are pickled
-        return self.load(model, *llm_options(args.engine, device, bundles, **options))
+            import rlhf_cpu
 
-    def pause(self) -> None:
-        self.llm.sleep(level=0)  # level 0 pauses the scheduler; weights and KV cache stay
+            options = rlhf_cpu.engine_options(tensor_parallel_size) | rlhf_cpu.GLOO_TRANSFER
+        from vllm import LLM  # not before: it reads the environment
 
-    def transfer(self, method: str, *args) -> None:
-        """Run one of the four methods of a weight transfer for the trainer's `NativeSender`."""
-        getattr(self.llm, method)(*args)
-
-    def resume(self) -> str:
-        """Resume generation with the new weights. Returns their version."""
-        self.llm.wake_up(tags=["scheduling"])
-        self.reset_caches()
-        return self.llm.get_weight_version()
-
-
-class Trainer(LearnerActor):
-    """A Ray actor around the learner. It is rank 0 of the group in which the weights travel."""
-
-    def load(self, address: tuple[str, int], models: Models, args: Arguments, device: str) -> tuple[int, str]:
-        run, torch_device = args.run, self.join(address, 1, device)
-        self.wire_dtype, self.precision = WIRE_DTYPE[device], args.quantization or device
-        self.shares_gpu = args.backend == "ipc"
-        proof = Proof(MAX_MISMATCH[self.precision])
-        self.learner = GRPOLearner(
-            models.loaded, args.learner, torch_device, run.seed, steps=run.steps, initial=models.initial, proof=proof
+        self.llm = LLM(
+            model,
+            tensor_parallel_size=tensor_parallel_size,
+            load_format="dummy",
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            **options,
         )
-        resumed = self.resume(models.checkpoint)
-        self.free_memory()
-        return resumed
+        processes = [process.sentinel for process in multiprocessing.active_children()]
+        threading.Thread(target=self.end_with, args=[processes], daemon=True).start()
 
-    def connect(self, engine, backend: str, world_size: int) -> None:
-        """Make the trainer's transfer engine, which also sets up those of the engine's workers."""
-        self.sender = NativeSender(
-            lambda method, *args: ray.get(engine.transfer.remote(method, *args)),
-            self.model.named_tensors,
-            self.wire_dtype,
-            backend,
-            ray.util.get_node_ip_address(),
-            world_size,
+    def end_with(self, processes: list[int]) -> None:
+        """End this actor with the first of vLLM's processes: vllm.LLM would wait for a killed one forever."""
+        if multiprocessing.connection.wait(processes):
+            time.sleep(1)  # vLLM may be about to raise an error that says more
+            os._exit(1)
+
+    def generate(self, prompts: list, group_size: int, max_tokens: int) -> list[Sample]:
+        """`group_size` completions of each prompt, in the order of the prompts."""
+        from vllm import SamplingParams
+
+        generate = self.llm.generate if isinstance(prompts[0], str) else self.llm.chat
+        fast = {"flat_logprobs": True, "detokenize": False}  # no object for each token; all texts at once, below
+        params = SamplingParams(n=group_size, max_tokens=max_tokens, logprobs=0, **fast)  # 0: of sampled tokens only
+        requests = generate(prompts, params, use_tqdm=False)
+        outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
+        texts = self.llm.get_tokenizer().batch_decode([o.token_ids for _, o in outputs], skip_special_tokens=True)
+        return [
+            Sample(prompt_ids + list(output.token_ids), len(prompt_ids), list(output.logprobs.logprobs), text)
+            for (prompt_ids, output), text in zip(outputs, texts, strict=True)
+        ]
+
+    def call(self, method: str, *arguments):
+        """Call a method of vllm.LLM, for a sync."""
+        return getattr(self.llm, method)(*arguments)
+
+
+class Client:
+    """Through this, vLLM's trainer side calls the engine. It takes any object that has these four methods."""
+
+    def __init__(self, engine: ray.actor.ActorHandle):
+        self.engine, self.failure = engine, Future()  # of the first call that fails
+
+    def call(self, method: str, *arguments) -> None:
+        try:
+            ray.get(self.engine.call.remote(method, *arguments))
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.call("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info: dict) -> None:
+        self.call("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update", weight_version)
+
+
+class Trainer:
+    """The policy, in a Ray actor with a GPU of its own."""
+
+    def __init__(self, model: str, learning_rate: float, device: str):
+        from transformers import AutoModelForCausalLM
+
+        self.device, self.max_mismatch = torch.device(device, 0), None
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device).eval()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+
+    def address(self) -> tuple[str, int]:
+        """The address of this actor's node, and a free port there."""
+        from vllm.utils.network_utils import get_open_port
+
+        return ray.util.get_node_ip_address(), get_open_port()
+
+    def connect(self, engine: ray.actor.ActorHandle, address: str, port: int, world_size: int) -> None:
+        """Set up both sides of the transfer. This is rank 0, and the workers are the others."""
+        from vllm.distributed.weight_transfer import ModuleSource, WeightSource, WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        if self.device.type == "cpu":
+            import rlhf_cpu
+
+            info = rlhf_cpu.register_gloo_trainer()(address, port, world_size, rank=0)
+        else:  # vLLM 0.32 loads one of two buffers before the other, which has the rest of a layer, has arrived
+            buffers = 2 if hasattr(WeightSource, "iter_full") else 1
+            info = NCCLTrainerInitInfo(address, port, world_size, rank=0, packed=True, packed_num_buffers=buffers)
+        self.client, self.thread = Client(engine), ThreadPoolExecutor(1)
+        source = ModuleSource(self.model)  # which sends fp32; the workers round it to what they serve
+        self.transfer = self.unless_engine_fails(
+            lambda: WeightTransferTrainerFactory.trainer_init(info, client=self.client, source=source)
         )
 
-    def send_weights(self) -> SyncReport:
-        return self.sender.send_weights()
+    def send_weights(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()  # vLLM packs in streams of its own, which do not wait for the optimizer
+        self.unless_engine_fails(self.transfer.send_weights)
+
+    def unless_engine_fails(self, step: Callable):
+        """What `step` returns. Raises the engine's first error: vLLM's broadcast to a failed worker never ends."""
+        running = self.thread.submit(step)
+        wait([running, self.client.failure], SYNC_SECONDS, FIRST_COMPLETED)
+        return (self.client.failure if self.client.failure.done() else running).result(timeout=0)
 
     @torch.no_grad()
-    def prove_greedy(self, rollouts: list[Rollout]) -> str:
-        """Check that the trainer would choose the same greedy tokens, apart from ties. Returns the result as text.
+    def mismatch(self, samples: list[Sample]) -> float:
+        """The mean distance of the engine's log-probabilities from the trainer's."""
+        distance = 0.0
+        for rows in micro_batches(samples):
+            logprobs, engine_logprobs, mask = self.logprobs([samples[i] for i in rows])
+            distance += float(((logprobs - engine_logprobs).abs() * mask).sum())
+        return distance / sum(len(sample.logprobs) for sample in samples)
 
-        Raises MismatchError if it would not.
+    def learn(self, samples: list[Sample], advantages: torch.Tensor) -> float:
+        """One update by the samples and their advantages [n], in micro-batches of similar lengths.
+
+        Returns the mismatch. If it has grown too much, raises RuntimeError instead of the update.
         """
-        options = 1.0, False, greedy_gaps, False  # temperature, no entropies, gaps of logits, no checkpointing
-        gaps = [self.model.score_tokens(token_scores, [each], each.length, *options)[0][0] for each in rollouts]
-        gaps = torch.cat(gaps)
-        if not gaps.max() <= MAX_GREEDY_GAP[self.precision]:  # not `>`: a NaN must not pass
-            raise MismatchError(
-                f"the engine's greedy tokens are not the trainer's, by logits of {gaps.max():.3g}: it does not serve"
-                " the trainer's weights, or the two compute different functions"
-            )
-        return f"{int((gaps == 0).sum())} of {len(gaps)} greedy tokens are the trainer's own"
+        tokens = sum(len(sample.logprobs) for sample in samples)
+        distance = torch.zeros((), device=self.device)
+        for rows in micro_batches(samples):
+            logprobs, engine_logprobs, mask = self.logprobs([samples[i] for i in rows])
+            losses = token_losses(logprobs, engine_logprobs, advantages[rows, None].to(self.device))
+            ((losses * mask).sum() / tokens).backward()
+            distance += ((logprobs.detach() - engine_logprobs).abs() * mask).sum()
+        mismatch = float(distance) / tokens
+        self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # of the first batch, after a proven sync
+        if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
+            raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {mismatch:.2g}")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return mismatch
 
-    def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
-        metrics = self.learner.learn(rollouts)
-        self.free_memory()
-        return metrics
+    def logprobs(self, samples: list[Sample]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The trainer's log-probabilities [b, T], the engine's, and a mask that is 1 for the completions' tokens.
 
-    def free_memory(self) -> None:
-        """On a shared GPU, free memory in which vLLM packs and loads the weights."""
-        if self.shares_gpu:
-            self.learner.release_memory(offload_optimizer=True)
+        Column 0 is where the first completion begins.
+        """
+
+        def padded(rows: list[list]) -> torch.Tensor:  # on the right, where a causal model does not look
+            return pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(self.device)
+
+        begin = min(sample.prompt_length for sample in samples)
+        ids = padded([sample.ids for sample in samples])
+        engine_logprobs = padded([[0.0] * (sample.prompt_length - begin) + sample.logprobs for sample in samples])
+        mask = padded([[0.0] * (s.prompt_length - begin) + [1.0] * len(s.logprobs) for s in samples])
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            logits = self.model(ids[:, :-1], use_cache=False, logits_to_keep=ids.shape[1] - begin).logits  # [b, T, V]
+        # A row at a time, and again in the backward pass: all logits in fp32 would take more memory than all else.
+        rows = zip(logits, ids[:, begin:], strict=True)
+        logprobs = torch.stack([checkpoint(logprobs_of, *row, use_reentrant=False) for row in rows])
+        return logprobs, engine_logprobs, mask
 
 
-def greedy_gaps(logits: torch.Tensor, targets: torch.Tensor, *_) -> tuple[torch.Tensor, None]:
-    """How far the logit of each target [N] is below the highest of its logits [N, V]: instead of `scores_of_logits`."""
-    logits = logits.float()
-    return logits.max(-1).values - logits.gather(1, targets[:, None])[:, 0], None
+def micro_batches(samples: list[Sample]) -> list[list[int]]:
+    """Indices of samples of similar lengths, as many at a time as MICRO_BATCH_TOKENS allows."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].ids))
+    size = max(1, MICRO_BATCH_TOKENS // len(samples[order[-1]].ids))
+    return [order[begin : begin + size] for begin in range(0, len(order), size)]
 
 
-def place(args: Arguments) -> tuple[str, EngineArguments, list[Seat], list[Seat]]:
-    """Choose and reserve the topology. Returns the device, the engine's arguments with what was chosen, and the seats
-    of the trainer and of the engine."""
-    gpus, shares_gpu = int(ray.cluster_resources().get("GPU", 0)), args.backend == "ipc"
-    tp = args.engine.tensor_parallel_size or (1 if shares_gpu else 2)
-    memory = args.engine.gpu_memory_utilization or (0.3 if shares_gpu else 0.8)
-    engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=memory)
-    wanted = 1 if shares_gpu else 1 + tp
-    if not gpus and (shares_gpu or args.quantization):
-        raise RunError("--backend ipc and --quantization fp8 want a GPU, and Ray sees none")
-    if shares_gpu and tp > 1:
-        raise RunError("--backend ipc: the engine shares the trainer's one GPU, so --tensor-parallel-size must be 1")
+def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [T] of the ids [T] by the logits [T, V]."""
+    return -torch.nn.functional.cross_entropy(logits.float(), ids, reduction="none")
+
+
+def wait_for(actors: list, *calls: ray.ObjectRef) -> list:
+    """The results of the calls. Raises the error of one, or the death of an actor, even of one that is not called."""
+    for _ in range(WAIT_SECONDS):
+        done, running = ray.wait([*calls], num_returns=len(calls), timeout=1)
+        if not running:
+            return ray.get([*calls])
+        pings = [actor.__ray_ready__.remote() for actor in actors]  # a busy actor answers later
+        ray.get(done + ray.wait(pings, num_returns=len(pings), timeout=0.1)[0])
+    raise TimeoutError(f"not done within {WAIT_SECONDS} s")
+
+
+def place(args: argparse.Namespace) -> tuple[ray.actor.ActorHandle, ray.actor.ActorHandle]:
+    """Start Ray, and in it the trainer and the engine, each on GPUs of its own."""
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}  # by which vLLM's workers find rlhf_utils
+    runtime_env = {"env_vars": variables | {"VLLM_LOGGING_LEVEL": "ERROR"}}
+    ray.init(runtime_env=runtime_env, include_dashboard=False, logging_level="error")
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if not gpus:
+        import rlhf_cpu
+
+        rlhf_cpu.complete(args)
+    args.model, args.learning_rate = args.model or "facebook/opt-125m", args.learning_rate or 1e-6
+    args.tensor_parallel_size = args.tensor_parallel_size or 2
+    wanted = 1 + args.tensor_parallel_size
     if 0 < gpus < wanted:
-        raise RunError(
-            f"this topology wants {wanted} GPUs, 1 for the trainer and {tp} for the engine, and there are {gpus}: lower"
-            " --tensor-parallel-size, or let both share one with --backend ipc"
+        raise RuntimeError(f"this takes {wanted} GPUs, and there are {gpus}: rlhf_colocate.py takes any number")
+    placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * wanted)
+    if not placement.wait(timeout_seconds=60):
+        raise RuntimeError("Ray could not reserve the GPUs: another run may hold them")
+    device = "cuda" if gpus else "cpu"
+
+    def actor(cls: type, bundle: int, **resources):
+        where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
+        return ray.remote(cls).options(num_cpus=0, scheduling_strategy=where, **resources)
+
+    trainer = actor(Trainer, 0, num_gpus=min(gpus, 1)).remote(args.model, args.learning_rate, device)
+    return trainer, actor(Engine, 1).remote(args.model, args.tensor_parallel_size, device)
+
+
+def main(args: argparse.Namespace) -> str:
+    rows = PROMPTS
+    if args.prompts:
+        with open(args.prompts) as file:
+            rows = [json.loads(line) for line in file]
+
+    # 1. Place
+    actors = trainer, engine = place(args)
+
+    # 2. Generate nonsense, connect, sync, and generate sense
+    def sync() -> None:
+        wait_for(actors, engine.call.remote("sleep", 0))  # level 0 pauses vLLM, and frees nothing
+        wait_for(actors, trainer.send_weights.remote())
+        wait_for(actors, engine.call.remote("wake_up", ["scheduling"]))
+        (is_empty,) = wait_for(actors, engine.call.remote("reset_prefix_cache"))
+        if not is_empty:  # but has keys and values of the old weights
+            raise RuntimeError("vLLM did not reset its prefix cache")
+
+    def measure() -> float:
+        (samples,) = wait_for(actors, engine.generate.remote([rows[0]["prompt"]], args.group_size, args.max_tokens))
+        print(f"  {rows[0]['prompt']!r} -> {samples[0].text!r}")
+        return wait_for(actors, trainer.mismatch.remote(samples))[0]
+
+    (address, port), _ = wait_for(actors, trainer.address.remote(), engine.__ray_ready__.remote())
+    nonsense = measure()
+    wait_for(actors, trainer.connect.remote(engine, address, port, 1 + args.tensor_parallel_size))
+    sync()
+    sense = measure()
+    print(f"mismatch {nonsense:.1e} with dummy weights, {sense:.1e} with the trainer's")
+    if not sense < nonsense / 10:
+        raise RuntimeError("the first sync failed: the engine does not serve the trainer's weights")
+
+    # 3. Generate, reward, learn, sync; at last, generate once more
+    random.Random(0).shuffle(rows)
+    stream, means = itertools.cycle(rows), []
+    for step in range(1, args.steps + 2):
+        started = time.perf_counter()
+        batch = list(itertools.islice(stream, args.prompts_per_step))
+        prompts, answers = [row["prompt"] for row in batch], [row.get("answer") for row in batch]
+        (samples,) = wait_for(actors, engine.generate.remote(prompts, args.group_size, args.max_tokens))
+        rewards = [reward(sample.text, answers[i // args.group_size]) for i, sample in enumerate(samples)]
+        groups = torch.tensor(rewards).view(-1, args.group_size)
+        means.append(float(groups.mean()))
+        shown = step % len(samples)
+        print(f"  {rewards[shown]:.2f}  {prompts[shown // args.group_size]!r} -> {samples[shown].text!r}")
+        if step > args.steps:
+            break
+        generated = time.perf_counter()
+        advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        (mismatch,) = wait_for(actors, trainer.learn.remote(samples, advantages.flatten()))
+        learned = time.perf_counter()
+        sync()
+        print(
+            f"step {step}/{args.steps}  reward {means[-1]:.3f}  mismatch {mismatch:.1e}"
+            f"  rollout {generated - started:.2f} s  learn {learned - generated:.2f} s"
+            f"  sync {time.perf_counter() - learned:.3f} s"
         )
-    placement = reserve([{"GPU": 1}] * wanted if gpus else [{"CPU": 1}] * 2, "PACK" if gpus else "SPREAD")
-    share = {"num_gpus": IPC_SHARE if shares_gpu else 1} if gpus else {"num_cpus": 1}
-    workers = [0] if shares_gpu else list(range(1, 1 + tp))
-    return "cuda" if gpus else "cpu", engine, [seat(placement, 0, **share)], [seat(placement, workers[0], workers)]
-
-
-def main(args: Arguments) -> None:
-    task = load_task(args.task, args.run.seed, args.run.steps)
-    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
-        # 1. Place
-        device, args.engine, trainer_seats, engine_seats = place(args)
-        models, args.learner = choose_models(run.path, args.run, args.learner, device)
-        task.tokenize(models.loaded, args.engine.max_model_len)
-        tp, backend = args.engine.tensor_parallel_size, "gloo" if device == "cpu" else args.backend
-        run.say(f"trainer and TP={tp} engine on {'CPU' if device == 'cpu' else 'GPUs'}, by vLLM's {backend} backend")
-        run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
-        engine = ActorGroup(session, "engine", Engine, engine_seats)
-        starting = engine.begin(Engine.start, models.loaded, args, device, each=engine.bundles)
-        if backend == "ipc":
-            session.wait("starting", starting)  # first: vLLM measures the GPU's free memory
-        trainer = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        address = trainer.agreed("starting", Trainer.address)
-        loading = trainer.begin(Trainer.load, address, models, args, device)
-        [(steps_done, remarks)], [max_model_len] = session.wait("starting", loading, starting)
-        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
-
-        # 2. Generate with dummy weights, connect, sync, and prove the first sync
-        greedy = replace(args.learner, temperature=0.0, group_size=1)
-        rows = task.draw(steps_done + 1)
-        run.say("with dummy weights the engine generates nonsense:")
-        run.show(complete(engine, task, rows, greedy, steps_done))
-        trainer.call("connecting", Trainer.connect, *engine.actors.values(), backend, 1 + tp)
-        report = sync(trainer, engine)
-        run.say(f"first sync: {report.tensors} tensors, {report.nbytes / 1e9:.3f} GB")
-        batches = [complete(engine, task, rows, each, steps_done) for each in (greedy, args.learner)]
-        prove_first_sync(run, trainer, *batches)
-        run.start_metrics(steps_done, args)
-
-        # 3. Generate, reward, learn, sync
-        if not steps_done and args.task.eval_every:
-            run.log_metrics(0, evaluate(engine, task, args.learner, 0))
-        for step in range(steps_done + 1, args.run.steps + 1):
-            clock = StepClock()
-            batch = complete(engine, task, task.draw(step), args.learner, step)
-            batch = task.rewards.compute(batch, step - 1, session)
-            if args.learner.dynamic_sampling:
-                batch = resample(engine, task, batch, args.learner, step)
-            clock.end("rollout")
-            metrics = trainer.agreed("learning", Trainer.learn, batch.rollouts)
-            clock.end("train")
-            report = sync(trainer, engine)
-            clock.end("sync")
-            metrics |= clock.metrics
-            metrics |= evaluate(engine, task, args.learner, step)
-            if run.saves(step):
-                trainer.call("saving", Trainer.save, run.path)
-            run.log_step(step, batch, report, metrics)
-
-        # 4. Generate again, and prove the last sync
-        batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
-        batch = task.rewards.compute(batch, args.run.steps, session)
-        mismatch = trainer.agreed("proving", Trainer.mismatch, batch.rollouts)
-        summary = run.summary(batch, mismatch)
-    print(summary)
-
-
-def prove_first_sync(run: RunFolder, trainer: ActorGroup, greedy: Batch, sampled: Batch) -> None:
-    """Prove it by both batches: only the sampled one proves a quantized engine."""
-    run.show(greedy)
-    result = trainer.agreed("proving", Trainer.prove_greedy, greedy.rollouts)
-    mismatch = trainer.agreed("proving", Trainer.mismatch, sampled.rollouts)
-    run.say(f"{result}; the sampled ones' mismatch is {mismatch:.1e}")
-
-
-def sync(trainer: ActorGroup, engine: ActorGroup) -> SyncReport:
-    """Pause the engine, send it the trainer's weights, and resume it."""
-    engine.call("syncing", Engine.pause)
-    report = trainer.agreed("syncing", Trainer.send_weights)
-    served = engine.agreed("syncing", Engine.resume)
-    if served != str(report.version):
-        raise RunError(f"after sync {report.version}, the engine serves version {served}")
-    return report
+    if not (last := measure()) < nonsense / 10:
+        raise RuntimeError(f"the last sync failed: mismatch {last:.1e}")
+    return f"OK: reward {means[0]:.3f} -> {means[-1]:.3f} in {args.steps} steps"
 
 
 if __name__ == "__main__":
-    run_main(main, parse(Arguments, __doc__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="name or folder (default: facebook/opt-125m; no GPU: a small one)")
+    parser.add_argument("--prompts", help="JSON lines, each with a `prompt`, text or chat messages, and an `answer`")
+    parser.add_argument("--prompts-per-step", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of a completion")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--learning-rate", type=float, help="default: 1e-6; the small model: 3e-3")
+    parser.add_argument("--tensor-parallel-size", type=int, help="GPUs of the engine (default: 2; no GPU: 1 process)")
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a completion may be any text
+    try:
+        last_line, status = main(parser.parse_args()), 0
+    except (Exception, KeyboardInterrupt) as error:
+        traceback.print_exc()
+        cause = getattr(error, "cause", error)  # what an actor raised
+        last_line, status = f"error: {type(cause).__name__}: {' '.join(str(cause).split())}", 1
+    ray.shutdown()  # so that no actor prints after the last line
+    print(last_line)
+    sys.exit(status)

@@ -6,9 +6,9 @@
 
 Each rank of a sharded trainer (FSDP2) sends its own rows: nothing is gathered. On separate GPUs, the bytes travel in
 buckets (NCCL; gloo between CPUs), several in flight, and each worker gets only what it needs from each rank. On shared
-GPUs, a worker maps the memory of all ranks on its node (CUDA IPC) and reads what it needs: the trainer's parameters, or
-of fp32 weights that several ranks hold, copies in bf16. Sockets from every rank to every worker, the links, carry
-messages. If one side fails or dies, its link ends the others' wait. A sync has three phases:
+GPUs, which are all on one node, a worker maps the memory of all ranks (CUDA IPC) and reads what it needs: the trainer's
+parameters, or of fp32 weights that several ranks hold, copies in bf16. Sockets from every rank to every worker, the
+links, carry messages. If one side fails or dies, its link ends the others' wait. A sync has three phases:
 
 1. Preflight, if names, dtypes, shapes or addresses have changed. Each worker runs vLLM's own weight loaders on tensors
    without storage and records what they would copy where. An unknown, missing or misshapen parameter is an error that
@@ -22,7 +22,8 @@ messages. If one side fails or dies, its link ends the others' wait. A sync has 
    as the reload, later syncs replay, and only what these copies read is sent.
 3. Both ends digest every bucket: each rank what it packs for a worker, the worker what has arrived. If the digests are
    equal, the worker keeps the weight version and a digest of its weights, and answers. Where workers read the trainer's
-   own memory, each replay digests a part of the tensors instead, and 64 syncs all of them.
+   own memory, every reload is compared in this way, and of every 64th replay, what the worker serves with what the rank
+   has.
 
 The caller pauses the engine and resets its caches (`reset_prefix_cache`; of a multimodal model, `reset_encoder_cache`
 too), since they hold what the old weights computed.
@@ -150,6 +151,5 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
             torch.cuda.empty_cache()
 
     def _open_staging(self) -> Staging:
-        handles = {int(rank): each for one in self.weight_handshakes for rank, each in one["handles"].items()}
-        ranks = len(self.weight_handshakes[0]["wire"][0][3]) - 1
-        return TrainerMemory.mapped(self.weight_buckets, ranks, handles, self.device.index)
+        handles = [handshake["handle"] for handshake in self.weight_handshakes]
+        return TrainerMemory.mapped(self.weight_buckets, handles, self.device.index)

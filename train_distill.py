@@ -39,8 +39,18 @@ from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import in_parts
-from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
+from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, differing_ends, score
+from trainer.run.actors import (
+    ActorGroup,
+    LearnerActor,
+    Seat,
+    SeparateActorArguments,
+    StepClock,
+    by_node,
+    engine_seat,
+    reserve,
+    seat,
+)
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import Models, choose_models, choose_teacher
 from trainer.run.folder import RunFolder
@@ -99,9 +109,9 @@ def place(args: Arguments) -> tuple[str, str, EngineArguments, list[Seat], list[
         bundles = by_node(placement)  # so that an engine spans as few nodes as possible
         trainer_seats = [seat(placement, bundle, num_gpus=1) for bundle in bundles[:trainers]]
         engine_bundles = in_parts(bundles[trainers : trainers + workers], engines)
-        engine_seats = [seat(placement, part[0], part) for part in engine_bundles]
+        engine_seats = [engine_seat(placement, part, GPU_SHARE) for part in engine_bundles]
         teacher_bundles = in_parts(bundles[-teacher_workers:], args.teacher.teacher_engines)
-        teacher_seats = [seat(placement, part[0], part) for part in teacher_bundles]
+        teacher_seats = [engine_seat(placement, part, GPU_SHARE) for part in teacher_bundles]
         return "cuda", remark, engine, trainer_seats, engine_seats, teacher_seats
     placement = reserve([{"CPU": 1 / trainers}] * trainers + [{"CPU": 1 / engines}] * engines, "SPREAD")
     trainer_seats = [seat(placement, bundle, num_cpus=1 / trainers) for bundle in range(trainers)]
@@ -119,26 +129,31 @@ def main(args: Arguments) -> None:
     task.refuse_images("a teacher scores text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
+        run.started("ray")
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
         models, args.learner = choose_models(run.path, args.run, args.learner, device)
         name, temperature = args.teacher.teacher, args.learner.temperature
         teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
-        run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}\nrun folder {run.path}")
+        ends = differing_ends(teacher, models.loaded)
+        run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}{ends}\nrun folder {run.path}")
 
         # 2. Start
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers)
         engines = ActorGroup(session, "engine", EngineActor, engine_seats)
         teachers = ActorGroup(session, "teacher", TeacherActor, teacher_seats)
+        gpu = trainers.call_rank_0("starting", LearnerActor.gpu)
+        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, gpu)
         (steps_done, remarks), lengths = start(trainers, engines, teachers, models, teacher, args, device)
         run.say(remarks + check_lengths(task, *lengths, args.learner.max_tokens))
+        run.started("models")
 
         # 3. Connect, and serve what the trainer holds
         connect_by_group(trainers, engines, args.engine.tensor_parallel_size)
         receive_arguments = [(args.run.timeout,)] * len(engines)
         say_first_sync(run, sync(trainers, engines, steps_done, receive_arguments), engines)
+        run.started("sync")
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, score, learn, sync
@@ -151,7 +166,7 @@ def main(args: Arguments) -> None:
                 clock.end("rollout")
                 batch = score(teachers, batch)
                 clock.end("score")
-                resting = engines.begin(EngineActor.drop_caches)
+                resting = engines.begin(EngineActor.sleep, "none")
                 learning = trainers.begin(Trainer.learn, batch.rollouts, [], False)
                 learned, _ = session.wait("learning", learning, resting)
                 clock.end("train")

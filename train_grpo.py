@@ -68,29 +68,24 @@ def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
+        run.started("ray")
         topology = choose_topology(args, task, run, session)
         models, args.learner = choose_models(run.path, args.run, args.learner, topology.device)
-        task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
 
         # 2. Start
-        trainers = topology.start_trainers(Trainer)
-        args.engine = settle_exactness(
-            run,
-            args.engine,
-            args.learner,
-            models.loaded,
-            trainers,
-            topology.by_nccl,
-            args.servers.engine_url,
-            task.has_images,
-        )
+        topology.start_actors(Trainer, models.loaded)
+        task.tokenize(models.loaded, args.engine.max_model_len)
+        known = (topology.gpu, topology.by_nccl, args.servers.engine_url, task.has_images)
+        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, *known)
         steps_done, remarks, max_model_len = topology.start(models)
         run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        run.started("models")
 
         # 3. Connect, and serve what the trainer holds
         topology.connect()
         topology.first_sync(steps_done)
+        run.started("sync")
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, learn, sync
@@ -106,10 +101,10 @@ def main(args: Arguments) -> None:
                 report = topology.sync(step)
                 clock.end("sync")
                 metrics |= clock.metrics | rollouts.idle_shares(clock.metrics)
-                metrics |= topology.after_step(step, metrics)
                 metrics |= evaluate(rollouts, step)
                 if run.saves(step):
-                    trainers.call("saving", Trainer.save, run.path)
+                    topology.trainers.call("saving", Trainer.save, run.path)
+                metrics |= topology.after_step(step, metrics)
                 run.log_step(step, batch, report, metrics)
                 if args.engine.quantization and (run.saves(step) or step in (steps_done + 1, args.run.steps)):
                     # Adam's first update is as large as the learning rate. Later ones may be too small for a scale.
@@ -119,7 +114,7 @@ def main(args: Arguments) -> None:
             # 5. Generate again, and prove the last sync
             batch = rollouts.take(args.run.steps + 1)
         topology.rest()
-        mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
+        mismatch = topology.trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)
 

@@ -47,7 +47,7 @@ from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
 from trainer.rollouts.rollouts import Rollouts
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, reserve, seat
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, engine_seat, in_turn, reserve, seat
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
 from trainer.run.folder import RunFolder
@@ -197,7 +197,7 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
     placement = reserve(resources, "PACK" if gpus else "STRICT_PACK" if colocated else "SPREAD")
     share = {"num_gpus": GPU_SHARE} if gpus else {}
     seats = {name: [seat(placement, bundle, **share) for bundle in ranks] for name, ranks in bundles.items()}
-    seats["engine"] = [seat(placement, workers[0], workers)]
+    seats["engine"] = [engine_seat(placement, workers, (GPU_SHARE if colocated else 1) if gpus else 0)]
     return "cuda" if gpus else "cpu", bool(gpus) and colocated, args, seats
 
 
@@ -206,6 +206,7 @@ def main(args: Arguments) -> None:
     task.refuse_images("a critic reads text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
+        run.started("ray")
         device, shared, args, seats = place(args)
         paths, states, args.learner = choose_ppo_models(
             run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device, task.is_chat
@@ -216,19 +217,22 @@ def main(args: Arguments) -> None:
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
         # A policy with adapters is the reference without them.
         trainer, critic, reference = models["trainer"], models["critic"], models.get("reference", models["trainer"])
-        args.engine = settle_exactness(
-            run, args.engine, args.learner, paths["trainer"], trainer, by_nccl=args.topology == "separate"
-        )
         engine = ActorGroup(session, "engine", EngineActor, seats["engine"])
+        gpu = trainer.call_rank_0("starting", LearnerActor.gpu)
+        args.engine = settle_exactness(
+            run, args.engine, args.learner, paths["trainer"], gpu, by_nccl=args.topology == "separate"
+        )
         starting = (paths["trainer"], args.engine, engine_setting(args, device), args.sleep)
         max_model_len = engine.agreed("starting", EngineActor.start, *starting, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
         task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args.rewards)
         run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        run.started("models")
 
         # 3. Connect, and serve what the trainer holds
         receive_arguments = connect(run, trainer, engine, args)
         say_first_sync(run, sync(trainer, engine, steps_done, receive_arguments), engine)
+        run.started("sync")
         run.start_metrics(steps_done, args)
 
         # 4. Generate, reward, compute log-probabilities and values, estimate advantages, learn, sync

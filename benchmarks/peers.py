@@ -1,10 +1,10 @@
-"""The workers' side of the benchmarks: what they measure, and the ways to sync that are vLLM's."""
+"""The workers' side of the benchmarks: what they measure."""
 
 import math
 
 import torch
 
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension, rebuild_ipc
+from rlhf_utils import ColocateWorkerExtension, WorkerExtension
 from trainer.rollouts.extensions import FusedQuantization
 from weight_sync.trace import plain_tensors
 
@@ -47,10 +47,6 @@ class _Peer:
                 tensor.fill_(math.nan if tensor.is_floating_point() else -1)
         torch.cuda.synchronize()  # not in the time of the way that comes next
 
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that this worker serves, including the scales of quantized ones."""
-        return sum(tensor.nbytes for tensor in self.weight_model.served_tensors())
-
     def digest(self) -> int:
         return self.weight_model.weights_digest()
 
@@ -64,44 +60,13 @@ class PeerExtension(_Peer, WorkerExtension):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def upstream_update_weight(self, name: str, dtype_name: str, shape) -> None:
-        """As in vLLM's example: receive one parameter and load it at once. On CPU this needs a reload bracket."""
-        if self.device.type == "cpu":
-            self.update_weight(name, dtype_name, shape)
-            return
-        weight = torch.empty(tuple(shape), dtype=getattr(torch, dtype_name), device=self.device)
-        self.model_update_group.broadcast(weight, src=0)
-        self.model_runner.model.load_weights(weights=[(name, weight)])
-
 
 class QuantizedPeerExtension(FusedQuantization, PeerExtension):
     """`PeerExtension` of engines that torchao quantizes."""
 
 
 class ColocatePeerExtension(_Peer, ColocateWorkerExtension):
-    def upstream_update_weights_from_ipc(self, zmq_handles: dict[str, str]) -> None:
-        """As in vLLM's example: load each filled buffer at once. On CPU this needs a reload bracket."""
-        import zmq
-
-        if self.device.type == "cpu":
-            self.update_weights_from_ipc(zmq_handles)
-            return
-        with zmq.Context() as context, context.socket(zmq.REP) as socket:
-            socket.connect(zmq_handles[self.report_device_id()])
-            buffer = None
-            while (message := socket.recv_pyobj()) is not None:
-                if isinstance(message, tuple):
-                    buffer = rebuild_ipc(message, self.device.index)
-                else:
-                    weights = []
-                    for item in message:
-                        nbytes = item["dtype"].itemsize * item["shape"].numel()
-                        flat = buffer[item["offset"] : item["offset"] + nbytes]
-                        weights.append((item["name"], flat.view(item["dtype"]).view(item["shape"])))
-                    self.model_runner.model.load_weights(weights=weights)
-                torch.cuda.synchronize()
-                socket.send(b"")
-            socket.send(b"")
+    """`ColocateWorkerExtension`, measured."""
 
 
 class QuantizedColocatePeerExtension(FusedQuantization, ColocatePeerExtension):

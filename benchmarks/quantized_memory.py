@@ -22,10 +22,10 @@ from shapes import BenchmarkArguments, BenchmarkEngineArguments
 from trainer.errors import RunError
 from trainer.flags import arg, section
 from trainer.rollouts.engine import EngineActor
-from trainer.rollouts.options import EngineSetting, llm_options, set_environment
+from trainer.rollouts.options import EngineSetting, llm_options
 from trainer.rollouts.quantization import TORCHAO, quantize_by_torchao
 from trainer.rollouts.sampling import engine_prompt
-from trainer.run.actors import ActorGroup, Seat, reserve, seat
+from trainer.run.actors import ActorGroup, Seat, engine_seat, reserve
 from trainer.run.arguments import parse
 from trainer.run.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
 from trainer.run.folder import RunFolder
@@ -59,7 +59,8 @@ class Engine(EngineActor):
         extension = "QuantizedPeerExtension" if quantized else "PeerExtension"
         options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
         options, environment = llm_options(args.engine, model, EngineSetting(device, options=options), bundles)
-        set_environment(environment)  # the next line imports vLLM
+        await self.prepare()
+        os.environ.update(environment)
         torchao_options, quantization = quantize_by_torchao(args.engine.quantization) if quantized else ({}, "")
         await self.load(model, torchao_options | options)
         compilation = self.llm.vllm_config.compilation_config
@@ -84,7 +85,8 @@ class Engine(EngineActor):
         count = sum([await generate() for _ in range(rounds)])
         speed = count / (time.perf_counter() - started)
         cache = self.llm.vllm_config.cache_config
-        return max(await self.llm.collective_rpc("weight_bytes")), cache.num_gpu_blocks, cache.block_size, speed
+        stored = max(stored for stored, _ in await self.llm.collective_rpc("weight_bytes"))
+        return stored, cache.num_gpu_blocks, cache.block_size, speed
 
 
 def place(tensor_parallel_size: int) -> tuple[str, Seat]:
@@ -93,7 +95,7 @@ def place(tensor_parallel_size: int) -> tuple[str, Seat]:
     if 0 < gpus < tensor_parallel_size:
         raise RunError(f"--tensor-parallel-size {tensor_parallel_size} takes as many GPUs, and there are {gpus}")
     if gpus:
-        return "cuda", seat(reserve([{"GPU": 1}] * tensor_parallel_size, "PACK"), 0, bundles)
+        return "cuda", engine_seat(reserve([{"GPU": 1}] * tensor_parallel_size, "PACK"), bundles, 1)
     return "cpu", Seat({"num_cpus": 0}, bundles)
 
 
@@ -103,13 +105,13 @@ def main(args: Arguments) -> None:
     with RunFolder(args.run, Path(__file__).stem) as run:
         for quantized in (False, True):
             with RaySession(args.run, run.progress) as session:
-                device, engine_seat = place(args.engine.tensor_parallel_size)
+                device, own_seat = place(args.engine.tensor_parallel_size)
                 name = args.run.model or (BUILTIN_MODEL if device == "cpu" else DEFAULT_MODEL)
                 model = load_or_make(name, run.path / "model", args.run)
                 prompt_count, *batch = BATCH[device]
                 prompts = [PROMPTS[i % len(PROMPTS)] for i in range(prompt_count)]
-                engine = ActorGroup(session, "engine", Engine, [engine_seat])
-                start_arguments = (model, args, device, engine_seat.bundles, quantized)
+                engine = ActorGroup(session, "engine", Engine, [own_seat])
+                start_arguments = (model, args, device, own_seat.bundles, quantized)
                 mode, quantization = engine.agreed("starting", Engine.start, *start_arguments)
                 table += engine.call("generating", Engine.measure, prompts, *batch, ROUNDS[device])
     print(f"model {model}, {mode}, TP={args.engine.tensor_parallel_size}")

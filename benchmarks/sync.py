@@ -15,13 +15,13 @@ reload.
 
 A time is the median of the rounds after the first two, from the end of learning until the engine may generate: it
 begins with naming the trainer's tensors, and ends when both sides' calls have returned. It is train_grpo.py's
-`time/sync` without its check of what arrived. With our way, the prefix cache was reset before, and the workers wait
-already. train_grpo.py pauses the engines, resets caches and calls its workers in the sync, which takes longer. The
-output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With the
-other ways, the last call resets the prefix cache. On GPUs, the engine has captured CUDA graphs, as in the scripts,
-unless --enforce-eager is given.
+`time/sync` without its check of what arrived. With our way, the prefix cache was reset before, as it is while
+train_grpo.py's trainer learns, and the workers wait already; train_grpo.py calls them in the sync, which takes longer.
+The output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With
+vLLM's native engine, which is timed on GPUs, the last call resets the prefix cache. There, the engine has captured CUDA
+graphs, as in the scripts, unless --enforce-eager is given.
 
-With several trainers or engines, or with adapters, the other ways do not apply: only the ceiling and ours are timed.
+With several trainers or engines, or with adapters, vLLM's engine does not apply: only the ceiling and ours are timed.
 The ceiling is one broadcast from rank 0 to all workers, or one copy on the first device. Several ranks and workers can
 be faster, since a worker needs only its part.
 
@@ -58,7 +58,6 @@ from rlhf_utils import (  # noqa: E402
     SyncReport,
     WeightSender,
     WeightSyncError,
-    share_tensor,
     stateless_init_process_group,
 )
 from trainer.errors import RunError  # noqa: E402
@@ -67,17 +66,24 @@ from trainer.learning.lora import LoRAArguments, adapter_parameters, add_adapter
 from trainer.learning.named_tensors import NamedTensors  # noqa: E402
 from trainer.learning.sharding import join_ranks  # noqa: E402
 from trainer.rollouts.engine import EngineActor  # noqa: E402
-from trainer.rollouts.options import EngineSetting, llm_options, set_environment  # noqa: E402
+from trainer.rollouts.options import EngineSetting, llm_options  # noqa: E402
 from trainer.rollouts.quantization import quantize_by_torchao  # noqa: E402
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, by_node, reserve, seat  # noqa: E402
+from trainer.run.actors import (  # noqa: E402
+    ActorGroup,
+    LearnerActor,
+    Seat,
+    SeparateActorArguments,
+    by_node,
+    engine_seat,
+    reserve,
+    seat,
+)
 from trainer.run.arguments import parse  # noqa: E402
 from trainer.run.folder import RunFolder  # noqa: E402
 from trainer.run.session import RaySession, run_main  # noqa: E402
 from trainer.topologies.base import TopologyArguments  # noqa: E402
 from trainer.topologies.separate import Separate  # noqa: E402
 from trainer.topologies.shared import GPU_SHARE  # noqa: E402
-from weight_sync.buckets import dtype_name  # noqa: E402
-from weight_sync.groups import shared_buffer  # noqa: E402
 
 CEILINGS = ("raw broadcast", "device copy")  # of the topologies "nccl" and "ipc"
 TOPOLOGIES = {
@@ -135,10 +141,8 @@ class BenchEngine(EngineActor):
             options |= {"weight_transfer_config": {"backend": args.topology}}
         setting = EngineSetting(device, None, args.actors.engines, GPU_SHARE if ipc else 1, options)
         options, environment = llm_options(args.engine, model, setting, bundles)
-        if ipc and device == "cuda" and len(bundles) == 1:  # this actor has a share of the GPU, and runs the worker
-            environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-            options["distributed_executor_backend"] = "uni"
-        set_environment(environment)  # the next line imports vLLM
+        await self.prepare()
+        os.environ.update(environment)
         torchao_options = quantize_by_torchao(quantization)[0] if quantization else {}
         await self.load(model, torchao_options | options)
         return self.llm.vllm_config.compilation_config.cudagraph_mode.name
@@ -282,51 +286,6 @@ class BenchTrainer:
             ray.get(refs)
         return seconds * nbytes / (nbytes // buffer.numel() * buffer.numel())
 
-    def one_rpc_a_parameter(self) -> float:
-        """The protocol of vLLM's example: for each parameter a call to the workers, a broadcast and a wait."""
-        started = time.perf_counter()
-        for name, parameter in self.named_tensors().items():
-            dtype = dtype_name(parameter.dtype)
-            ref = self.engine.rpc.remote("upstream_update_weight", name, dtype, tuple(parameter.shape))
-            self.group.broadcast(parameter, src=0)
-            ray.get(ref)
-        ray.get(self.engine.reset_caches.remote())
-        return time.perf_counter() - started
-
-    def zmq_buckets(self, device_id: str) -> float:
-        """The protocol of vLLM's colocation example: one buffer, twice the largest tensor, filled repeatedly."""
-        import zmq
-
-        started = time.perf_counter()
-        tensors = self.named_tensors()
-        buffer = shared_buffer(2 * max(tensor.nbytes for tensor in tensors.values()), self.device)
-        address = f"ipc:///tmp/sync-{os.getpid()}"
-        ref = self.engine.rpc.remote("upstream_update_weights_from_ipc", {device_id: address})
-        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-            socket.bind(address)
-
-            def ask(message) -> None:
-                self._synchronize()
-                socket.send_pyobj(message)
-                if error := socket.recv():
-                    raise WeightSyncError(f"the engine failed: {error.decode()}")
-
-            ask(share_tensor(buffer))
-            items, offset = [], 0
-            for name, parameter in tensors.items():
-                if offset + parameter.nbytes > buffer.numel():
-                    ask(items)
-                    items, offset = [], 0
-                part = buffer[offset : offset + parameter.nbytes]
-                part.view(parameter.dtype).view(parameter.shape).copy_(parameter, non_blocking=True)
-                items.append({"name": name, "shape": parameter.shape, "dtype": parameter.dtype, "offset": offset})
-                offset += -(-parameter.nbytes // 256) * 256
-            ask(items)
-            ask(None)
-        ray.get(ref)
-        ray.get(self.engine.reset_caches.remote())
-        return time.perf_counter() - started
-
     def connect_native(self, packed: bool, address: str, port: int, world_size: int) -> None:
         from vllm.distributed.weight_transfer.base import ModuleSource
         from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
@@ -389,7 +348,7 @@ def place_together(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     placement = reserve([{"GPU": 1} if device == "cuda" else {"CPU": 1}] * args.actors.trainers, "PACK")
     bundles = by_node(placement)
     workers = [bundles[begin : begin + tp] for begin in range(0, len(bundles), tp)]
-    engine_seats = [seat(placement, each[0], each, **(share if tp == 1 else {})) for each in workers]
+    engine_seats = [engine_seat(placement, each, GPU_SHARE if device == "cuda" else 0) for each in workers]
     return device, [seat(placement, bundle, **share) for bundle in bundles], engine_seats
 
 
@@ -489,7 +448,7 @@ def main(args: Arguments) -> None:
     with RunFolder(args.run, "sync") as run, RaySession(args.run, run.progress) as session:
         bench = Bench(run, session, args)
         where = TOPOLOGIES[args.topology].format(**asdict(args.actors), tp=args.engine.tensor_parallel_size)
-        others_apply = args.actors.trainers == args.actors.engines == 1 and not args.lora_rank
+        native_applies = args.actors.trainers == args.actors.engines == 1 and not args.lora_rank
         bench.open_sender(replay=False)
         bench.run_ours("reload")
         bench.nbytes = bench.ask_trainer(BenchTrainer.last_report).nbytes
@@ -499,13 +458,7 @@ def main(args: Arguments) -> None:
         bench.reference = bench.ask_workers("digest")
         bench.reconnect(ranks=1)
         bench.measure(CEILINGS[bench.ipc], "ceiling", bench.nbytes)
-        if args.engine.quantization or not others_apply:
-            pass  # vLLM's examples load weights in parts; what torchao quantizes, vLLM must load in one call
-        elif bench.ipc:
-            bench.measure("ZMQ + IPC buckets", "zmq_buckets", *bench.ask_workers("report_device_id"))
-        else:
-            bench.measure("one RPC a parameter", "one_rpc_a_parameter")
-        for packed in (False, True) if bench.gpu and others_apply else ():
+        for packed in (False, True) if bench.gpu and native_applies else ():
             bench.release()
             bench.run_way("connect_native", packed, *bench.address(), 1 + bench.workers)
             bench.measure(f"vLLM native, {'packed' if packed else 'unpacked'}", "native_engine")

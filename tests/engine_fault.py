@@ -1,7 +1,7 @@
 """A vLLM plugin, for tests: a fault in one of the engine's workers while it loads what a sync brings.
 
-The fault is the text of the file that $ENGINE_FAULT names, once it exists: "raise", while the first worker waits as for
-the rest of a broadcast; or "hang", which is said in a file beside it.
+The fault is the text of the file that $ENGINE_FAULT names, once it exists: "raise", while the second worker waits as
+for the rest of a broadcast; or "hang", which is said in a file beside it.
 """
 
 import os
@@ -17,7 +17,7 @@ def register() -> None:
 
     def load_weights(model, weights):
         kind, rank = fault.read_text() if fault.exists() else None, get_tensor_model_parallel_rank()
-        if kind == "raise" and rank == 0:
+        if kind == "raise" and rank == 1:
             time.sleep(3600)
         elif kind == "raise":
             raise ValueError("this worker cannot load")

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from trainer.rollouts.exact_engine import ColocateWorkerExtension, WorkerExtension
+from trainer.rollouts.extensions import ExactColocateWorkerExtension, ExactWorkerExtension
 
 
 class Flipping:
@@ -23,9 +23,9 @@ class Flipping:
         return serves
 
 
-class FlippingExtension(Flipping, WorkerExtension):
+class FlippingExtension(Flipping, ExactWorkerExtension):
     pass
 
 
-class FlippingColocateExtension(Flipping, ColocateWorkerExtension):
+class FlippingColocateExtension(Flipping, ExactColocateWorkerExtension):
     pass

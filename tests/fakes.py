@@ -1,15 +1,19 @@
 """What stands for an engine: both ends of a sync without vLLM, models that load as vLLM's do, and engine actors."""
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
+from itertools import chain, repeat
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import zmq
 from torch.distributed import TCPStore
 
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension, share_tensor
+from rlhf_utils import ColocateWorkerExtension, LoRAWeight, WorkerExtension, share_tensor
 from weight_sync.engine_model import EngineModel
 from weight_sync.groups import GlooCommunicator, shared_buffer
 
@@ -261,6 +265,12 @@ def model_tensors(seed):
     return {name: torch.randn(shape, generator=generator) for name, shape in MODEL_SHAPES.items()}
 
 
+def adapted(base):
+    """This weight with an adapter of whole numbers, whose products no order of summation rounds."""
+    rows, columns = base.shape
+    return LoRAWeight(base, torch.randint(-4, 5, (3, columns)).float(), torch.randint(-4, 5, (rows, 3)).float(), 0.5)
+
+
 QUANTIZED = {"qk": (12, HIDDEN), "o": (8, HIDDEN), "fc": (8, HIDDEN)}
 
 
@@ -340,27 +350,56 @@ def session_without_ray():
 
 class Engines:
     """Stands for a group of engine actors. Each has an answer: answer(text, i) is the i-th completion of a prompt with
-    this text. `calls` are the arguments of each one's calls."""
+    this text, a token of weights of this `version`. `calls` are those of their `sample`, in order. While the engines
+    are `free`, they answer one call after another."""
 
-    def __init__(self, *answers):
-        self.answers, self.calls, self.session = answers, [[] for _ in answers], session_without_ray()
+    def __init__(self, *answers, version=0):
+        self.answers, self.version, self.calls, self.drops = answers, version, [], 0
+        self.session = session_without_ray()
+        self.free, self.one_by_one = threading.Event(), ThreadPoolExecutor(1)
+        self.free.set()
+        self.actors = {f"engine {i}": self.actor(i) for i in range(len(answers))}
+
+    def actor(self, number):
+        return SimpleNamespace(
+            sample=SimpleNamespace(remote=partial(self.sample, number)),
+            drop_caches=SimpleNamespace(remote=self.drop_caches),
+        )
 
     def __len__(self):
         return len(self.answers)
 
-    def call(self, phase, method, each):
-        from trainer.rollouts.engine import EngineActor
+    def call(self, phase, method, *args):
+        return [getattr(actor, method.__name__).remote(*args).result(timeout=30) for actor in self.actors.values()]
 
-        assert method is EngineActor.sample
-        return [self.sample(*own, *arguments) for *own, arguments in zip(self.answers, self.calls, each, strict=True)]
+    def sample(self, number, prompts, sampling, images, low_priority=False):
+        call = {"engine": number, "prompts": prompts, "sampling": sampling, "images": images}
+        call = SimpleNamespace(**call, low_priority=low_priority)
+        self.calls.append(call)
+        answer = Future()
+        answer.future = lambda: answer  # as Ray's ObjectRef has
+        self.one_by_one.submit(self.answer, answer, call)
+        return answer
 
-    def sample(self, answer, calls, prompts, sampling, evaluation, images):
+    def drop_caches(self):
+        self.drops += 1
+        return self.one_by_one.submit(bool)
+
+    def answer(self, answer, call):
+        self.free.wait()
+        try:
+            completions = map(self.complete, repeat(call.engine), call.prompts, call.sampling)
+            answer.set_result([*chain.from_iterable(completions)])
+        except Exception as error:
+            answer.set_exception(error)
+
+    def complete(self, number, prompt_ids, options):
+        """The completions of a prompt."""
+        text = "".join(map(chr, prompt_ids))
+        return [self.rollout(prompt_ids, self.answers[number](text, i)) for i in range(options["n"])]
+
+    def rollout(self, prompt_ids, text):
         from trainer.learning.rollout import Rollout
 
-        calls.append((prompts, sampling, evaluation))
-        assert images == [None] * len(prompts)
-        return [
-            Rollout(ids, [1], [0.0], None, answer("".join(map(chr, ids)), i))
-            for ids, options in zip(prompts, sampling, strict=True)
-            for i in range(options["n"])
-        ]
+        ids, versions = np.array([7], np.int32), np.array([self.version], np.int32)
+        return Rollout(np.array(prompt_ids, np.int32), ids, np.zeros(1, np.float32), text=text, versions=versions)

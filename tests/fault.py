@@ -1,4 +1,4 @@
-"""Run a script, with a fault at a chosen moment: python fault.py "syncing 3 kill VLLM::Worker_TP1" rlhf.py --steps 30
+"""Run a script, with a fault at a chosen moment: fault.py "syncing 3 kill VLLM::Worker_TP1" train_grpo.py --steps 30
 
 When the third `syncing` begins: `kill` the first process whose title contains that (or the one of this number, from 0),
 `interrupt` the run as Ctrl-C does, `terminate` its driver alone or its whole `group`, `fill` the disk of the folder
@@ -14,6 +14,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import psutil
@@ -24,20 +26,36 @@ from trainer.run.session import RaySession
 
 PHASE, COUNT, ACT, *TARGET = sys.argv[1].split()
 COUNT = int(COUNT)
-# rlhf_nccl.py first pauses the engine, which takes its workers.
-BEFORE_SYNC = ("syncing", COUNT) if sys.argv[2].endswith("rlhf_nccl.py") else ("learning", COUNT - 1)
 seen, family, stopped = [], [], []
-wait = RaySession.wait
+wait, wait_for_thread = RaySession.wait, RaySession.wait_for_thread
 
 
 def wait_with_fault(session: RaySession, phase: str, *groups: dict) -> list:
-    refs = {name: ref for calls in groups for name, ref in calls.items()}
+    begin(phase, {name: ref for calls in groups for name, ref in calls.items()})
+    results = wait(session, phase, *groups)
+    if PHASE == "syncing" and (phase, seen.count(phase)) == ("learning", COUNT - 1) and not stopped:
+        stopped.extend(processes("VLLM::Worker") + processes("RayWorkerProc"))  # vLLM's own, or Ray's, as on GPUs
+        for worker in stopped:
+            worker.suspend()
+    return results
+
+
+def wait_for_thread_with_fault(session: RaySession, future: Future, phase_of: Callable[[], str]) -> None:
+    def phase_with_fault() -> str:
+        begin(phase := phase_of(), {})
+        return phase
+
+    wait_for_thread(session, future, phase_with_fault)
+
+
+def begin(phase: str, refs: dict) -> None:
+    """A wait for these calls begins, or goes on, in this phase. If it is the fault's, that happens."""
     if seen[-1:] != [phase]:  # several calls in a row are one phase
         seen.append(phase)
     if phase == "starting":
         if fault_begins(phase, refs):
             threading.Thread(target=act_when_started, daemon=True).start()
-        return wait(session, phase, *groups)
+        return
     if not family and phase != "loading":  # ahead of time: most phases are over in the time that this takes
         family.extend(psutil.Process().children(recursive=True))
     if fault_begins(phase, refs):
@@ -47,12 +65,6 @@ def wait_with_fault(session: RaySession, phase: str, *groups: dict) -> list:
             act()
         finally:
             resume(stopped)
-    results = wait(session, phase, *groups)
-    if PHASE == "syncing" and (phase, seen.count(phase)) == BEFORE_SYNC and not stopped:
-        stopped.extend(processes("VLLM::Worker") + processes("RayWorkerProc"))  # vLLM's own, or Ray's, as on GPUs
-        for worker in stopped:
-            worker.suspend()
-    return results
 
 
 def fault_begins(phase: str, refs: dict) -> bool:
@@ -116,6 +128,6 @@ def note() -> None:
 
 
 if __name__ == "__main__":
-    RaySession.wait = wait_with_fault
+    RaySession.wait, RaySession.wait_for_thread = wait_with_fault, wait_for_thread_with_fault
     sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "Qwen3": SMALL | HEADS,  # normalized queries and keys
     "Gemma2": {**SMALL, **HEADS, **WINDOW, "query_pre_attn_scalar": 32},  # soft-capped attention
     "Gemma3Text": SMALL | HEADS | WINDOW,  # tied, scaled embeddings
+    "Phi": {**SMALL, "num_attention_heads": 4},  # vLLM's Transformers backend, a new lm_head.bias in each load
     "Phi3": SMALL | HEADS,  # fused projections, in the checkpoint too
     "Mixtral": {**SMALL, **HEADS, "num_local_experts": 4},  # experts, which transformers fuses
 }

@@ -13,17 +13,19 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import psutil
 import pytest
 import ray
+from conftest import ROOT, Script
 from ray import cloudpickle
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import EngineError, RunError, TaskError
 from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
-from trainer.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
+from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.teacher import score
 from trainer.run import actors
 from trainer.run import session as run_session
@@ -108,7 +110,7 @@ class Receiver(Actor):
 
 
 class Engines(Actor):
-    """Has the trainer send, as those of rlhf_serve.py."""
+    """Has the trainer send, as the pool of servers does."""
 
     async def take_weights(self, trainer) -> None:
         await trainer.sleep.remote(60)
@@ -165,6 +167,42 @@ def test_a_worker_of_ray_starts_without_torch(session):
     assert not ray.get(ray.remote(lambda: "torch" in sys.modules).remote())
 
 
+FINDING = """
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+
+import ray
+from trainer.run.arguments import RunArguments
+from trainer.run.session import RaySession
+
+@ray.remote
+def found():
+    names = ["trainer", "weight_sync", "datasets", "mine", "beside"]
+    child = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))  # as vLLM's processes are
+    specs = [*map(find_spec, names), *child.map(find_spec, names)]
+    return [os.getcwd(), *(os.path.realpath(spec.origin) for spec in specs)]
+
+with RaySession(RunArguments(), lambda *_: None):
+    print(*ray.get(found.remote()))
+"""
+
+
+@pytest.mark.parametrize("own", ["trainer.py", "trainer/__init__.py"])
+def test_modules_of_the_working_folder_come_last_in_workers_and_their_processes(tmp_path, own):
+    folder, script = tmp_path / "here", tmp_path / "script" / "main.py"
+    for file in (folder / own, folder / "weight_sync.py", folder / "datasets.py", folder / "mine.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    script.parent.mkdir()
+    script.write_text(FINDING)
+    (script.parent / "beside.py").touch()
+    text = Script(folder, sys.executable, "../script/main.py", PYTHONPATH=str(ROOT)).finish(120)
+    origins = [ROOT / "trainer/__init__.py", ROOT / "weight_sync/__init__.py", datasets.__file__, folder / "mine.py"]
+    assert text.split() == [*map(os.path.realpath, [folder, *[*origins, script.parent / "beside.py"] * 2])]
+
+
 def test_call_goes_to_all_actors_and_answers_keep_their_order(session):
     trainers, engine = group(session, "trainer", 2), group(session, "engine")
     assert (len(trainers), len(engine)) == (2, 1)
@@ -211,11 +249,10 @@ def test_rollouts_are_fetched_once_and_a_death_ends_the_step(session, unpickled)
         seed=0,
         steps=2,
     )
-    args, config = AsyncArguments(max_staleness=0), GRPOConfig(group_size=2)
-    with RolloutsAhead(group(session, "engine", 2, Sampler), task, args, config, 0) as ahead:
-        assert len(ahead.take(1).rollouts) == len(unpickled) == 4
+    with Rollouts(group(session, "engine", 2, Sampler), task, GRPOConfig(group_size=2), 0) as rollouts:
+        assert len(rollouts.take(1).rollouts) == len(unpickled) == 4
         with pytest.raises(RunError, match=r"^the engine [01] died while generating$"):
-            ahead.take(2)
+            rollouts.take(2)
 
 
 def test_teachers_share_the_completions_and_one_that_dies_is_named(session):

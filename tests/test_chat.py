@@ -1,7 +1,7 @@
-"""Each script with a chat model, rows of GSM8K's form and several rewards, one of them TRL's.
+"""A run of train_grpo.py with a chat model, rows of GSM8K's form and several rewards, one of them TRL's.
 
-pytest tests/test_chat.py -m long    rlhf.py
-pytest tests/test_chat.py -m gpu     rlhf_colocate.py with a model of 0.5B
+pytest tests/test_chat.py -m long    on a CPU
+pytest tests/test_chat.py -m gpu     with a model of 0.5B
 """
 
 import json
@@ -11,7 +11,7 @@ import pandas
 import pytest
 from conftest import ROOT, cpu_only, metrics_of
 from learners import chat_tokenizer
-from pair import CORE_IN_PROCESS, gpus
+from pair import gpus
 from transformers import AutoTokenizer
 
 from trainer.tasks.tiny_model import build_tiny_model
@@ -53,11 +53,9 @@ def metrics(folder):
     ]
 
 
-def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
+def run_two_steps(script, folder, max_mismatch, *more, **environment):
     """Returns the metrics of the run, all of which are as they should be."""
-    flags = FLAGS.replace("--dynamic-sampling 2", "") if name == "rlhf_ppo.py" else FLAGS  # it has no groups
-    flags = *flags.split(), "--steps", 2, "--output", "run", *more
-    text = script(name, *flags, **environment or CORE_IN_PROCESS).finish()
+    text = script("train_grpo.py", *FLAGS.split(), "--steps", 2, "--output", "run", *more, **environment).finish()
     assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
     assert re.search(r"^ +\d\.\d\d  'What is \d+ and \d+\?' -> '", text, re.M), text
     before, *rows = metrics(folder)
@@ -80,7 +78,7 @@ def run_two_steps(script, folder, name, max_mismatch, *more, **environment):
 @cpu_only
 @pytest.mark.long
 def test_script_learns_from_chats_with_trls_reward(script, folder):
-    run_two_steps(script, folder, "rlhf.py", 1e-5)
+    run_two_steps(script, folder, 1e-5)
 
 
 @pytest.mark.gpu(1)
@@ -95,6 +93,6 @@ def test_model_of_half_a_billion_parameters_learns_from_chats(script, tmp_path, 
     write_task(tmp_path, "def rare(completions, **_): return [len(c[0]['content']) % 2 for c in completions]")
     flags = "--learning-rate 1e-6 --max-tokens 256 --save-every 0"
     environment = {"CUDA_VISIBLE_DEVICES": gpus(slice(1))}
-    rows = run_two_steps(script, tmp_path, "rlhf_colocate.py", 0.02, *flags.split(), **environment)
+    rows = run_two_steps(script, tmp_path, 0.02, *flags.split(), **environment)
     print(*rows, sep="\n")
     assert all(row["grad_norm"] > 0 for row in rows[1:])

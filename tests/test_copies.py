@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weight_sync.copies import BLOCK_WORDS, TILING, BatchedCopy, Digester, _kernel, digest
+from weight_sync.copies import BLOCK_WORDS, TILING, BatchedCopy, CopiesDigester, Digester, _kernel, digest
 
 CPU = torch.device("cpu")
 
@@ -48,6 +48,11 @@ def test_digest_does_not_depend_on_where_a_tensor_begins(begin):
     assert digest([part]) == digest([part.clone()])
 
 
+def test_digest_of_one_element_does_not_depend_on_its_strides():
+    tensor = torch.randn(3, 5).bfloat16().t()[:1, :1]
+    assert digest([tensor]) == digest([torch.full((1,), tensor.item()).bfloat16()])
+
+
 def test_digests_of_parts_add_up_and_tell_a_parts_place():
     tensors, totals = [torch.randn(40_000), torch.randn(7)], torch.zeros(3, 1, dtype=torch.int64)
     for number, tensor in enumerate(tensors):
@@ -56,6 +61,16 @@ def test_digests_of_parts_add_up_and_tell_a_parts_place():
     Digester(tensors, 1).run(totals[2])
     assert int(totals[0]) == digest(tensors)
     assert len(set(totals.flatten().tolist())) == 3
+
+
+def test_digest_of_copies_is_that_of_what_they_write():
+    sources = torch.randn(8, 8)[:, 4:], torch.randn(3, 5).t(), lambda out: out.fill_(3)
+    written = sources[0].bfloat16(), sources[1].clone(), torch.full((7,), 3.0)
+    copies = [(torch.empty(w.shape, dtype=w.dtype, device="meta"), s) for w, s in zip(written, sources, strict=True)]
+    totals = torch.zeros(2, 1, dtype=torch.int64)
+    CopiesDigester(CPU, copies, 5).run(totals[0])
+    Digester([*written], 5).run(totals[1])
+    assert totals[0] == totals[1]
 
 
 def test_copies_and_fills_are_repeated_with_other_values():
@@ -71,7 +86,7 @@ def test_copies_and_fills_are_repeated_with_other_values():
 KERNEL = """
 import torch
 from weight_sync import copies
-from weight_sync.copies import BatchedCopy, Digester, digest, digest_together
+from weight_sync.copies import BatchedCopy, CopiesDigester, Digester, digest, digest_together
 
 CPU = torch.device("cpu")
 tensors = [torch.randn(70_001), torch.randn(300, 7).bfloat16(), torch.randn(10), torch.randn(5, 9).bfloat16()]
@@ -96,6 +111,16 @@ for _ in range(2):
     assert served[0][:30].equal(rows[:30, 1024:]) and (served[0][30:32] == 3).all()
     assert served[0][32:].equal(master.bfloat16()) and served[1].equal(columns[:, 2048:]) and (served[2] == 1).all()
     rows.normal_(), columns.normal_(), served[2].fill_(1)
+
+# A digest without the copies.
+sources = [rows[:30, 1024:], master, columns[:, 2048:], narrow.t()]
+written = [rows[:30, 1024:], master.bfloat16(), columns[:, 2048:], narrow.t()]
+copies_digester = CopiesDigester(CPU, [(w.to("meta").contiguous(), s) for w, s in zip(written, sources)], 5)
+assert len(copies_digester.others) == 1
+total, alone = torch.zeros(2, 1, dtype=torch.int64)
+copies_digester.run(total)
+Digester(written, 5).run(alone)
+assert total == alone
 
 # The last element of an odd tensor, and a cast of more than a block.
 long = torch.randn(3 * copies.BLOCK_WORDS + 100).bfloat16().float()

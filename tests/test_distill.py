@@ -6,6 +6,7 @@ pytest tests/test_distill.py -m long    a resumed run
 
 import asyncio
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from trainer.errors import RunError
 from trainer.learning.distill import DistillConfig, DistillLearner
 from trainer.learning.objectives import reverse_kl, token_losses
 from trainer.learning.rollout import Rollout
-from trainer.rollouts.teacher import TeacherActor, check_lengths
+from trainer.rollouts.teacher import TeacherActor, check_lengths, differing_ends
 from trainer.run.arguments import RunArguments
 from trainer.run.checkpoint import choose_teacher
 from trainer.tasks.tiny_model import byte_tokenizer
@@ -97,6 +98,12 @@ def test_model_runner_v2_is_asked_for_completions_tokens_alone():
     assert [scores.tolist() for scores in asyncio.run(teacher.score(completions))] == [[-3, -4, -5], [-7]]
 
 
+def changed(folder, file, **settings):
+    """The folder, with these settings in a file of JSON."""
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | settings))
+    return folder
+
+
 def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
     def choose(name, temperature=1.0):
         return choose_teacher(tmp_path, RunArguments(), name, temperature, model, "cpu")
@@ -120,11 +127,29 @@ def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
         (unusable / file).write_text(json.dumps(config | settings))
         with pytest.raises(RunError, match=message):
             choose(str(unusable))
+    with pytest.raises(RunError, match="which vLLM takes for a pattern"):
+        choose(str(shutil.copytree(teacher, tmp_path / "[7b]")))
+    larger = str(changed(shutil.copytree(model, tmp_path / "larger"), "config.json", vocab_size=512))
+    with pytest.raises(RunError, match=r"^the teacher .* has 258 embeddings, and .*larger 512, so it may sample an id"):
+        choose_teacher(tmp_path, RunArguments(), model, 1.0, larger, "cpu")
+    assert choose_teacher(tmp_path, RunArguments(), larger, 1.0, model, "cpu") == larger
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(teacher)
     with pytest.raises(RunError, match=r"^the teacher .* has another tokenizer than .*--teacher needs the same vocab"):
         choose(teacher)
+
+
+@pytest.mark.parametrize("end", [5, [1, 5]])
+def test_teacher_that_ends_a_text_with_another_token_is_named(tmp_path, model, end):
+    assert differing_ends(model, model) == ""
+    teacher = shutil.copytree(model, tmp_path / "teacher")
+    for file in ("generation_config.json", "config.json"):  # vLLM reads the second if there is no first
+        changed(teacher, file, eos_token_id=end)
+    for _ in range(2):
+        said = differing_ends(str(teacher), model)
+        assert re.match(r"\nthe teacher ends a text with .* or .*, and the student with '[^']+': the student may", said)
+        (teacher / "generation_config.json").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(("engine", "teacher", "longest"), [(64, 128, 64), (64, 64, 63), (64, 32, 31)])

@@ -1,9 +1,9 @@
-"""What the engine actors of all scripts have in common: options by hardware, who generates what, and rollouts of a real
-engine.
+"""The engine: its options by hardware, who generates what, and rollouts of a real one.
 
 pytest tests/test_engine.py
 """
 
+import asyncio
 import os
 import re
 import sys
@@ -12,17 +12,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import cpu_only
-from pair import CORE_IN_PROCESS
+from fakes import Engines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf_utils import WeightSyncError
 from trainer.errors import EngineError, RunError
 from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts import engine
-from trainer.rollouts.engine import EngineActor, EngineArguments, complete, engine_start, llm_options
+from trainer.rollouts.engine import EngineActor, engine_start
+from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options
+from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.sampling import rollouts_of, sampling_options
 from trainer.rollouts.teacher import TeacherActor
 from trainer.tasks.dataset import Row
+from trainer.tasks.task import TaskArguments
 from trainer.tasks.tiny_model import MAX_LENGTH, build_tiny_model
 
 
@@ -77,7 +80,8 @@ def test_engine_that_cannot_start_says_what_its_processes_raised_first(capfd, lo
 @pytest.mark.slow
 def test_run_whose_engine_cannot_start_says_why(script, tmp_path):
     no_memory = '{"kv_cache_memory_bytes": 1000}'
-    run = script("rlhf.py", "--engine-args", no_memory, "--tensor-parallel-size", 1, "--output", "run")
+    options = ["--topology", "separate", "--tensor-parallel-size", 1, "--output", "run"]
+    run = script("train_grpo.py", "--engine-args", no_memory, *options)
     text = run.finish()
     run.assert_failed_cleanly(text, [])
     reason = "error: the engine cannot start: ValueError: No available memory for the cache blocks.*; more in "
@@ -87,27 +91,33 @@ def test_run_whose_engine_cannot_start_says_why(script, tmp_path):
 def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
     from vllm.config import CompilationConfig, CUDAGraphMode
 
-    options, _ = llm_options(args, "cuda", [1])
+    setting = EngineSetting("cuda", sequences=40)
+    options, _ = llm_options(args, "model", setting, [1])
     compilation = CompilationConfig(**options["compilation_config"])
+    assert compilation.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 24, 32, 40]
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     assert compilation.mode == 0
     assert not options["enforce_eager"]
     args.engine_args = '{"compilation_config": {"mode": 3}}'
-    assert llm_options(args, "cuda", [1])[0]["compilation_config"] == {"mode": 3}
+    assert llm_options(args, "model", setting, [1])[0]["compilation_config"] == {"mode": 3}
     args.enforce_eager = True
-    assert llm_options(args, "cuda", [1])[0]["enforce_eager"]
+    assert llm_options(args, "model", setting, [1])[0]["enforce_eager"]
 
 
 def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
-    gpu, cpu = llm_options(args, "cuda", [1, 2])[1], llm_options(args, "cpu", [0])[1]
-    assert gpu == {"VLLM_RAY_BUNDLE_INDICES": "1,2"}
+    setting = EngineSetting("cuda", gpu_share=0.5)
+    two, one = (llm_options(args, "model", setting, bundles)[1] for bundles in ([1, 2], [1]))
+    cpu = llm_options(args, "model", EngineSetting("cpu"), [0])[1]
+    assert two == {"VLLM_RAY_BUNDLE_INDICES": "1,2", "VLLM_RAY_PER_WORKER_GPUS": "0.5"}
+    assert one == {}  # its worker is a process of the engine's own
     assert cpu.keys() == {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"}
     assert os.environ == {"CUDA_VISIBLE_DEVICES": ""}
-    engine.set_environment(gpu)
-    assert os.environ == gpu  # an actor without GPUs of its own sees those of vLLM's workers
-    engine.set_environment(gpu | {"CUDA_VISIBLE_DEVICES": "3"})
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    for own, seen in ([], {}), (["3"], {"CUDA_VISIBLE_DEVICES": "3"}):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "".join(own)
+        monkeypatch.setattr(engine.ray, "get_gpu_ids", lambda own=own: own)
+        asyncio.run(EngineActor(0).prepare())
+        assert os.environ == seen  # an actor without GPUs of its own sees those of vLLM's workers
 
 
 def spaced_tokenizer():
@@ -126,35 +136,35 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
 
     tokenizer, args = spaced_tokenizer(), sampled(group_size=2, max_tokens=9)
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    prompt, texts = "the cat", [" did n't sit on the mat .", " sat</s> on the mat"]
+    prompt_text, texts = "the cat", [" did n't sit on the mat .", " sat</s> on the mat"]
     ends = [(encode(texts[0]), "length"), ([*encode(texts[1]), encode("mat")[-1]], "stop")]  # a word that ends it
     outputs = [
-        SimpleNamespace(token_ids=ids, finish_reason=reason, logprobs=FlatLogprobs(logprobs=[-1.0] * len(ids)))
+        SimpleNamespace(
+            token_ids=ids,
+            finish_reason=reason,
+            logprobs=FlatLogprobs(logprobs=[-1.0] * len(ids)),
+            weight_versions=[SimpleNamespace(version="3", start=0, end=len(ids))],
+        )
         for ids, reason in ends
     ]
-    request = SimpleNamespace(prompt_token_ids=encode(prompt), outputs=outputs)
     asked = []
 
-    def generate(prompts, params, **_):
-        asked.append(params[0].logprobs)
-        return [request]
+    async def generate(prompt, params, name, priority):
+        asked.append((prompt["prompt_token_ids"], params.logprobs))
+        assert params.flat_logprobs
+        assert not params.detokenize
+        yield SimpleNamespace(prompt_token_ids=encode(prompt_text), outputs=outputs)
 
     actor = EngineActor(0)
-    actor.llm = llm = SimpleNamespace(get_tokenizer=lambda: tokenizer, generate=generate)
-    sampling = [[engine.sampling_options(args, 0, 0, 0, evaluation)] for evaluation in (False, True)]
-    rollouts = actor.sample([encode(prompt)], sampling[0])
-    assert [(r.text, r.truncated) for r in rollouts] == [(texts[0], True), (" sat on the mat", False)]
-
-    llm.reset_prefix_cache = lambda: asked.append("reset") or True
-    llm.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: asked.append("images"))
-    assert [r.text for r in actor.sample([encode(prompt)], sampling[1], True)] == [r.text for r in rollouts]
-    assert asked == [0, None, "reset", "images"]
-    assert actor.sample([], []) == []  # there are more engines than prompts
-    assert len(asked) == 4
-
-    llm.reset_prefix_cache = lambda: False
-    with pytest.raises(RunError, match="vLLM did not reset its prefix cache"):
-        actor.sample([encode(prompt)], sampling[1], True)
+    actor.since = 0.0
+    actor.llm = SimpleNamespace(get_tokenizer=lambda: tokenizer, generate=generate)
+    for evaluation in (False, True):
+        sampling = [sampling_options(args, 0, 0, 0, evaluation)]
+        rollouts = asyncio.run(actor.sample([encode(prompt_text)], sampling))
+        assert [(r.text, r.truncated) for r in rollouts] == [(texts[0], True), (" sat on the mat", False)]
+        assert [r.versions.tolist() for r in rollouts] == [[3] * len(ids) for ids, _ in ends]
+    assert asked == [(encode(prompt_text), 0), (encode(prompt_text), None)]
+    assert asyncio.run(actor.sample([], [])) == []  # there are more engines than prompts
 
 
 def test_of_a_long_prompt_only_the_end_is_decoded(monkeypatch):
@@ -165,8 +175,8 @@ def test_of_a_long_prompt_only_the_end_is_decoded(monkeypatch):
         tokenizer, "batch_decode", lambda rows, **options: decoded.extend(map(len, rows)) or decode(rows, **options)
     )
     prompt, ids = tokenizer.encode("the cat sat " * 500), tokenizer.encode(" on the mat", add_special_tokens=False)
-    output = SimpleNamespace(token_ids=ids, finish_reason="length", logprobs=None)
-    (rollout,) = engine.rollouts_of([SimpleNamespace(prompt_token_ids=prompt, outputs=[output])], tokenizer)
+    output = SimpleNamespace(token_ids=ids, finish_reason="length", logprobs=None, weight_versions=[])
+    (rollout,) = rollouts_of([SimpleNamespace(prompt_token_ids=prompt, outputs=[output])], tokenizer)
     assert rollout.text == " on the mat"
     assert rollout.prompt_ids.tolist() == prompt
     assert sum(decoded) < 1000 < len(prompt)
@@ -177,110 +187,94 @@ def sampled(**changes):
 
 
 def test_engines_share_the_prompts_and_sample_what_one_would():
-    rows, asked = [Row(f"{i}", {}, "", [i]) for i in range(5)], []
+    """In the order of the data, and the same in every run. All begin at once: --in-flight is for what is generated
+    ahead."""
+    rows = [Row(f"{i}", {}, "", [ord(f"{i}")]) for i in range(5)]
+    args = TaskArguments(prompts_per_step=1)
+    task = SimpleNamespace(seed=0, tools=None, steps=9, args=args, draw=lambda step: rows)
 
-    def share(count: int) -> list[tuple]:
-        """The prompts of each of so many engines, with the seeds of what they sample."""
+    def share(count: int) -> tuple[list, list]:
+        """What so many engines are asked for, in the order of the calls, and the number of each one's prompts."""
+        engines = Engines(*[lambda text, i: text] * count, version=2)
+        batch = Rollouts(engines, task, sampled(group_size=2), steps_done=2, rewarded=False).take(3)
+        assert [[own.text for own in group.rollouts] for group in batch.groups] == [[row.prompt] * 2 for row in rows]
+        assert not any(call.low_priority for call in engines.calls)
+        numbers = [call.engine for call in engines.calls]
+        asked = [(*call.prompts, *call.sampling) for call in engines.calls]
+        return asked, [numbers.count(number) for number in range(count)]
 
-        def call(phase, method, each):
-            asked.append(each)
-            return [[SimpleNamespace(prompt_ids=ids) for ids in prompts for _ in range(2)] for prompts, *_ in each]
-
-        engines = type("Engines", (), {"__len__": lambda self: count})()
-        engines.call = call
-        batch = complete(engines, SimpleNamespace(seed=0, tools=None), rows, sampled(group_size=2), step=3)
-        assert [[rollout.prompt_ids for rollout in group.rollouts] for group in batch.groups] == [
-            [row.prompt_ids] * 2 for row in rows
-        ]
-        return [
-            (prompt, options["seed"])
-            for prompts, sampling, *_ in asked[-1]
-            for prompt, options in zip(prompts, sampling, strict=True)
-        ]
-
-    assert share(1) == share(2) == share(7)
-    assert len({seed for _, seed in share(1)}) == 5
-    assert [[len(prompts) for prompts, *_ in each] for each in asked[:3]] == [[5], [2, 3], [0, 1, 1, 0, 1, 1, 1]]
+    (one, all_prompts), (two, halves), (seven, parts) = share(1), share(2), share(7)
+    assert one == two == seven
+    assert [prompt for prompt, _ in one] == [row.prompt_ids for row in rows]
+    assert len({options["seed"] for _, options in one}) == 5
+    assert (all_prompts, halves, parts) == ([5], [2, 3], [0, 1, 1, 0, 1, 1, 1])
 
 
-def test_weights_are_served_if_every_worker_says_so():
-    actor, answers = EngineActor(0), {"receive_weights": [{"version": 1}] * 2, "check_weights_changed": [True] * 2}
-    actor.llm = SimpleNamespace(collective_rpc=lambda method, args=(): answers[method])
-    assert actor.take_weights(60.0)
-    answers["check_weights_changed"] = [True, False]
-    assert not actor.take_weights(60.0)
-    answers["receive_weights"] = [{"version": 1}, {"error": "engine worker 1 (pid 7) failed: no memory"}]
-    with pytest.raises(WeightSyncError, match=r"^engine worker 1 \(pid 7\) failed: no memory$"):
-        actor.take_weights(60.0)
+async def generated(llm, prompt: list[int], options: dict) -> list:
+    """What vLLM generates with nothing set that is to be fast."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-
-@pytest.fixture
-def llm(tmp_path, monkeypatch, args):
-    """A real engine of the built-in model, with the options that all scripts give it on a CPU."""
-    options, environment = llm_options(args, "cpu", [0])
-    for name, value in (CORE_IN_PROCESS | environment).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch._dynamo.config.disable", True)  # which has read its variable before
-    from vllm import LLM
-
-    llm = LLM(str(build_tiny_model(tmp_path)), **options)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
+    wanted = {name: options[name] for name in ("n", "temperature", "max_tokens", "logprobs", "seed")}
+    params = SamplingParams(**wanted, output_kind=RequestOutputKind.FINAL_ONLY)
+    (request,) = [output async for output in llm.generate({"prompt_token_ids": prompt}, params, f"plain {len(prompt)}")]
+    return request.outputs
 
 
 @cpu_only
-def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(llm, monkeypatch):
-    from vllm import SamplingParams
+def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, monkeypatch):
+    for name in llm_options(args, "model", EngineSetting("cpu"), [0])[1]:
+        monkeypatch.setenv(name, "")  # so that what the engine sets goes again
+    monkeypatch.setattr(engine, "die_with_children", lambda unless: None)  # this process is not an actor
+    monkeypatch.setattr(engine.ray, "get_gpu_ids", list)
 
-    generate, plain = llm.generate, []
+    async def run():
+        actor = TeacherActor(0)  # of the same weights, so it gives the sampled tokens the same log-probabilities
+        await actor.start(str(build_tiny_model(tmp_path)), args, EngineSetting("cpu"), "none", [0])
+        try:
+            await actor.llm.update_weight_version("7")  # as a sync does
+            await compare(actor)
+        finally:
+            await actor.shutdown()
 
-    def generate_both(prompts, params, **options):
-        """What is asked for, having generated the same with nothing set that is to be fast."""
-        for own in params:
-            assert own.flat_logprobs
-            assert not own.detokenize
-        slow = [
-            SamplingParams(n=p.n, temperature=p.temperature, max_tokens=p.max_tokens, logprobs=0, seed=p.seed)
-            for p in params
-        ]
-        plain.extend(o for request in generate(prompts, slow, **options) for o in request.outputs)
-        return generate(prompts, params, **options)
+    async def compare(actor):
+        sampling = sampled(group_size=32)
+        prompts = [actor.llm.get_tokenizer().encode(text) for text in ("Read the sign: ", "Grüße, 世界: ")]
+        options, evaluation = (
+            [sampling_options(sampling, 0, 1, i) | logprobs for i in range(len(prompts))]
+            for logprobs in ({}, {"logprobs": None})
+        )
+        rollouts = await actor.sample(prompts, options)
+        evaluated = await actor.sample(prompts, evaluation)
+        assert [r.completion_ids.tolist() for r in evaluated] == [r.completion_ids.tolist() for r in rollouts]
+        assert not any(len(rollout.logprobs) for rollout in evaluated)
+        plain = [output for each in zip(prompts, options, strict=True) for output in await generated(actor.llm, *each)]
+        assert len(rollouts) == len(plain) == 64
+        for rollout, output in zip(rollouts, plain, strict=True):
+            ids = rollout.completion_ids.tolist()
+            assert ids == list(output.token_ids)
+            expected = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
+            assert rollout.logprobs == pytest.approx(np.array(expected), abs=1e-5)
+            assert rollout.text == output.text
+            assert rollout.truncated == (output.finish_reason == "length")
+            assert rollout.versions.tolist() == [7] * len(ids)
+            arrays = rollout.prompt_ids, rollout.completion_ids, rollout.logprobs, rollout.versions
+            assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32, np.int32]
+        assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in prompts for _ in range(32)]
+        assert {output.finish_reason for output in plain} == {"stop", "length"}
+        scores = await actor.score([(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts])
+        for rollout, of_teacher in zip(rollouts, scores, strict=True):
+            assert of_teacher.dtype == np.float32
+            assert of_teacher == pytest.approx(rollout.logprobs, abs=1e-5)
 
-    actor, run = EngineActor(0), sampled(group_size=32)
-    actor.llm = llm
-    monkeypatch.setattr(llm, "generate", generate_both)
-    prompts = [llm.get_tokenizer().encode(text) for text in ("Read the sign: ", "Grüße, 世界: ")]
-    options = lambda run, evaluation=False: [  # noqa: E731
-        engine.sampling_options(run, 0, 1, i) | ({"logprobs": None} if evaluation else {}) for i in range(len(prompts))
-    ]
-    rollouts, evaluated = (actor.sample(prompts, options(run, it), it) for it in (False, True))
-    assert [r.completion_ids.tolist() for r in evaluated] == [r.completion_ids.tolist() for r in rollouts]
-    assert not any(len(rollout.logprobs) for rollout in evaluated)
-    assert len(rollouts) == len(plain[:64]) == 64
-    for rollout, output in zip(rollouts, plain[:64], strict=True):
-        ids = rollout.completion_ids.tolist()
-        assert ids == list(output.token_ids)
-        expected = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
-        assert rollout.logprobs == pytest.approx(np.array(expected), abs=1e-5)
-        assert rollout.text == output.text
-        assert rollout.truncated == (output.finish_reason == "length")
-        arrays = rollout.prompt_ids, rollout.completion_ids, rollout.logprobs
-        assert [array.dtype for array in arrays] == [np.int32, np.int32, np.float32]
-    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in prompts for _ in range(32)]
-    assert {output.finish_reason for output in plain} == {"stop", "length"}
-    teacher = TeacherActor(0)
-    teacher.llm = llm  # of the same weights, so it gives the sampled tokens the same log-probabilities
-    scores = teacher.score([(rollout.prompt_ids, rollout.completion_ids) for rollout in rollouts])
-    for rollout, of_teacher in zip(rollouts, scores, strict=True):
-        assert of_teacher.dtype == np.float32
-        assert of_teacher == pytest.approx(rollout.logprobs, abs=1e-5)
+        # More tokens than vLLM takes in one batch. A prompt in two parts ended every engine on a CPU.
+        prompts = [[2 + (i + j) % 250 for j in range(61)] for i in range(128)]
+        assert actor.llm.vllm_config.scheduler_config.max_num_batched_tokens < 128 * 61
+        short = [sampling_options(sampled(max_tokens=4), 0, 1, i) for i in range(len(prompts))]
+        rollouts = await actor.sample(prompts, short)
+        assert [rollout.prompt_ids.tolist() for rollout in rollouts] == prompts
+        assert {len(rollout.completion_ids) for rollout in rollouts} <= {1, 2, 3, 4}
+        (longest,) = await actor.sample([[5] * (MAX_LENGTH - 1)], [sampling_options(sampled(), 0, 1, 0)])
+        assert len(longest.completion_ids) == 1
 
-    # More tokens than vLLM takes in one batch. A prompt in two parts ended every engine on a CPU.
-    monkeypatch.setattr(llm, "generate", generate)
-    prompts = [[2 + (i + j) % 250 for j in range(61)] for i in range(128)]
-    assert llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens < 128 * 61
-    rollouts = actor.sample(prompts, options(sampled(max_tokens=4)))
-    assert [rollout.prompt_ids.tolist() for rollout in rollouts] == prompts
-    assert {len(rollout.completion_ids) for rollout in rollouts} <= {1, 2, 3, 4}
-    (longest,) = actor.sample([[5] * (MAX_LENGTH - 1)], options(sampled())[:1])
-    assert len(longest.completion_ids) == 1
+    asyncio.run(run())

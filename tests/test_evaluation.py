@@ -11,11 +11,12 @@ import pytest
 from conftest import arguments_of, task_of
 from fakes import Engines
 
-import rlhf
+import train_grpo
 from trainer.errors import TaskError
 from trainer.learning.learner import learning_rate
-from trainer.rollouts.engine import sampling_options
 from trainer.rollouts.evaluation import evaluate, pass_at_k
+from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.sampling import sampling_options
 from trainer.run.checkpoint import Models, choose_models, write_checkpoint
 from trainer.tasks import addition
 from trainer.tasks.rewards import Batch, exact
@@ -39,12 +40,17 @@ def share(completions, answer, **_):
 
 def arguments(**changes):
     own = {"dataset": "test_evaluation:dataset", "eval_share": 0.5, "reward": ["test_evaluation:graded"]}
-    return arguments_of(rlhf, **own | {"steps": 10, "eval_every": 4} | changes)
+    return arguments_of(train_grpo, **own | {"steps": 10, "eval_every": 4} | changes)
 
 
-def engines(*texts):
+def engine_of(*texts):
     """One engine, which answers each prompt with these completions, in a row."""
     return Engines(lambda text, i: texts[i % len(texts)])
+
+
+def evaluated(engines, args, step):
+    """The metrics of an evaluation of this task by these engines."""
+    return evaluate(Rollouts(engines, task_of(args), args.learner, step), step)
 
 
 def test_pass_at_k():
@@ -56,24 +62,22 @@ def test_pass_at_k():
 
 def test_engines_share_the_held_out_prompts_and_answer_greedily():
     args, two = arguments(temperature=0.7), Engines(lambda *_: "1", lambda *_: "5")
-    metrics = evaluate(two, task_of(args), args.learner, 8)
-    (a,), (b,) = two.calls
-    (prompts, sampling, evaluation), (others, also_sampling, also) = a, b
-    assert (len(prompts), len(others)) == (2, 2)
-    assert evaluation and also
+    metrics = evaluated(two, args, 8)
+    assert [call.engine for call in two.calls] == [0, 0, 1, 1]
     greedy = replace(args.learner, group_size=1, temperature=0.0)
-    assert sampling + also_sampling == [sampling_options(greedy, 0, 0, number, True) for number in range(4)]
+    sampling = [options for call in two.calls for options in call.sampling]
+    assert sampling == [sampling_options(greedy, 0, 0, number, True) for number in range(4)]
+    assert two.drops == 2  # each engine's caches
     names = {"eval/reward", "eval/rewards/graded/mean", "eval/steps_done", "eval/pass@1", "time/eval"}
     assert metrics.keys() == names
 
 
 def test_samples_at_the_temperature_of_training():
     args = arguments(eval_samples=6, temperature=0.7, reward=["trainer.tasks.rewards:exact"])
-    engine, held_out = engines("1", "2", "3", "4", "5", "6"), task_of(args)
-    metrics = evaluate(engine, held_out, args.learner, 4)
-    ((_, sampling, _),) = engine.calls[0]
-    assert {(options["n"], options["temperature"]) for options in sampling} == {(6, 0.7)}
-    right = sum(row.columns["answer"] in "123456" for row in held_out.eval_rows) / 4  # one sample of six is
+    engine = engine_of("1", "2", "3", "4", "5", "6")
+    metrics = evaluated(engine, args, 4)
+    assert [(call.sampling[0]["n"], call.sampling[0]["temperature"]) for call in engine.calls] == [(6, 0.7)] * 4
+    right = sum(row.columns["answer"] in "123456" for row in task_of(args).eval_rows) / 4  # one sample of six is
     assert 0 < right <= 1
     assert metrics["eval/reward"] == pytest.approx(right / 6)
     assert metrics["eval/pass@1"] == pytest.approx(right / 6)
@@ -88,44 +92,42 @@ def known(completions, **_):
 
 def test_completions_whose_reward_is_not_known_neither_pass_nor_fail():
     args = arguments(eval_samples=4, reward=["test_evaluation:known"])
-    task = task_of(args)
-    metrics = evaluate(engines("1", "?", "0", "?"), task, args.learner, 4)
+    metrics = evaluated(engine_of("1", "?", "0", "?"), args, 4)
     assert metrics["eval/reward"] == 0.5
     assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == (0.5, 1)
     assert "eval/pass@4" not in metrics  # of no prompt are as many known
-    metrics = evaluate(engines("?"), task, args.learner, 4)
+    metrics = evaluated(engine_of("?"), args, 4)
     assert metrics.keys() == {"time/eval"}
 
 
 @pytest.mark.parametrize("step", [0, 4, 10])
 def test_reward_is_told_how_many_steps_are_done(step):
-    args = arguments()
-    assert evaluate(engines("1"), task_of(args), args.learner, step)["eval/steps_done"] == step
+    assert evaluated(engine_of("1"), arguments(), step)["eval/steps_done"] == step
 
 
 @pytest.mark.parametrize(("pass_reward", "passes"), [(1.0, 1), (1.01, 0), (0.5, 1)])
 def test_what_passes(pass_reward, passes):
     args = arguments(pass_reward=pass_reward, reward=["test_evaluation:share"])
-    assert evaluate(engines(""), task_of(args), args.learner, 4)["eval/pass@1"] == passes
+    assert evaluated(engine_of(""), args, 4)["eval/pass@1"] == passes
 
 
 @pytest.mark.parametrize(("every", "due"), [(4, [0, 4, 8, 10]), (5, [0, 5, 10]), (0, [])])
 def test_when_it_is_due(every, due):
     args = arguments(eval_every=every)
-    task = task_of(args)
-    assert [step for step in range(11) if evaluate(engines("1"), task, args.learner, step)] == due
+    assert [step for step in range(11) if evaluated(engine_of("1"), args, step)] == due
 
 
 def test_it_leaves_the_training_run_alone():
     """The same requests whatever the step, which no step of learning sends, and no metric left for the next step."""
     args = arguments()
-    task, engine = task_of(args), engines("1")
+    task, engine = task_of(args), engine_of("1")
+    rollouts = Rollouts(engine, task, args.learner, 0)
     for step in (0, 4):
-        evaluate(engine, task, args.learner, step)
-    first, second = engine.calls[0]
+        evaluate(rollouts, step)
+    first, second = engine.calls[:4], engine.calls[4:]
     assert first == second
     learned = [sampling_options(args.learner, 0, step, number) for step in range(1, 11) for number in range(8)]
-    assert not {own["seed"] for own in first[1]} & {own["seed"] for own in learned}
+    assert not {call.sampling[0]["seed"] for call in first} & {own["seed"] for own in learned}
     assert task.rewards.compute(Batch([]), 0, engine.session).metrics == {}
 
 

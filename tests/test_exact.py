@@ -75,6 +75,18 @@ def test_queries_of_opt_are_not_rounded_before_scaling(tmp_path, monkeypatch):
     assert queries.flatten(2).equal(projected[0]) and scale == attention.head_dim**-0.5
 
 
+@pytest.mark.parametrize(("architecture", "divided"), [("Llama", "down_proj o_proj"), ("OPT", "fc2 out_proj")])
+def test_layers_whose_inputs_an_engine_divides_are_added_up_in_parts(tmp_path, monkeypatch, architecture, divided):
+    model = Model(write_model(architecture, tmp_path, **EXACT[architecture]), config(), CPU)
+    names, taken = {parameter: name for name, parameter in model.module.named_parameters()}, []
+    apply = exact.Linear.apply
+    monkeypatch.setattr(exact.Linear, "apply", lambda *args: taken.append((args[1], args[-1])) or apply(*args))
+    model.make_exact(2)
+    model.module(torch.arange(2, 20)[None])
+    in_parts = sorted(names[weight].split(".")[-2] for weight, parts in taken if parts == 2)
+    assert in_parts == sorted(2 * divided.split())  # in both blocks
+
+
 @pytest.mark.parametrize("architecture", ["Llama", "OPT"])
 def test_model_is_plain_again_where_it_is_told_so(tmp_path, architecture):
     model = Model(write_model(architecture, tmp_path, **EXACT[architecture]), config(), CPU)
@@ -275,11 +287,10 @@ def test_block_table_reaches_to_the_end_of_a_tile(monkeypatch):
 
 def settled(gpu, say=lambda _: None, **options):
     args = arguments_of(train_grpo, **{"tensor_parallel_size": 2} | options)  # as a topology settles it
-    trainers = SimpleNamespace(call_rank_0=lambda *_: gpu)
-    return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, trainers)
+    return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, gpu)
 
 
-H200 = exact.GPU(90, (2, 30, 7), 8)
+H200 = exact.GPU(90, (2, 30, 7), 8, 150 << 30)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 pytest tests/test_faults.py            a run that is told to end, a full disk, a taken port
 pytest tests/test_faults.py -m slow    a worker and an engine core killed
-pytest tests/test_faults.py -m long    actors and engine cores killed in all scripts; a full disk; interrupts
+pytest tests/test_faults.py -m long    actors and engine cores killed, in each door; a full disk; interrupts
 """
 
 import json
@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, Script, assert_removed, cpu_only, is_alive
-from pair import CORE_IN_PROCESS, PLAIN_WORKER
+from pair import PLAIN_WORKER
 
 from rlhf_utils import WeightSyncError, stateless_init_process_group
 from trainer.run.arguments import RunArguments
@@ -30,40 +30,49 @@ FAULT_SECONDS = 30
 # Script, fault, the run's last line. --resume keeps the options: with one worker, an engine starts sooner.
 IN_SYNC = r"engine worker 0 \(pid .*\) died: its connection to the weight sync closed"
 NOTICED = "the engine died while (learning|generating|proving|syncing)"  # by the first who waits for it
-TWO_BY_TWO = "rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1"
+SEPARATE = "train_grpo.py --topology separate"
+TWO_BY_TWO = f"{SEPARATE} --trainers 2 --engines 2 --tensor-parallel-size 1"
 ONE_BY_TWO = "--engines 1 --tensor-parallel-size 2"
 KILLS = [
     (
-        f"rlhf.py --trainers 1 {ONE_BY_TWO}",
+        f"{SEPARATE} --trainers 1 {ONE_BY_TWO}",
         "syncing 3 kill VLLM::Worker_TP1",
         IN_SYNC.replace("worker 0", "worker 1"),
     ),
-    ("rlhf_async.py --tensor-parallel-size 1", "learning 2 kill VLLM::EngineCore", f"{NOTICED}|{IN_SYNC}"),
+    (
+        f"{SEPARATE} --max-staleness 2 --tensor-parallel-size 1",
+        "learning 2 kill VLLM::EngineCore",
+        f"{NOTICED}|{IN_SYNC}",
+    ),
 ]
 OTHERS = [
     (TWO_BY_TWO, "learning 2 kill ray::Trainer 1", "the trainer [01] died while learning"),
     (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
-    (f"rlhf_colocate.py {ONE_BY_TWO}", "saving 2 kill ray::Trainer 1", "the trainer [01] died while saving"),
     (
-        "rlhf_online_quant.py --tensor-parallel-size 1 --warmup-steps 1",
-        "generating 2 kill VLLM::EngineCore",
-        "the engine died while generating",
+        f"train_grpo.py --topology shared {ONE_BY_TWO}",
+        "saving 2 kill ray::Trainer 1",
+        "the trainer [01] died while saving",
     ),
     (
-        "rlhf.py --trainers 1 --engines 1",
+        f"{SEPARATE} --trainers 1 --engines 1",
         "syncing 3 fill",
         "the trainer failed while saving: .*No space left on device",
     ),
-    ("rlhf_async.py", "learning 2 interrupt", "interrupted"),
-    ("rlhf.py", "learning 1 group", "interrupted"),
+    (f"{SEPARATE} --max-staleness 2", "learning 2 interrupt", "interrupted"),
+    (SEPARATE, "learning 1 group", "interrupted"),
+    (
+        f"{SEPARATE} --quantization torchao --tensor-parallel-size 1 --warmup-steps 1",
+        "generating 2 kill VLLM::EngineCore",
+        "the engine died while generating",
+    ),
 ]
 PPO = [
-    ("rlhf_ppo.py", "rewarding 2 kill ray::Reward", "the reward_model died while rewarding"),
-    ("rlhf_ppo.py", "saving 2 kill ray::Critic", "the critic died while saving"),
+    ("train_ppo.py", "rewarding 2 kill ray::Reward", "the reward_model died while rewarding"),
+    ("train_ppo.py", "saving 2 kill ray::Critic", "the critic died while saving"),
 ]
 DISTILL = [
     (
-        "rlhf_distill.py --teacher trainer.tasks.tiny_model:build_tiny_base",
+        "train_distill.py --teacher trainer.tasks.tiny_model:build_tiny_base",
         "scoring 2 kill ray::Teacher",
         "the teacher died while scoring",
     )
@@ -92,7 +101,7 @@ def small_disk(tmp_path):
     ],
 )
 def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, small_disk, faults):
-    """One run with one fault after the other: each begins where the one before has ended, be it another script's."""
+    """One run with one fault after the other: each begins where the one before has ended, be it in another topology."""
     run, done = tmp_path / "run", 0
     how = ["--output", "run", "--save-every", 1, "--steps", 10_000]
     how += ["--engine-args", json.dumps({"worker_cls": PLAIN_WORKER})]  # whose syncs replay
@@ -102,10 +111,7 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             if "fill" in fault and not small_disk:
                 pytest.skip("filling a disk needs the right to mount a small one")
             (tmp_path / "fault.json").unlink(missing_ok=True)
-            core = {} if "VLLM" in fault else CORE_IN_PROCESS
-            process = script(
-                "tests/fault.py", fault, ROOT / name, *options, *how, PYTHONPATH=str(ROOT / "tests"), **core
-            )
+            process = script("tests/fault.py", fault, ROOT / name, *options, *how, PYTHONPATH=str(ROOT / "tests"))
             how = ["--resume", "run"]
             text = process.finish()
             print(text)
@@ -119,8 +125,8 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
             before, done = done, int(max(run.glob("checkpoint-*")).name[-6:])
             assert done > before or fault.startswith(("starting", "learning 1"))
 
-    process = script(name, *how, "--steps", done + 2, PYTHONPATH=str(ROOT / "tests"), **CORE_IN_PROCESS)
-    beside = [script(name, "--output", "beside", "--steps", 1, **CORE_IN_PROCESS)] if faults is OTHERS else []
+    process = script(name, *how, "--steps", done + 2, PYTHONPATH=str(ROOT / "tests"))
+    beside = [script(name, *options, "--output", "beside", "--steps", 1)] if faults is OTHERS else []
     process.wait_for("run folder")  # which this run holds from now on
     again = script(name, "--resume", "run").finish(60)
     assert again.splitlines()[-1].startswith("error: another run is using "), again
@@ -210,10 +216,29 @@ def test_run_goes_on_without_its_terminal(tmp_path):
     assert run.process.returncode == 0
 
 
+NOTEBOOK = """
+import io, sys
+from trainer.run.folder import RunFolder
+from trainer.run.session import run_main
+
+shown = sys.stdout = io.StringIO()  # a notebook's stream is none of a file, either
+run_main(lambda args: RunFolder.say(None, "begun"), None)
+sys.exit("begun" not in shown.getvalue())
+"""
+
+
+@pytest.mark.parametrize("command", ['exec "$0" -c "$1" >&-', 'exec "$0" -c "$2"'], ids=["closed", "a notebook's"])
+def test_run_needs_no_stdout_of_its_own(tmp_path, command):
+    program = BEGUN.replace(", 1)", ", 0)")
+    run = Script(tmp_path, "sh", "-c", command, sys.executable, program, NOTEBOOK, PYTHONPATH=str(ROOT))
+    assert run.finish(60) == ""
+    assert run.process.returncode == 0
+
+
 FULL_RUN = """
 import pathlib, sys
 from types import SimpleNamespace
-import rlhf
+import train_grpo
 from trainer.run.arguments import RunArguments
 from trainer.run.session import run_main
 from trainer.run.folder import RunFolder
@@ -222,7 +247,7 @@ def main(args):
     row = {name: 1.0 for name in ("reward/mean", "reward/std", "logprobs/mismatch", "time/rollout", "time/train")}
     row |= {"time/sync": 1.0, "sync/transfer": 1.0, "sync/GBps": 1.0}
     with RunFolder(args, "test") as run:
-        run.start_metrics(0, rlhf.Arguments())
+        run.start_metrics(0, train_grpo.Arguments())
         run.rows.append({"step": 1, **row})
         with (run.path / "filler").open("wb", buffering=0) as file:
             try:

@@ -27,7 +27,7 @@ from trainer.tasks.tiny_model import build_tiny_base, build_tiny_model, byte_tok
 from trainer.topologies.link import MAX_QUANTIZED_MISMATCH as MAX_MISMATCH
 from weight_sync.copies import digest
 from weight_sync.lora import LoRAWeight, Merge
-from weight_sync.rotation import SYNCS
+from weight_sync.staging import COMPARED_SYNCS
 
 # --- The scripts, as a user runs them ---------------------------------------------------------------------------------
 
@@ -404,13 +404,13 @@ def test_colocated_worker_reads_the_trainers_memory_wherever_it_moves(request, c
 
 
 @pytest.mark.gpu(1)
-def test_rotation_finds_a_replay_that_went_wrong(request, colocated):
+def test_replay_that_went_wrong_is_found(request, colocated):
     colocated.connect()
     restore(colocated)
     request.addfinalizer(lambda: (colocated.connect(), restore(colocated)))
     colocated.rpc("spoil_replay")
     with pytest.raises(WeightSyncError, match="what the engine now serves is not what the trainer has"):
-        for _ in range(SYNCS):
+        for _ in range(COMPARED_SYNCS):
             colocated.sync()
     assert colocated.rpc("check_weights_changed") == [False]
 

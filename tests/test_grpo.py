@@ -260,6 +260,13 @@ def test_ray_that_is_missing_is_named(address):
         pass
 
 
+def test_path_that_is_no_text_in_this_locale_is_named(monkeypatch):
+    monkeypatch.setattr("ray.init", lambda *_, **options: "/\udcc3\udca9".encode())  # as of its working folder
+    named = r"^cannot start Ray: '/\\udcc3\\udca9' is not a text in this locale: set PYTHONUTF8=1$"
+    with pytest.raises(RunError, match=named), RaySession(RunArguments(), None):
+        pass
+
+
 def test_resume_refuses_another_model(tmp_path):
     model = build_tiny_model(tmp_path / "model")
     other = json.loads((model / "config.json").read_text()) | {"hidden_size": 64}

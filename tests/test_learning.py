@@ -23,7 +23,7 @@ import train_ppo
 from trainer.errors import MismatchError, RunError
 from trainer.flags import flags_in, flat
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
-from trainer.learning.learner import Proof, learning_rate, rate_schedule
+from trainer.learning.learner import Proof, _token_means, learning_rate, rate_schedule
 from trainer.learning.model import micro_batch_slices
 from trainer.learning.objectives import advantages, kl_estimate
 from trainer.learning.precision import bf16_weights
@@ -62,6 +62,16 @@ def test_gradient_does_not_depend_on_micro_batches(model, loss):
         weights.append(vector_of(learner))
     torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
+
+
+def test_weight_that_the_optimizer_does_not_have_is_named(model):
+    learner = GRPOLearner(model, config(), CPU)
+    norm = learner.model.module.model.decoder.final_layer_norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    before = vector_of(learner)
+    with pytest.raises(RunError, match=r"^model.decoder.final_layer_norm.weight would not learn: "):
+        learner.learn(rollouts(learner))
+    assert vector_of(learner).equal(before)
 
 
 def test_kl_of_truncated_completions_does_not_depend_on_micro_batches(model):
@@ -282,6 +292,26 @@ def test_groups_of_equal_rewards_cost_one_forward_pass(model, monkeypatch, epoch
         learner.learn(batch)
 
 
+def test_tokens_of_fillers_count_for_nothing_however_unlikely(model):
+    learner = GRPOLearner(model, config(kl_coef=0.1), CPU)
+    (rollout,) = rollouts(learner, count=1)
+    with torch.no_grad():
+        learner.model.module.model.decoder.final_layer_norm.weight.mul_(1e4)
+    learner.model.rank, learner.model.ranks = 1, 2  # of one rollout, the second rank has a copy
+    tensors = learner._completion_tensors([rollout])
+    tensors |= {"advantage": torch.ones(1, 1), "left_out": torch.tensor([False])}
+    tensors |= dict.fromkeys(("reference_logprobs", "old_logprobs"), tensors["engine_logprobs"])
+    batch = learner._rank_batch([rollout], tensors, learner._token_weights)
+    learner.model.ranks, width = 1, tensors["mask"].shape[1]
+    assert learner.model.score(batch.rollouts, width)[0].min() < -100
+    metrics = learner._backward(batch, learner._losses)
+    assert metrics == dict.fromkeys(metrics, 0.0)
+    assert not any(parameter.grad.any() for parameter in learner.parameters)
+    logprobs = learner.model.score(batch.rollouts, width)[0].detach()
+    means = _token_means(batch.tensors | {"old_logprobs": logprobs}, learner.config)
+    assert means == dict.fromkeys(means, 0.0)
+
+
 def gradients_of(learner):
     """The gradient of each update from now on, in which the weights stay as they are."""
     use_sgd(learner, rate=0.0)
@@ -382,7 +412,7 @@ def test_later_updates_are_clipped_by_the_steps_first_policy(model):
     assert 0 < clipped.sum() < mask.sum()
     learned, tokens = twice.learn(batch), mask.sum()  # its metrics are means over both updates
     assert learned["clip_fraction"] == pytest.approx(float(clipped.sum() / tokens) / 2)
-    assert learned["approx_kl"] == pytest.approx(float((kl_estimate(old, new) * mask).sum() / tokens) / 2, rel=1e-3)
+    assert learned["approx_kl"] == pytest.approx(float((kl_estimate(old, new, mask)).sum() / tokens) / 2, rel=1e-3)
     assert 2 * learned["loss"] - metrics["loss"] == pytest.approx(float((losses * mask).sum() / tokens), rel=1e-3)
 
 
@@ -547,6 +577,27 @@ def test_attention_that_does_not_know_the_window_is_not_taken(tmp_path, monkeypa
         return sdpa_attention_forward(module, query, key, value, None, **options)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)
+    assert GRPOLearner(path, config(), CPU).model.attention[0] == "eager"
+
+
+def test_mixture_that_returns_its_routers_loss_is_measured_by_its_logits(tmp_path, monkeypatch):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    sizes = {"num_key_value_heads": 1, "intermediate_size": 64, "num_local_experts": 4}
+    path = write_model("Mixtral", tmp_path, output_router_logits=True, **sizes)
+    learner = rounding_learner(path, 1e-5)
+    assert learner.model.attention[0] != "eager"
+    assert learner.model.rounding > 0
+    for parameter in (module := learner.model.module).parameters():
+        if parameter.shape == (4, 64):
+            parameter.data.zero_()  # the router's: now its loss is the same for all prompts
+    module.save_pretrained(tmp_path)
+
+    def doubled(*args, **options):
+        return 2 * sdpa_attention_forward(*args, **options)[0], None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", doubled)
     assert GRPOLearner(path, config(), CPU).model.attention[0] == "eager"
 
 
@@ -818,6 +869,8 @@ def flags(monkeypatch):
         (["--reward-weights", "1", "nan"], "argument --reward-weights: Input should be a finite number, not nan"),
         (["--seed", "1732612345678"], "argument --seed: Input should be less than 4294967296, not 1732612345678"),
         (["--clip-low", "2"], "argument --clip-low: Input should be less than or equal to 1, not 2"),
+        (["--model", ""], "argument --model is empty: is a variable of the shell not set?"),
+        (["--reward", "mine:right", ""], "argument --reward is empty: is a variable of the shell not set?"),
         (["--resume", "nowhere"], "--resume nowhere: not a run folder"),
         (["--resume", "nowhere", "--output", "here"], "--resume continues in that run's folder: it takes no --output"),
     ],
@@ -1094,3 +1147,20 @@ def test_tensors_that_a_conversion_computes_are_computed_for_every_sync(tmp_path
         with torch.no_grad():
             parameter.add_(1)
         assert learner.model.named_tensors()[name].equal(2 * parameter)
+
+
+@pytest.mark.parametrize("letter", "[*?")
+@pytest.mark.parametrize("what", ["model", "checkpoint", "hub"])
+def test_path_that_an_engine_would_take_for_a_pattern_is_refused(model, tmp_path, monkeypatch, letter, what):
+    folder = shutil.copytree(model, tmp_path / f"{letter}b]" / "model")
+    args = arguments_of(train_grpo, model=model if what == "checkpoint" else str(folder)).run
+    if what == "hub":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
+        args.model = "some/model"
+    if what == "checkpoint":
+        shutil.copytree(model, folder.parent / "checkpoint-000003")
+        args.resume = folder.parent
+    with pytest.raises(
+        RunError, match=r"which vLLM takes for a pattern: use a path, or a link to it, without \[ \* \?"
+    ):
+        choose_models(folder.parent, args, config(), "cpu")

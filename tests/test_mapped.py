@@ -1,7 +1,7 @@
 """Workers that map the trainer ranks' own memory, as by CUDA IPC, and what is compared then. Triton's interpreter runs
 the kernel, on memory of the CPU.
 
-pytest tests/test_mapped.py            what is compared when
+pytest tests/test_mapped.py            what is served, and what is compared when
 pytest tests/test_mapped.py -m slow    the kernel
 """
 
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fakes import HIDDEN, ColocatedWorker, Model, ModelEngine, Receiving, adapted, model_tensors, same_bits
 
-from weight_sync import rotation as rotation_module
-from weight_sync.rotation import Rotation
+from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError
+from weight_sync import staging
+from weight_sync.lora import materialized
 
 MAPPED = """
 import threading
@@ -26,15 +28,15 @@ import torch
 from fakes import ColocatedWorker, FakeDTensor, Model, ModelEngine, Receiving, model_tensors
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, rebuild_ipc, share_tensor
-from weight_sync import buckets, copies, rotation, sender, staging
+from weight_sync import buckets, copies, sender, staging
 from weight_sync import ranks as ranks_module
 from weight_sync.groups import shared_buffer
 from weight_sync.lora import LoRAWeight, materialized
 
 CPU = torch.device("cpu")
-DIFFERS = "what the engine now serves is not what the trainer has: digests of a part differ"
+DIFFERS = "what the engine now serves is not what the trainer has: their digests differ"
 copies._has_kernel, copies.SHORTEST_RUN = lambda device: True, 32
-rotation.SYNCS = 2
+staging.COMPARED_SYNCS = 2
 buckets.PIECE_BYTES = 256
 sender.ranks_of = lambda tensors: next(iter(tensors.values())).base.ranks_of()
 lock, run = threading.Lock(), copies.Table.run  # the interpreter runs one kernel at a time
@@ -239,7 +241,7 @@ for stale, options in (
     sync = Sync(stale=stale, **options)
     sync()
     found = set()  # by which side
-    for _ in range(rotation.SYNCS):
+    for _ in range(staging.COMPARED_SYNCS):
         sides = {"ranks": sync.send(), "workers": sync.errors}
         found |= {side for side, said in sides.items() for each in said if DIFFERS in str(each)}
     assert found == {"ranks", "workers"}, (stale, found)
@@ -259,7 +261,7 @@ sync = Sync(ranks=2)
 sync()
 for trainer in sync.trainers:
     trainer.sender.packings[trainer.sender.whole].__class__ = Wrong
-sides = [side for _ in range(rotation.SYNCS) for side in (sync.send(), sync.errors)]
+sides = [side for _ in range(staging.COMPARED_SYNCS) for side in (sync.send(), sync.errors)]
 assert sum(DIFFERS in str(side) for side in sides) == 2, sides  # both of one sync, which ends the session
 sender.Packing = Wrong
 sync = Sync(ranks=2)
@@ -274,18 +276,78 @@ def test_workers_read_what_ranks_hold_and_find_other_memory():
     subprocess.run([sys.executable, "-c", MAPPED], env=environment, check=True, timeout=240)
 
 
-def digests(regions: list, turn: int) -> int:
-    total = torch.zeros(1, dtype=torch.int64)
-    Rotation(torch.device("cpu"), [(region, torch.float32) for region in regions]).add(turn, total)
-    return int(total)
+class Colocated:
+    """A trainer rank and a worker that reads its memory, of a model of this class."""
+
+    def __init__(self, model=Model):
+        channel = SharedMemoryChannel(torch.device("cpu"))
+        self.engine, self.sender = ModelEngine(model(0)), WeightSender(channel)
+        self.engine.required_elements.pop("one", None)
+        self.worker = ColocatedWorker(self.engine, channel.handles)
+
+    def __call__(self, weights):
+        receiving = Receiving(self.worker)
+        try:
+            assert self.sender.send_weights(weights.items()).loader == "replay"
+        finally:
+            receiving.join(10)
+            self.error = receiving.error
 
 
-def test_every_region_has_its_turn(monkeypatch):
-    monkeypatch.setattr(rotation_module, "SYNCS", 3)
-    regions = [torch.randn(4, 6)[:, :5] for _ in range(7)]
-    before = [digests(regions, turn) for turn in range(3)]
-    for i, region in enumerate(regions):
-        region[3, 4] += 1
-        now = [digests(regions, turn) for turn in range(6)]
-        assert [a != b for a, b in zip(before + before, now, strict=True)] == [turn % 3 == i % 3 for turn in range(6)]
-        before = now[:3]
+@pytest.mark.parametrize("adapters", [False, True])
+def test_replay_that_went_wrong_is_found_in_the_64th_sync(adapters):
+    class Spoiled:
+        def run(self, total):
+            sync.engine.model.bias.data.view(torch.int32)[-1] ^= 1
+
+    sync, weights = Colocated(), model_tensors(1)
+    if adapters:
+        weights["fc"] = adapted(weights["fc"])
+    sync(weights)
+    sync.engine.replay_steps[-1].append(Spoiled())
+    for _ in range(62):
+        sync(weights)
+    assert sync.engine.version == 63
+    with pytest.raises(WeightSyncError, match="what the engine now serves is not what the trainer has"):
+        sync(weights)
+    assert "what the engine now serves is not what the trainer has" in sync.error
+    assert not sync.engine.unchanged()
+
+
+class Odd(Model):
+    """Takes the rows of `q` in turns, and of `one` a single element, which it keeps with a stride."""
+
+    size = 1
+
+    def __init__(self, rank):
+        super().__init__(rank)
+        self.gate = torch.nn.Parameter(torch.zeros(HIDDEN, 1), requires_grad=False)
+        self.one = torch.nn.Parameter(torch.zeros(3, 5), requires_grad=False)
+
+    def load_q(self, weight):
+        for turn in range(2):
+            self.qk.data.narrow(0, turn * HIDDEN // 2, HIDDEN // 2).copy_(weight[turn::2])
+
+    def load_gate(self, weight):
+        self.gate.data.copy_(weight)
+
+    def load_one(self, weight):
+        self.one.data.t()[1:2, 1:2].copy_(weight.t())
+
+
+def odd_tensors(seed):
+    weights = model_tensors(seed) | {"gate": torch.randn(HIDDEN, 1), "one": torch.randn(1, 1)}
+    for name in ("q", "gate", "fc"):
+        weights[name] = adapted(weights[name])
+    return weights
+
+
+def test_replaced_tensors_and_adapters_of_every_shape_are_served(monkeypatch):
+    monkeypatch.setattr(staging, "COMPARED_SYNCS", 1)  # each sync is compared
+    sync = Colocated(Odd)
+    for seed in (1, 2, 3):
+        weights, expected = odd_tensors(seed), Odd(0)
+        sync(weights)
+        expected.load_weights((name, materialized(weight)) for name, weight in weights.items())
+        for name, parameter in expected.named_parameters():
+            assert same_bits(parameter.data, sync.engine.model.get_parameter(name).data), (seed, name)

@@ -29,11 +29,13 @@ from learners import (
 )
 from safetensors.torch import load_file, save_file
 
+from trainer.errors import RunError
 from trainer.learning import layout
 from trainer.learning.exact import missing_operation
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.layout import SHARED
 from trainer.learning.learner import MERGED
+from trainer.run.checkpoint import check_model
 from trainer.tasks.colour import TEMPLATE
 from trainer.tasks.tiny_model import byte_tokenizer
 from weight_sync.lora import LoRAWeight, materialized
@@ -127,6 +129,15 @@ def model(request, tmp_path_factory):
 def of_language_model(name: str) -> bool:
     """Whether a parameter of this name, as transformers loads it, is of the language model."""
     return "language_model." in name or name.startswith("lm_head.")
+
+
+def test_model_without_its_processor_is_refused(tmp_path):
+    """vLLM starts no engine of it, unless the engine has no tower either, to which a sync would send."""
+    model = build("Qwen2_5_VL", tmp_path)
+    check_model(model)
+    (tmp_path / "processor_config.json").unlink()
+    with pytest.raises(RunError, match=r"^cannot load the processor, without which vLLM serves no text either, of "):
+        check_model(model)
 
 
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2, "save_merged": True}], ids=["all", "adapters"])

@@ -233,7 +233,7 @@ def test_losses_are_weighted_by_importance_and_the_kl_is_not():
     losses, _ = token_losses(logprobs, logprobs, engine, advantage, mask, config())
     torch.testing.assert_close(losses, -2 * importance)
     reference = torch.tensor([[-1.0, -1.5, -1.0]])
-    kl = kl_estimate(logprobs, reference)
+    kl = kl_estimate(logprobs, reference, mask)
     torch.testing.assert_close(kl, torch.tensor([[0.0, math.exp(-0.5) + 0.5 - 1, 0.0]]))
     losses, _ = token_losses(logprobs, logprobs, engine, advantage, mask, config(kl_coef=0.1), reference)
     torch.testing.assert_close(losses, -2 * importance + 0.1 * kl)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from conftest import arguments_of, cpu_only, metrics_of
 from learners import CPU, chat_tokenizer, on_ranks, rollouts, use_sgd, vector_of, weights_of
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import train_ppo
 from rlhf_utils import WeightSyncError
@@ -172,7 +172,7 @@ def test_first_losses_are_those_worked_out_token_by_token(model):
             bounded = min(max(ratio, 0.8), 1.2)
             policy_loss -= min(ratio * advantage, bounded * advantage)
             clipped += ratio * advantage > bounded * advantage
-            kl += float(kl_estimate(old_logprob, logprobs[b, t]))
+            kl += float(kl_estimate(old_logprob, logprobs[b, t], 1))
             error, bounded = value - float(made.returns[b, t]), min(max(value, old - 0.2), old + 0.2)
             value_loss += max(error**2, (bounded - float(made.returns[b, t])) ** 2) / 2
             tokens += 1
@@ -448,6 +448,12 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
         check_reward_model(str(tmp_path))
     with pytest.raises(RunError, match="has another tokenizer than"):
         check_critic(str(tmp_path), model)
+    larger = AutoModelForCausalLM.from_pretrained(model)
+    larger.resize_token_embeddings(300)
+    larger.save_pretrained(tmp_path / "larger")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "larger")
+    with pytest.raises(RunError, match=r"^the critic .* has 258 embeddings, and .*larger 300, so it may sample an id"):
+        check_critic(reward_model, str(tmp_path / "larger"))
     AutoConfig.for_model("granite").save_pretrained(tmp_path)
     for flag in ("critic_model", "reward_model"):
         args = arguments_of(train_ppo, model=model, **{flag: str(tmp_path)})

@@ -3,6 +3,7 @@
 pytest tests/test_replay.py
 """
 
+import asyncio
 import gc
 import sys
 from types import SimpleNamespace
@@ -277,12 +278,15 @@ def test_buffer_that_a_sync_brings_first_is_no_difference():
     weights, sync = model_tensors(1), Sync(WithBuffer)
     for engine in sync.engines:
         engine.model.load_weights(weights.items())
+
+    async def collective_rpc(method):
+        return [getattr(worker, method)() for worker in sync.workers]
+
     actor = EngineActor(0)
-    actor.llm = SimpleNamespace(collective_rpc=lambda method: [getattr(worker, method)() for worker in sync.workers])
-    actor.remember_weights()
-    actor.slept = True
+    actor.llm = SimpleNamespace(collective_rpc=collective_rpc)
+    actor.from_disk, actor.slept = asyncio.run(collective_rpc("weight_digests")), True  # as its `start` and `sleep` do
     sync(weights)
-    assert actor.serves_checkpoint()
+    assert asyncio.run(actor.serves_checkpoint())
 
 
 class BracketedEngine(EngineModel):
@@ -435,28 +439,54 @@ def test_load_that_broke_off_leaves_no_bracket_open(tied, next_one):
 
 
 class RegistersAnew(Padded):
-    """As vLLM's Transformers backend does with the `lm_head.bias` of Phi."""
+    """As vLLM's Transformers backend does with the `lm_head.bias` of Phi, here in a layer with a weight or alone."""
+
+    def __init__(self, layer="embed"):
+        super().__init__()
+        self.layer = layer
 
     def load_weights(self, weights):
         for name, weight in weights:
             if name == "bias":
-                self.bias = torch.nn.Parameter(torch.empty(len(weight)), requires_grad=False)
-                self.bias.data.copy_(weight)
+                layer = self.get_submodule(self.layer)
+                layer.bias = torch.nn.Parameter(torch.empty(len(weight)), requires_grad=False)
+                layer.bias.data.copy_(weight)
             else:
                 super().load_weights([(name, weight)])
 
 
-@pytest.mark.parametrize("dummy", [False, True])  # dummy weights come without a load
-def test_parameter_that_its_loader_registers_anew_is_refused_and_left(dummy):
-    engine = BracketedEngine(RegistersAnew())
-    if not dummy:
-        engine.model.load_weights([("bias", torch.ones(PADDED))])
+@pytest.mark.parametrize("layer", ["embed", ""])
+def test_parameter_that_its_loader_registers_anew_is_served_where_it_was(layer):
+    def weights():
+        return {"embed.weight": torch.randn(PADDED, HIDDEN), "bias": torch.randn(PADDED)}
+
+    trainer, worker = groups(2)
+    engine = BracketedEngine(RegistersAnew(layer))
+    engine.model.load_weights(weights().items())
+    served = dict(engine.model.named_parameters())
+    receiving, sender = Receiving(Worker(engine, worker), syncs=4), WeightSender(trainer)
+    for sync in range(4):
+        if sync == 2:  # the first two syncs replay, the last two reload
+            sender.metadata, sender.sources, sender.replay = None, (), False
+        sent = weights()
+        loader = sender.send_weights(sent.items()).loader
+        assert loader.startswith("replay" if sync < 2 else "reload")
+        assert engine.unchanged()
+        for name, parameter in served.items():
+            assert engine.model.get_parameter(name) is parameter
+            assert parameter.equal(sent["bias" if name.endswith("bias") else name]), (sync, name)
+    receiving.join(10)
+    assert receiving.error is None
+
+
+def test_parameter_that_the_engine_has_not_and_its_loader_registers_is_refused():
+    engine = BracketedEngine(RegistersAnew())  # as with dummy weights, which come without a load
     before = dict(engine.model.named_parameters())
     metadata = [("embed.weight", "float32", (PADDED, HIDDEN)), ("bias", "float32", (PADDED,))]
     dtypes, problems = engine.preflight(metadata)
     assert dtypes == ["float32", None]  # the trainer refuses to send what no worker loads
-    assert problems == ([] if dummy else ["nothing that is sent goes to the engine's bias"])
-    assert all(engine.model.get_parameter(name) is parameter for name, parameter in before.items())
+    assert problems == []
+    assert dict(engine.model.named_parameters()) == before
 
 
 def test_tensor_its_loader_leaves_out_is_an_error_alone_too(monkeypatch):

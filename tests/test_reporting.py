@@ -18,8 +18,8 @@ from accelerate.utils import LoggerType
 from conftest import ROOT, arguments_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import rlhf
-import rlhf_ppo
+import train_grpo
+import train_ppo
 from trainer.errors import RunError
 from trainer.learning.rollout import Rollout
 from trainer.run.folder import RunFolder
@@ -53,7 +53,8 @@ def Table(columns, data, dataframe):
 
 
 def arguments(tmp_path, *report_to, **changes):
-    return arguments_of(rlhf, output=tmp_path / "run", group_size=2, steps=3, report_to=list(report_to), **changes)
+    own = {"output": tmp_path / "run", "group_size": 2, "steps": 3, "report_to": list(report_to)}
+    return arguments_of(train_grpo, **own | changes)
 
 
 def batch(*rewards, prompt="3+4=", text="a|"):
@@ -127,7 +128,7 @@ def test_rewards_metric_called_step_does_not_change_the_step(tmp_path):
 
 
 def test_completions_of_ppo_have_no_advantage(tmp_path):
-    args = arguments_of(rlhf_ppo, output=tmp_path / "run", report_to=["none"])
+    args = arguments_of(train_ppo, output=tmp_path / "run", report_to=["none"])
     with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         run.log_step(1, batch(1.0), REPORT, METRICS)
@@ -137,7 +138,10 @@ def test_completions_of_ppo_have_no_advantage(tmp_path):
 def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys):
     args, now = arguments(tmp_path, "none"), [10.0]
     monkeypatch.setattr("trainer.run.folder.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainer.run.folder.time.time", lambda: now[0])
     with RunFolder(args.run, "test") as run:
+        run.last_started = 3.0
+        run.started("models")
         run.start_metrics(0, args)
         run.log_metrics(0, {"eval/reward": 0.25, "eval/pass@1": 0.25})
         now[0] += 3
@@ -148,7 +152,9 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys
             "OK: reward 0.500 -> 1.000 in 1 steps, 0.0200 s per sync (median), eval 0.250 -> 0.750"
         )
         run.draw()
-    before, line, *_ = capsys.readouterr().out.splitlines()
+    started, before, line, *_ = capsys.readouterr().out.splitlines()
+    assert started == "started in 7 s: models 7"
+    assert [row.get("time/start") for row in run.rows] == [7, None]
     assert before == "step 0/3  eval 0.250"
     assert line == (
         "step 1/3  reward 0.500  mismatch 1.0e-07  sync 0.0200 s  0.10 GB/s       3 tokens/s  eval 0.750  0:00:06 left"
@@ -164,16 +170,16 @@ def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys
         assert run.summary(batch(1.0, 0.0), 1e-7).startswith("OK: reward nan -> 0.500 in 1 steps")
         assert run.draw().exists()
     said = capsys.readouterr().out
-    assert said.startswith("step 1/3  mismatch 1.0e-07")
+    assert "\nstep 1/3  mismatch 1.0e-07" in said
     assert "\nstep 1: no completion has a reward, so nothing is learned\n" in said
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in ROOT.glob("rlhf*.py")} - {"rlhf_utils"}))
+@pytest.mark.parametrize("name", sorted(path.stem for path in ROOT.glob("train_*.py")))
 def test_a_step_is_saved_before_anything_is_said_about_it(name):
     _, loop = inspect.getsource(importlib.import_module(name).main).split("for step in")
     *before, after = loop.split('.call("saving", ')
     assert before and "run.log_step(" in after
-    assert not any(word in part for word in ("run.log_step(", "run.say(") for part in before)
+    assert not any(word in part for word in ("run.log_step(", "run.say(", "after_step(") for part in before)
 
 
 def test_samples_on_the_screen_are_cut_to_a_line_each(tmp_path, capsys):

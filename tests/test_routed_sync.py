@@ -18,6 +18,7 @@ from fakes import (
     QuantizedEngine,
     Receiving,
     Worker,
+    adapted,
     groups,
     model_tensors,
     quantizable,
@@ -152,9 +153,36 @@ def test_adapters_are_merged_where_they_are_packed(monkeypatch, model):
     for seed in (1, 2):
         weights = model_tensors(seed)
         for name in ("q", "o", "fc"):  # copied by rows, by columns, and transposed
-            rows, columns = weights[name].shape
-            weights[name] = LoRAWeight(weights[name], torch.randn(3, columns), torch.randn(rows, 3), 0.7)
+            weights[name] = adapted(weights[name])
         assert sync(weights) == "replay"
+
+
+class Interleaves(Model):
+    """Takes the rows of `q` in turns, and has a weight with one input column, and a transposed one."""
+
+    def __init__(self, rank):
+        super().__init__(rank)
+        self.gate = torch.nn.Parameter(torch.zeros(HIDDEN // self.size, 1), requires_grad=False)
+        self.turned = torch.nn.Parameter(torch.zeros(1, HIDDEN // self.size), requires_grad=False)
+
+    def load_q(self, weight):
+        self.qk.data.narrow(0, 0, HIDDEN // self.size).copy_(weight[self.rank :: self.size])
+
+    def load_gate(self, weight):
+        self.gate.data.copy_(self.share(weight, 0))
+
+    def load_turned(self, weight):
+        self.turned.data.copy_(self.share(weight.t(), 1))
+
+
+@pytest.mark.parametrize(("ranks", "loader"), [(1, "replay"), (2, "reload (q: it is cut, and not copied by rows)")])
+def test_adapters_of_every_shape_and_order_are_merged(ranks, loader):
+    sync = Sync(ranks, engines=1, model=Interleaves, syncs=2)
+    for seed in (1, 2):
+        weights = model_tensors(seed) | {name: torch.randn(HIDDEN, 1) for name in ("gate", "turned")}
+        for name in ("q", "gate", "turned"):
+            weights[name] = adapted(weights[name])
+        assert sync(weights) == loader
 
 
 def test_tensor_that_is_laid_out_anew_is_sent_whole(monkeypatch):

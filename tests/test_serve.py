@@ -1,4 +1,4 @@
-"""rlhf_serve.py: servers that are lost and return, what they are refused for, and a whole run.
+"""--topology servers: servers that are lost and return, what they are refused for, and a whole run.
 
 pytest tests/test_serve.py            against servers of this file's own, without an engine
 pytest tests/test_serve.py -m slow    a run with two of vLLM's, one of which is lost and returns; -m long: 20 times
@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,15 +22,19 @@ import torch
 from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
 from torch.distributed import HashStore
 
-import rlhf_serve
+import train_grpo
 from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
+from trainer.flags import flat
 from trainer.learning.grpo import GRPOConfig
-from trainer.rollouts import replicas
-from trainer.rollouts.engine import sampling_options
-from trainer.rollouts.replicas import Replica, ReplicaError, flags_of
+from trainer.rollouts.options import EngineSetting
+from trainer.rollouts.sampling import sampling_options
 from trainer.run.arguments import parse
+from trainer.run.folder import RunFolder
 from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
+from trainer.topologies import server_pool
+from trainer.topologies.link import MAX_MISMATCH
+from trainer.topologies.server_pool import Replica, ReplicaError, ServerPool, flags_of
 
 REPORT = SyncReport(1, 36, 1000, 0.1, "replay")
 
@@ -119,12 +122,13 @@ class Server:
         self.goes_on.wait()
         length, sampling = len(body["token_ids"]), body["sampling_params"]
         choice = {
-            "token_ids": [sampling["seed"] % 256] * length,  # so a test sees whose answer it is
             "finish_reason": self.reason,
             "logprobs": {"content": [{"logprob": -0.5}] * length},
             "weight_versions": [{"version": self.version, "start": 0, "end": length}],
         }
-        return 200, {"choices": [choice | {"index": i} for i in range(sampling["n"])]}
+        first = sampling["seed"] % 256  # so a test sees whose answer it is
+        choices = [choice | {"index": i, "token_ids": [first + i] * length} for i in range(sampling["n"])]
+        return 200, {"choices": choices[::-1]}  # in the order in which they were finished
 
 
 class Trainer:
@@ -132,26 +136,26 @@ class Trainer:
 
     def __init__(self):
         self.step, self.failing, self.joined = 4, {}, []
-        self.init_weight_update_group = SimpleNamespace(remote=self.join)
+        self.init_server_group = SimpleNamespace(remote=self.join)
         self.share_memory = SimpleNamespace(remote=self.share)
-        self.send_weights = SimpleNamespace(remote=self.send)
+        self.send_to_servers = SimpleNamespace(remote=self.send)
 
-    async def share(self, name):
+    async def share(self, name, timeout):
         self.joined.append((name,))
         return {"cpu:0": f"/handle/of/{name}"}
 
-    async def join(self, name, host, size):
+    async def join(self, name, host, size, timeout):
         self.joined.append((name, host, size))
         return "127.0.0.1", 1234
 
-    async def send(self, names):
+    async def send(self, names, timeout):
         return self.step, {name: self.failing.get(name, REPORT) for name in names}
 
 
 @pytest.fixture
 def servers(monkeypatch):
-    monkeypatch.setattr(replicas, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(replicas, "RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(server_pool, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(server_pool, "RETRY_SECONDS", 0.02)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: byte_tokenizer())
     servers = [Server(), Server()]
     yield servers
@@ -162,16 +166,20 @@ def servers(monkeypatch):
             server.die()
 
 
-def arguments(servers: list, **options) -> rlhf_serve.Arguments:
+def arguments(servers: list, **options) -> train_grpo.Arguments:
     urls = [server.url for server in servers]
     defaults = {"engine_url": urls, "api_key": "secret", "engine_timeout": 20.0, "group_size": 2, "max_tokens": 8}
-    return arguments_of(rlhf_serve, **defaults | options)
+    return arguments_of(train_grpo, **defaults | options)
+
+
+def start(pool: ServerPool, args: train_grpo.Arguments, trainer: Trainer):
+    setting = EngineSetting("cpu", "WorkerExtension")
+    return pool.start("model", args.servers, args.engine, setting, args.run.timeout, trainer)
 
 
 def test_completions_end_at_the_runs_own_limit_as_well(servers):
     for limit, tokens in ((None, 64), (24, 24), (100, 64)):
-        pool = rlhf_serve.Engines(0)
-        assert asyncio.run(pool.start("model", arguments(servers, max_model_len=limit), "cpu", Trainer())) == tokens
+        assert asyncio.run(start(ServerPool(0), arguments(servers, max_model_len=limit), Trainer())) == tokens
 
     async def act(pool, args):
         pool.max_model_len = 6
@@ -186,8 +194,8 @@ def pool_of(servers: list, act, **options) -> tuple:
     """What `act(pool, args)` returns, with a pool of these servers that serve. And its trainer."""
 
     async def run():
-        pool, args, trainer = rlhf_serve.Engines(0), arguments(servers, **options), Trainer()
-        assert await pool.start("model", args, "cpu", trainer) == 64
+        pool, args, trainer = ServerPool(0), arguments(servers, **options), Trainer()
+        assert await start(pool, args, trainer) == 64
         await pool.begin()
         try:
             return await act(pool, args), trainer
@@ -213,9 +221,8 @@ PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12]]
 
 
 def sample(pool, args):
-    return pool.sample(
-        PROMPTS, [sampling_options(args.learner, 0, 1, i) for i in range(len(PROMPTS))], False, [None], True
-    )
+    sampling = [sampling_options(args.learner, 0, 1, i) for i in range(len(PROMPTS))]
+    return pool.sample(PROMPTS, sampling, [None], low_priority=True)
 
 
 def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
@@ -223,6 +230,8 @@ def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert [rollout.versions.tolist() for rollout in rollouts] == [[4] * len(ids) for ids in PROMPTS for _ in range(2)]
     assert [rollout.logprobs.tolist() for rollout in rollouts[:2]] == [[-0.5] * 3] * 2
+    first, second = ([int(own.completion_ids[0]) for own in rollouts[i::2]] for i in (0, 1))
+    assert second == [token + 1 for token in first]  # siblings in the order of their seeds, whichever ends first
     assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1", "127.0.0.1", 2)]
     for server in servers:
         done = [body["method"] if path == "/collective_rpc" else path for path, body in server.calls][3:]
@@ -231,6 +240,15 @@ def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
         assert done[1:10] == ["init_weight_update_group", *paused, *proven]
         assert len(seeds(server)) == 2
     assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
+
+
+def test_an_evaluation_leaves_nothing_in_servers_caches(servers):
+    async def act(pool, args):
+        await sample(pool, args)
+        await pool.drop_caches()
+
+    pool_of(servers, act)
+    assert [server.calls[-1] for server in servers] == [("/reset_prefix_cache", None)] * 2
 
 
 def test_a_proxy_in_the_environment_is_not_asked(servers, monkeypatch):
@@ -283,8 +301,8 @@ def test_unfinished_requests_of_a_lost_server_keep_their_seeds(servers, fault):
     rollouts, _ = pool_of(servers, act, engine_timeout=5.0 if fault == "silence" else 20.0)
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert all(rollout.versions.tolist() == [4] * len(rollout.prompt_ids) for rollout in rollouts)
-    sampling = [sampling_options(GRPOConfig(group_size=2), 0, 1, i) for i in range(4) for _ in range(2)]
-    assert [int(rollout.completion_ids[0]) for rollout in rollouts] == [own["seed"] % 256 for own in sampling]
+    first = [sampling_options(GRPOConfig(group_size=2), 0, 1, i)["seed"] % 256 for i in range(4)]
+    assert [int(rollout.completion_ids[0]) for rollout in rollouts] == [seed + i for seed in first for i in range(2)]
 
 
 def test_returning_server_takes_the_weights_before_a_request(servers, capsys):
@@ -353,7 +371,7 @@ def test_run_ends_with_the_last_server_it_started(servers):
 
 
 def test_started_servers_join_the_trainer_from_any_node(servers, monkeypatch):
-    monkeypatch.setattr(rlhf_serve.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(server_pool.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
 
     async def act(pool, args):
         pool.servers = [SimpleNamespace(poll=lambda: 1)]
@@ -364,9 +382,8 @@ def test_started_servers_join_the_trainer_from_any_node(servers, monkeypatch):
 
 
 def test_new_sender_gives_back_the_last_ones_memory():
-    ended, trainer = threading.Event(), rlhf_serve.Trainer(0)
+    ended, trainer = threading.Event(), train_grpo.Trainer(0)
     communicator = SimpleNamespace(group=SimpleNamespace(store=HashStore()), destroy=ended.set)
-    trainer.senders, trainer.threads = {}, ThreadPoolExecutor(1)
     trainer.set_sender("engine 0", lambda: WeightSender(communicator))
     trainer.set_sender("engine 0", lambda: None)
     assert ended.wait(10)
@@ -410,14 +427,14 @@ def test_error_of_the_trainers_own_gpu_ends_the_run(servers):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     async def act(pool, args):
-        async def send(names):
-            with ThreadPoolExecutor() as threads:
-                senders = {name: threads.submit(SimpleNamespace, send_weights=fail) for name in names}
-                learner = SimpleNamespace(step=5, model=SimpleNamespace(named_tensors=dict))
-                trainer = SimpleNamespace(senders=senders, timeout=5, threads=threads, learner=learner)
-                return rlhf_serve.Trainer.send_weights(trainer, names)
+        async def send(names, timeout):
+            trainer = train_grpo.Trainer(0)
+            trainer.learner, trainer.model = SimpleNamespace(step=5), SimpleNamespace(named_tensors=dict)
+            for name in names:
+                trainer.set_sender(name, lambda: SimpleNamespace(send_weights=fail))
+            return trainer.send_to_servers(names, timeout)
 
-        pool.trainer.send_weights = SimpleNamespace(remote=send)
+        pool.trainer.send_to_servers = SimpleNamespace(remote=send)
         with pytest.raises(torch.OutOfMemoryError):
             await pool.take_weights()
         assert len(pool._serving()) == 2
@@ -462,7 +479,7 @@ def test_missing_server_and_wrong_key_are_refused(servers):
 
 def test_another_model_is_the_preflights_error(servers, monkeypatch):
     reason = "preflight, nothing was sent:\n  lm_head.weight [261, 64]: the engine's loader ignores it"
-    monkeypatch.setattr(Trainer, "send", lambda self, names: answer(self.step, dict.fromkeys(names, reason)))
+    monkeypatch.setattr(Trainer, "send", lambda self, names, timeout: answer(self.step, dict.fromkeys(names, reason)))
 
     async def answer(*values):
         return values
@@ -514,7 +531,7 @@ def test_server_that_cannot_join_is_asked_again(servers, capsys):
                 raise errors.pop()
             return await join(*arguments)
 
-        pool.trainer.init_weight_update_group.remote = fails_once
+        pool.trainer.init_server_group.remote = fails_once
         servers[0].restart()
         await until(lambda: len(pool._serving()) == 2)
 
@@ -542,11 +559,30 @@ def test_options_of_an_engine_are_flags_of_a_server():
 
 
 def test_urls_may_be_repeated_and_no_key_is_saved(monkeypatch):
-    command = "rlhf_serve.py --engine-url http://a:1 --engine-url http://b:1 --api-key secret"
+    command = "train_grpo.py --engine-url http://a:1 --engine-url http://b:1 --api-key secret"
     monkeypatch.setattr(sys, "argv", command.split())
-    args = parse(rlhf_serve.Arguments, "A script.")
+    args = parse(train_grpo.Arguments, "A script.")
     assert (args.servers.engine_url, args.servers.api_key) == (["http://a:1", "http://b:1"], "secret")
     assert "api_key" not in args.run.given
+
+
+def test_resumed_run_may_have_another_topology(monkeypatch, tmp_path):
+    """What its own topology alone has, and no flag unsets, is left out. The rest stays."""
+
+    def arguments_now(*flags):
+        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, flags)])
+        return parse(train_grpo.Arguments, "A script.")
+
+    for topology, flag, *values in ("servers", "engine_url", "http://a:1"), ("separate", "trainers", 2):
+        run = tmp_path / topology
+        given = "--topology", topology, f"--{flag.replace('_', '-')}", *values, "--max-model-len", 64
+        args = arguments_now("--output", run, *given)
+        with RunFolder(args.run, "test") as folder:
+            folder.start_metrics(0, args)
+        for now, kept in ([], True), (["--topology", topology], True), (["--topology", "shared"], False):
+            args = arguments_now("--resume", run, *now)
+            assert bool(flat(args)[flag]) == kept
+            assert args.engine.max_model_len == 64
 
 
 # A run
@@ -602,8 +638,8 @@ def test_run_outlives_its_servers_and_takes_them_in_again(script, tmp_path, faul
         server.wait_for("Application startup complete")
     urls = [word for port in ports for word in ("--engine-url", f"http://127.0.0.1:{port}")]
     options = ["--model", model, "--learning-rate", 3e-3, "--reward", "slow:reward", "--api-key", "secret"]
-    options += ["--engine-timeout", 10, "--steps", 10_000, "--save-every", 0, "--output", "run"]
-    process = script("rlhf_serve.py", *urls, *options)
+    options += ["--engine-timeout", 10, "--steps", 10_000, "--save-every", 0, "--output", "run", "--max-staleness", 2]
+    process = script("train_grpo.py", *urls, *options)
     process.wait_for_step(run, 3)
     for fault in range(1, faults + 1):
         i, stops, receives = chance.randrange(2), chance.random() < 0.5, chance.random() < 0.5
@@ -634,11 +670,11 @@ def test_run_outlives_its_servers_and_takes_them_in_again(script, tmp_path, faul
     alive = [row["engines/alive"] for row in rows()]
     assert alive[0] == alive[-1] == 2
     assert 1 in alive
-    assert max(row["logprobs/mismatch"] for row in rows()) < rlhf_serve.MAX_MISMATCH["cpu"]
+    assert max(row["logprobs/mismatch"] for row in rows()) < MAX_MISMATCH["cpu"]
     seconds = [row["engines/return"] for row in rows() if "engines/return" in row]
     assert len(seconds) == faults
     assert max(seconds) < 30
     print(f"{faults} faults in {len(rows())} steps; serves again after {min(seconds):.2f} to {max(seconds):.2f} s")
     steps = [json.loads(line)["step"] for line in (run / "completions.jsonl").read_text().splitlines()]
-    args = rlhf_serve.Arguments()
+    args = train_grpo.Arguments()
     assert {steps.count(row["step"]) for row in rows()} == {args.task.prompts_per_step * args.learner.group_size}

@@ -196,7 +196,7 @@ def test_worker_that_raises_ends_the_sync_with_its_traceback():
     assert "ValueError: cannot load b" in receiving.error
     with pytest.raises(WeightSyncError, match="session is closed: make a new"):
         sender.send_weights([("a", torch.ones(4))])
-    assert "the trainer is gone, or this channel was used before" in worker.receive_weights(5)["error"]
+    assert "the trainer is gone or on another node, or its channel was used" in worker.receive_weights(5)["error"]
 
 
 def test_absent_worker_is_an_error_that_names_the_device(monkeypatch):
@@ -288,7 +288,32 @@ class ReplayingEngine(Engine):
         return self.replayed
 
 
-def _sharded_rank(rank, port, nodes, failures, done):
+def _ranks_on_two_nodes(rank, shards, failures):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    socket.gethostname = lambda: f"node{rank}"
+    with pytest.raises(WeightSyncError, match=f"rank {rank} is on the node node{rank}, and .* on node{1 - rank}: "):
+        WeightSender(SharedMemoryChannel(CPU)).send_weights(shards.items())
+    channel = SharedMemoryChannel(CPU)
+    receiving = Receiving(ColocatedWorker(Engine(), channel.handles))
+    replicas = init_device_mesh("cpu", (2, 1))  # a replica on each node
+    WeightSender(channel).send_weights([("w", distribute_tensor(torch.ones(8), replicas, [Replicate(), Shard(0)]))])
+    if not receiving.worker.weight_model.weights["w"].equal(torch.ones(8)):
+        failures.put(rank)
+
+
+def _rank_without_the_others(shards, failures):
+    ranks.CONNECT_SECONDS, channel = 0.5, SharedMemoryChannel(CPU)
+    receiving = Receiving(ColocatedWorker(ReplayingEngine(), channel.handles))
+    with pytest.raises(WeightSyncError, match="and send_weights on every rank that has shards"):
+        WeightSender(channel).send_weights(shards.items())
+    receiving.join(10)
+    if "the other side died" not in receiving.error:
+        failures.put(receiving.error)
+
+
+def _sharded_rank(rank, port, failures, done):
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -297,7 +322,6 @@ def _sharded_rank(rank, port, nodes, failures, done):
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group("gloo", store=store, timeout=timeout, rank=rank, world_size=2)
     buckets.STAGING_BYTES = 1024  # `w` has 8,400 bytes: it is cut
-    socket.gethostname = lambda: f"node {rank % nodes}"
     channel = SharedMemoryChannel(CPU)
     receiving = Receiving(ColocatedWorker(Engine(dtypes={"w": "bfloat16"}), channel.handles), syncs=5)
     # Uneven shards, two without rows on rank 1, tensors that are cut, one that is not sharded, two with adapters.
@@ -341,24 +365,18 @@ def _sharded_rank(rank, port, nodes, failures, done):
             if report.loader != loader:
                 failures.put((rank, report))
         receiving.join(10)
+    _ranks_on_two_nodes(rank, shards, failures)
     if rank == 0:  # the other rank never comes: it has failed, say
-        ranks.CONNECT_SECONDS, channel = 0.5, SharedMemoryChannel(CPU)
-        receiving = Receiving(ColocatedWorker(ReplayingEngine(), channel.handles))
-        with pytest.raises(WeightSyncError, match="and send_weights on every rank that has shards"):
-            WeightSender(channel).send_weights(shards.items())
-        receiving.join(10)
-        if "the other side died" not in receiving.error:
-            failures.put(receiving.error)
+        _rank_without_the_others(shards, failures)
         done.set()
     done.wait(10)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_workers_beside_two_ranks_get_both_shards_and_load_alike(nodes):
+def test_workers_beside_two_ranks_get_both_shards_and_load_alike():
     context, store = mp.get_context("forkserver"), TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     failures, done = context.Queue(), context.Event()
-    ranks = [context.Process(target=_sharded_rank, args=(rank, store.port, nodes, failures, done)) for rank in range(2)]
+    ranks = [context.Process(target=_sharded_rank, args=(rank, store.port, failures, done)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

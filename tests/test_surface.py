@@ -40,12 +40,14 @@ weight_sync/engine_model.py
 ! vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEKernel: fused_experts
 ! vllm.model_executor.layers.fused_moe.experts.cpu_moe: isa
 ! vllm.model_executor.layers.attention.attention.Attention: kv_cache
-  torch.nn.modules.module.Module: _buffers
+  torch.nn.modules.module.Module: _buffers; _parameters
   vllm.model_executor.model_loader.reload.types.LayerReloadingInfo: can_load(); load_numel; loaded_weights
+  vllm.model_executor.model_loader.reload.types.LayerReloadingInfo: kernel_tensors
   vllm.v1.worker.worker_base.WorkerBase: rank; model_config; parallel_config; vllm_config; model_runner
   vllm.v1.worker.gpu_model_runner.GPUModelRunner: get_model()
 weight_sync/trace.py
 ! vllm.model_executor.model_loader.reload.layerwise: online_process_loader
+  torch.nn.modules.module.Module: _parameters
   torch.storage: _cdata
   torch._ops: _schema
 weight_sync/replay.py
@@ -101,14 +103,14 @@ trainer/learning/exact_mlp.py
 trainer/learning/sharding.py
 ! transformers.modeling_utils: caching_allocator_warmup
 ! transformers.modeling_utils.PreTrainedModel: _no_split_modules
-! transformers.configuration_utils.PreTrainedConfig: base_model_fsdp_plan
 ! transformers.core_model_loading: _weight_conversions
-! transformers.distributed.fsdp: _fsdp_plan
+  transformers.distributed.fsdp: expand_fsdp_plan(model, fsdp_plan)
   transformers.distributed.configuration_utils.DistributedConfig: fsdp_size; fsdp_mixed_precision
   torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule: _get_fsdp_state()
   torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState: _fsdp_param_group
   torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup: fsdp_params
   torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam: _module_info; _post_load_hook_handle
+  torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam: sharded_param; _sharded_param_data
   torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo: shared_modules; shared_param_names
 trainer/learning/lora.py
 ! peft.tuners.tuners_utils: cast_input_dtype_enabled
@@ -143,8 +145,10 @@ trainer/topologies/server_pool.py
   vllm.entrypoints.serve.dev.cache.api_router: /reset_prefix_cache; /reset_mm_cache; /reset_encoder_cache
   vllm.entrypoints.serve.dev.rpc.api_router: /collective_rpc
   vllm.entrypoints.scale_out.token_in_token_out.api_router: /inference/v1/generate
-trainer/rollouts/native_transfer.py
-  vllm.distributed.weight_transfer.base.ParamMeta: name; dtype; shape
+rlhf_colocate.py
+  vllm.entrypoints.llm.LLM: release_kv_cache_memory()
+rlhf_cpu.py
+! vllm.v1.executor.uniproc_executor: UniProcExecutor
   vllm.distributed.weight_transfer.base: TrainerInitInfo; WeightTransferInitInfo
   vllm.distributed.weight_transfer.base: WeightTransferUpdateInfo; WeightTransferEngine; TrainerWeightTransferEngine
   vllm.distributed.weight_transfer.packed_tensor: pack_tensors(iterator, post_iter_func, buffer_size_bytes)

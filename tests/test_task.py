@@ -32,11 +32,11 @@ from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, TrainerState
 
-from rlhf import Arguments
+from train_grpo import Arguments
 from trainer.errors import TaskError
 from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
-from trainer.rollouts.engine import complete, resample
+from trainer.rollouts.rollouts import Rollouts
 from trainer.run.arguments import parse
 from trainer.tasks.dataset import Row
 from trainer.tasks.gsm8k import final_number
@@ -55,13 +55,16 @@ def load(tmp_path, monkeypatch):
 
     def load_from_flags(*flags, reward="trainer.tasks.uppercase:uppercase"):
         own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
-        monkeypatch.setattr(sys, "argv", ["rlhf.py", *map(str, flags), *own])
+        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, flags), *own])
         return task_of(parse(Arguments, "a test"))
 
     yield load_from_flags
     for name in sys.modules.keys() - modules:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
 
 
 def write_lines(name, *rows):
@@ -528,6 +531,92 @@ def test_text_ends_where_its_row_ends_it(load, ends):
     assert texts == ["</s>Hi", "</s>Hi</s>", "</s>Ho"]
 
 
+@pytest.mark.parametrize("begin", ["</s>", "<pad></s>"])  # ChatGLM's tokenizer begins a text with two tokens
+def test_text_that_a_template_has_rendered_gets_no_second_beginning(load, begin):
+    tokenizer = chat_tokenizer()
+    tokens = [(token, tokenizer.convert_tokens_to_ids(token)) for token in tokenizer.tokenize(begin)]
+    pieces = [*(token for token, _ in tokens), "$A"]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(pieces, special_tokens=tokens)
+    save_model(tokenizer)
+    write_lines("rows.jsonl", *({"prompt": text} for text in (f"{begin}<user>Hi<assistant>", "Hi", f"Hi{begin}")))
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model")
+    texts = [tokenizer.decode(row.prompt_ids) for row in task.rows]
+    assert texts == [f"{begin}<user>Hi<assistant>", f"{begin}Hi", f"{begin}Hi{begin}"]
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_messages_and_tools_of_a_csv_are_json_text(load, separator):
+    messages, tools = [{"role": "user", "content": "Hi, you"}], [{"name": "add"}]
+    rows = [[json.dumps(messages), json.dumps(tools)], ["[1, 2]", ""], ['[{"role": "user"}]', "[]"], ["[", ""]]
+    file = "rows.csv" if separator == "," else "rows.tsv"
+    pandas.DataFrame(rows, columns=["prompt", "tools"]).to_csv(file, sep=separator, index=False)
+    rows = load("--dataset", file).rows
+    assert [row.prompt for row in rows] == [messages, "[1, 2]", '[{"role": "user"}]', "["]  # others are plain texts
+    assert [row.columns["tools"] for row in rows] == [tools, None, [], None]
+
+
+def says(text):
+    return {"role": "assistant", "content": text}
+
+
+CALLS_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or () %}"
+    "<{{ call.function.name }} ARGUMENTS>{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "rendered"),
+    [
+        (
+            "{{ call.function.arguments | tojson }}",
+            '{"x": 1}',
+            '{"x": 1}',
+        ),  # as Qwen3's, which vllm serve gives objects
+        ("{{ call.function.arguments | tojson }}", {"x": 1}, '{"x": 1}'),
+        ("{{ call.function.arguments | tojson }}", "", "{}"),
+        ("{{ call.function.arguments | tojson }}", "{x}", '"{x}"'),
+        ("{{ call.function.arguments.x }}", '{"x": 1}', "1"),
+        ("{{ '' + call.function.arguments }}", '{"x": 1}', '{"x": 1}'),  # as DeepSeek-V3's
+    ],
+)
+def test_arguments_of_a_call_are_an_object_for_the_template(load, arguments, given, rendered):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CALLS_TEMPLATE.replace("ARGUMENTS", arguments)
+    save_model(tokenizer)
+    call = {"type": "function", "function": {"name": "add", "arguments": given}}
+    prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    write_lines("rows.jsonl", {"prompt": [*prompt, {"role": "user", "content": "?"}]})
+    task = load("--prompts", "rows.jsonl")
+    task.tokenize("model")
+    assert tokenizer.decode(task.rows[0].prompt_ids) == f"Hi<add {rendered}>?"
+    assert task.rows[0].prompt[1]["tool_calls"] == [call]  # which rewards get as the row has it
+
+
+@pytest.mark.parametrize(
+    ("end", "prompts", "count"),
+    [
+        ("<think>\n", [MESSAGES, [{"role": "user", "content": "?"}]], 2),
+        ("<think>\n\n</think>\n\n", [MESSAGES], 0),  # as Qwen3's without thinking
+        (
+            "",
+            ["Hi", "Hi <think>", "<think>: Hi", MESSAGES, [*MESSAGES, {"role": "assistant", "content": "<think>So"}]],
+            2,
+        ),
+        ("", [[*MESSAGES, {"role": "assistant", "content": "<think>So</think>"}]], 0),
+    ],
+)
+def test_run_says_that_rewards_do_not_see_a_thoughts_beginning(load, capsys, end, prompts, count):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<assistant>", "<assistant>" + end)
+    save_model(tokenizer)
+    write_lines("rows.jsonl", *({"prompt": prompt} for prompt in prompts))
+    load("--prompts", "rows.jsonl").tokenize("model")
+    remark = f"{count} of {len(prompts)} prompts open <think> at their end: rewards get"
+    assert (remark in capsys.readouterr().out) == bool(count)
+
+
 def test_answer_that_a_prompt_begins_is_continued(load):
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
@@ -697,6 +786,7 @@ def test_reward_that_does_not_fit_the_columns_is_refused(rewards, takes, problem
         (lambda **_: [1.0, math.nan], r"returned nan for 'y' \(row 7\)"),
         (lambda **_: [1.0, -math.inf], r"returned -inf for 'y' \(row 7\)"),
         (lambda **_: [1.0, "a"], r"returned 'a', which is not a number, for 'y' \(row 7\)"),
+        (lambda **_: [1.0, -(10**5000)], r"returned a number that is too large for a float for 'y' \(row 7\)"),
         (lambda **_: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_task.py, line"),
         (
             lambda log_extra, **_: log_extra("step", [1, 1]),
@@ -850,9 +940,6 @@ def test_all_prompts_rewards_may_take_longer_than_one(rewards):
     assert sums(score(rewards(timeout=3, mine=mine), *[group("a")] * 6)) == [1.0] * 6
 
 
-MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
-
-
 def test_what_a_reward_changes_is_its_own_copy(rewards):
     def takes(prompts, completions, completion_ids, tests, **_):
         """How much is left, when this has taken all of it."""
@@ -999,10 +1086,10 @@ def its_number(text, i):
 @pytest.mark.parametrize(
     ("rounds", "prompts", "asked", "differ"),
     [
-        (0, "a" * 12, {(4,)}, {0}),
-        (9, "?" * 12, {(4,)}, {4}),
-        (1, "a" * 12, {(4, 4)}, {0}),
-        (9, "a" * 12, {(4, 4, 4)}, {0}),  # then all have been tried
+        (0, "a" * 12, {4}, {0}),
+        (9, "?" * 12, {4}, {4}),
+        (1, "a" * 12, {8}, {0}),
+        (9, "a" * 12, {12}, {0}),  # then all have been tried
         (9, "a" * 10 + "??", None, {2}),
         (1, "aaaa????????", None, {3, 4}),  # one of the others may be equal as well
         (9, "aaaa????????", None, {4}),
@@ -1021,37 +1108,53 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     config = GRPOConfig(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        batch = task.rewards.compute(complete(engines, task, task.draw(step), config, step), step - 1, engines.session)
-        return resample(engines, task, batch, config, step)
+        return Rollouts(engines, task, config, step - 1).take(step)
 
     def content(batch):
         return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]
 
     def seeds_of(engine):
-        return [options["seed"] for _, sampling, _ in engine.calls[0] for options in sampling]
+        return [options["seed"] for call in engine.calls for options in call.sampling]
 
     seen, counts, seeds = set(), set(), []
     for step in range(1, 20):
-        engine = Engines(its_number)
+        engine = Engines(its_number, version=step - 1)
         batch = batch_of(engine, step)
         kept, first = [group.row for group in batch.groups], task.draw(step)
         assert len({row.columns["number"] for row in kept}) == 4
         assert all(new is old for new, old in zip(kept, first, strict=True) if old.prompt == "?")  # and in its place
         replaced = sum(new is not old for new, old in zip(kept, first, strict=True))
-        assert batch.metrics["dynamic_sampling/replaced"] == replaced
+        assert batch.metrics.get("dynamic_sampling/replaced", 0) == replaced
         assert batch.metrics["rewards/reward/mean"] == sum(sums(batch)) / 32
         assert batch.metrics["steps done"] == step - 1
-        seen.add(tuple(len(prompts) for prompts, *_ in engine.calls[0]))
+        seen.add(len(engine.calls))
         counts.add(sum(not group.is_equal for group in batch.groups))
         seeds += seeds_of(engine)
-        again = Engines(its_number)
+        again = Engines(its_number, version=step - 1)
         batch_of(again, step)
         assert seeds_of(again) == seeds_of(engine)
-        two = batch_of(Engines(its_number, its_number), step)
+        two = batch_of(Engines(its_number, its_number, version=step - 1), step)
         assert content(two) == content(batch)  # whatever was drawn before, and however many engines there are
     assert asked in (None, seen)
     assert counts == differ
     assert len(set(seeds)) == len(seeds)  # of all steps and rounds
+
+
+def test_modules_of_the_working_folder_take_no_packages_place(load, monkeypatch):
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    Path("colorsys.py").write_text("raise AssertionError")
+    Path("trainer.py").write_text("raise AssertionError")
+    Path("graded.py").write_text("import colorsys, trainer\ndef reward(**_): return colorsys.rgb_to_hls(0, 0, 0)[:1]\n")
+    assert sums(score(load("--reward", "graded:reward").rewards, group("a"))) == [0.0]
+    for name, file in (("colorsys", "lib/.*/colorsys.py"), ("trainer", "trainer/__init__.py")):
+        with pytest.raises(TaskError, match=rf"--reward {name}:mine: {name} has no function mine \(/.*{file}\)"):
+            load("--reward", f"{name}:mine")
+
+
+def test_exact_reward_takes_whole_numbers_as_written_and_no_answer_for_unknown():
+    answers = [7, 7.0, 7.0, 7.5, "7.0", "7", None, None, True, math.inf, 1e22]
+    said = ["7", "7", "7.0", "7.5", "7", "7.0", "None", "7", "1", "inf", "1" + "0" * 22]
+    assert exact(said, answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None, None, 0.0, 1.0, 1.0]
 
 
 def test_built_in_reward():

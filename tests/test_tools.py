@@ -5,7 +5,6 @@ pytest tests/test_tools.py
 
 import asyncio
 import functools
-import importlib
 import json
 import re
 import sqlite3
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,23 +23,23 @@ import pytest
 import torch
 import trl
 from conftest import arguments_of, code_of, cpu_only, metrics_of, task_of
+from fakes import Engines as FakeEngines
 from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
 from vllm.tool_parsers import ToolParser, ToolParserManager
 
-import rlhf
-import rlhf_async
+import train_grpo
+import train_ppo
 from trainer.errors import MismatchError, TaskError
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
 from trainer.learning.learner import Proof
 from trainer.learning.rollout import Rollout
-from trainer.rollouts import engine
-from trainer.rollouts.async_rollouts import RolloutsAhead
+from trainer.rollouts import sampling
 from trainer.rollouts.conversation import Turn
-from trainer.rollouts.engine import EngineActor, complete, request_seed, sampling_options
 from trainer.rollouts.evaluation import evaluate
+from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.sampling import request_seed, sampling_options
 from trainer.run.arguments import parse
-from trainer.run.session import RaySession
 from trainer.tasks import lookup
 from trainer.tasks.chat_template import ChatTemplate
 from trainer.tasks.task import TaskArguments, load_task
@@ -147,41 +146,23 @@ def test_tokens_of_older_weights_and_of_tools_prove_nothing(model):
 PLACES = {}  # of requests in a run, by their seeds
 
 
-def answered(value):
-    """A call of a Ray actor that has returned this."""
-    future = Future()
-    future.set_result(value)
-    return SimpleNamespace(future=lambda: future)
-
-
-class Engines:
+class Engines(FakeEngines):
     """Stands for engines whose policy says `says(text, number)` after a prompt of this text, as tokens of its own."""
 
-    def __init__(self, tokenizer, says, count=2):
-        self.tokenizer, self.says, self.count, self.session = tokenizer, says, count, self
-        self.turns, self.seeds = [], []
+    def __init__(self, tokenizer, says, count=2, version=0):
+        super().__init__(*[says] * count, version=version)
+        self.tokenizer, self.says, self.turns, self.seeds = tokenizer, says, [], []
 
-    def __len__(self):
-        return self.count
-
-    def begin(self, method, each):
-        assert method is EngineActor.sample
-        return dict(enumerate(answered([*map(self.sampled, prompts, sampling)]) for prompts, sampling, *_ in each))
-
-    answers = RaySession.answers
-
-    def sampled(self, prompt_ids, sampling) -> Rollout:
-        *_, index, number = PLACES[sampling["seed"]]
-        turn = Turn(prompt_ids, None, number, index, sampling["max_tokens"])
+    def complete(self, engine, prompt_ids, options) -> list[Rollout]:
+        *_, index, number = PLACES[options["seed"]]
+        turn = Turn(prompt_ids, None, number, index, options["max_tokens"])
         self.turns.append(turn)
-        self.seeds.append(sampling["seed"])
+        self.seeds.append(options["seed"])
         said = self.says(self.tokenizer.decode(prompt_ids), number)
         ids = said if isinstance(said, list) else self.tokenizer.encode(f"{said}</s>")
-        cut = ids[: turn.max_tokens]
-        return Rollout(prompt_ids, cut, [-1.0 - turn.index] * len(cut), truncated=len(cut) < len(ids))
-
-    def wait_for_thread(self, future, phase):
-        wait([future], timeout=30)
+        cut = np.array(ids[: turn.max_tokens])
+        logprobs, versions = np.full(len(cut), -1.0 - turn.index), np.full(len(cut), self.version)
+        return [Rollout(prompt_ids, cut, logprobs, truncated=len(cut) < len(ids), versions=versions)]
 
 
 def shout(text: str, times: int = 1) -> str:
@@ -227,6 +208,21 @@ class Wrapped:
 
 
 hum = Wrapped(whisper)
+
+
+def other_shouts():
+    def shout(text: str) -> str:
+        """
+        Say it even louder.
+
+        Args:
+            text: What to say.
+        """
+
+    return shout
+
+
+other_shout = other_shouts()
 
 
 def fail(kind: str) -> str:
@@ -319,6 +315,8 @@ class Silent:
         return "mm"
 
 
+Loud = type("Loud", (Silent,), {"shout": other_shout})
+SAME_NAME = "the tools test_tools:shout and test_tools:other_shouts.<locals>.shout have the same name"
 BOTH = {"counter": Counter, "silent": Silent}
 NAMESAKES = {"counter": Counter, "other": type("Counter", (Counter,), {})}
 MESSAGES = [{"role": "user", "content": "go"}]
@@ -350,21 +348,20 @@ def converse(folder, monkeypatch):
         PLACES[request_seed(*place)] = place
         return request_seed(*place)
 
-    monkeypatch.setattr(engine, "request_seed", noted_seed)
+    monkeypatch.setattr(sampling, "request_seed", noted_seed)
 
-    def run(says, evaluation=False, **flags):
+    def run(says, **flags):
         own = {"dataset": "test_tools:prompts", "reward": ["test_tools:none"], "group_size": 2, "prompts_per_step": 2}
         own |= {"max_tokens": 100, "tool_parser": "pythonic"}
-        made.args = arguments_of(rlhf, **own | flags)
+        made.args = arguments_of(train_grpo, **own | flags)
         if not hasattr(made, "task"):
             made.task = task_of(made.args)
             made.task.tokenize(str(folder))
             made.task.check_lengths(256, made.args.learner.max_tokens)
         made.tokenizer = made.task.tools.template.tokenizer
         made.engines = Engines(made.tokenizer, says)
-        rows = made.task.draw(1)
-        made.batch = complete(made.engines, made.task, rows, made.args.learner, 1, evaluation)
-        made.batch = made.task.rewards.compute(made.batch, 0, made.engines)
+        made.rollouts = Rollouts(made.engines, made.task, made.args.learner, 0)
+        made.batch = made.rollouts.take(1)
         return made.batch.rollouts
 
     run.made = made
@@ -523,6 +520,39 @@ def halves() -> str:
     return "a\ud83d"
 
 
+class Mute(Exception):
+    """It has no text."""
+
+    def __str__(self):
+        raise self
+
+
+def textless(kind: str) -> object:
+    """
+    Answer what cannot be written.
+
+    Args:
+        kind: What it is.
+    """
+    if kind == "error":
+        raise Mute
+    nested = []
+    for _ in range(100_000 if kind == "deep" else 0):
+        nested = [nested]
+    return {"long": 9**9999, "deep": nested, "mute": Mute(), "part": [{"type": "text", "text": 1}]}[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("long", "ValueError"), ("deep", "RecursionError"), ("mute", "Mute"), ("part", "TypeError"), ("error", "Mute")],
+)
+def test_answer_that_cannot_become_text_is_the_tools_error(converse, kind, error):
+    rollouts = converse(call_once(f'[textless(kind="{kind}")]'), tools=["test_tools:textless"], max_tokens=150)
+    assert answers(rollouts[0]) == [str({"error": f"the answer cannot become text: {error}"})]
+    assert {rollout.messages[-1]["content"] for rollout in rollouts} == {"done"}
+    assert converse.made.batch.metrics["tools/failure_frequency"] == 1
+
+
 @pytest.mark.parametrize(("tool", "answer"), [("parts", "one, two"), ("halves", "a?")])
 def test_answers_are_text_that_any_template_takes(converse, tool, answer):
     first, *_ = converse(call_once(f"[{tool}()]"), tools=[f"test_tools:{tool}"])
@@ -587,8 +617,10 @@ def test_each_completion_has_an_environment_that_is_used_again(converse):
     assert Counter.made - before == 4
     (tools,) = [[schema["function"]["name"] for schema in own] for own in converse.made.task.tools.schemas.values()]
     assert tools == ["add", "wait"]
-    converse(says, evaluation=True)
-    assert Counter.made - before == 8
+    made = converse.made
+    evaluated = made.rollouts.complete(made.task.draw(1), made.args.learner)
+    assert [answers(own)[-1] for own in evaluated.rollouts] == ["sum 0", "sum 11", "sum 22", "sum 33"]
+    assert Counter.made - before == 8  # an evaluation has its own
 
 
 def held_out(split):
@@ -603,7 +635,7 @@ def test_evaluation_has_no_more_environments_than_a_step(converse, samples):
     flags = {"eval_dataset": "test_tools:held_out", "eval_every": 1, "eval_samples": samples}
     converse(says, environment="test_tools:Counter", **flags)
     before, made = Counter.made, converse.made
-    metrics = evaluate(made.engines, made.task, made.args.learner, 0)
+    metrics = evaluate(made.rollouts, 0)
     assert Counter.made - before == 4  # for 4 / samples of the seven prompts
     assert (metrics["eval/reward"], metrics["eval/turns/mean"]) == (1, 2)
     assert len(made.engines.turns) == 2 * (4 + 7 * samples)
@@ -698,11 +730,11 @@ def test_environment_whose_call_timed_out_is_thrown_away(converse):
 HANGS = """
 import threading
 from concurrent.futures import wait
-from test_tools import MESSAGES, Counter, arguments_of, rlhf, task_of
+from test_tools import MESSAGES, Counter, arguments_of, task_of, train_grpo
 from trainer.tasks.dataset import Row
 from trainer.tasks.environment import together
 
-tools = task_of(arguments_of(rlhf, environment="test_tools:Counter", dataset=None, reward=[])).tools
+tools = task_of(arguments_of(train_grpo, environment="test_tools:Counter", dataset=None, reward=[])).tools
 Counter.__init__ = lambda self: threading.Event().wait()
 row = Row(MESSAGES, {}, "row 0")
 opening = together(tools.open(row, evaluation=False) for _ in range(2))  # one of them is there
@@ -746,6 +778,8 @@ def test_environment_needs_no_dataset(converse, monkeypatch):
         ({"environment": "test_tools:Engines"}, "raised TypeError"),
         ({"environment": "test_tools:SimpleNamespace"}, "has no method reset"),
         ({"environment": "test_tools:NAMESAKES"}, "two classes have the name Counter"),
+        ({"tools": ["test_tools:shout", "test_tools:other_shout"]}, SAME_NAME),
+        ({"tools": ["test_tools:shout"], "environment": "test_tools:Loud"}, SAME_NAME),
         ({"environment": "test_tools:BOTH", "dataset": None}, "--dataset"),
         ({"environment": "test_tools:Silent", "reward": None}, "--reward is missing"),
         ({"tools": ["test_tools:shout"], "tool_parser": "nobody"}, "--tool-parser nobody"),
@@ -820,16 +854,14 @@ def test_seed_of_a_request_is_the_same_in_every_process():
     assert max(request_seed(i) for i in range(1000)) < 2**48
 
 
-@pytest.mark.parametrize("script", ["rlhf_ppo", "rlhf_nccl"])
-def test_other_scripts_refuse_tools_with_a_word(script, monkeypatch, capsys):
-    module = importlib.import_module(script)
+def test_ppo_refuses_tools_with_a_word(monkeypatch, capsys):
     for flags, word in (
         (["--environment", "a:B"], "unrecognized arguments: --environment"),
         (["--task", "lookup"], "no flag"),
     ):
-        monkeypatch.setattr(sys, "argv", [script, *flags])
+        monkeypatch.setattr(sys, "argv", ["train_ppo.py", *flags])
         with pytest.raises(SystemExit):
-            parse(module.Arguments, module.__doc__)
+            parse(train_ppo.Arguments, train_ppo.__doc__)
         assert word in capsys.readouterr().err
 
 
@@ -903,22 +935,6 @@ def test_template_that_is_not_made_for_tools_is_refused(name):
 # Each conversation by itself
 
 
-class AsyncEngines(Engines):
-    """The same as asynchronous engines, which serve weights of this `version`."""
-
-    version = -1
-
-    def __init__(self, tokenizer, says):
-        super().__init__(tokenizer, says, count=1)
-        self.actors = {"engine": SimpleNamespace(sample=SimpleNamespace(remote=self.remote))}
-
-    def remote(self, prompts, sampling, evaluation, images, waits):
-        sampled = self.sampled(*prompts, *sampling)
-        arrays = {name: np.array(getattr(sampled, name)) for name in ("completion_ids", "logprobs")}
-        arrays["versions"] = np.full(len(sampled.completion_ids), self.version, np.int32)
-        return answered([replace(sampled, **arrays)])
-
-
 NAMELESS = object.__new__(Wrapped)
 HELD = threading.Event()
 
@@ -935,7 +951,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
     tools = ["test_tools:hold", "test_tools:shout"]
     converse(lambda *_: "end", tools=tools)
     task = converse.made.task
-    args = arguments_of(rlhf_async, group_size=2, prompts_per_step=2, steps=6, max_tokens=100, max_staleness=2)
+    args = arguments_of(train_grpo, group_size=2, prompts_per_step=2, steps=6, max_tokens=100, max_staleness=2)
     HELD.clear()
 
     def says(text, number):
@@ -943,8 +959,8 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
             return "end"
         return "[hold()]" if number == 3 and engines.version else '[shout(text="a")]'
 
-    engines = AsyncEngines(converse.made.tokenizer, says)
-    with RolloutsAhead(engines, task, args.ahead, args.learner, 0) as ahead, ThreadPoolExecutor(1) as beside:
+    engines = Engines(converse.made.tokenizer, says, count=1, version=-1)
+    with Rollouts(engines, task, args.learner, 0, args.ahead) as ahead, ThreadPoolExecutor(1) as beside:
         taking = beside.submit(ahead.take, 1)
         deadline = time.monotonic() + 20
         while len(engines.turns) < 3 * (4 + 3) and time.monotonic() < deadline:  # all of three steps but for the held
@@ -968,12 +984,11 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
 
 
 @cpu_only
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(f"rlhf{name}.py", marks=pytest.mark.long) for name in ("", "_async", "_colocate", "_serve")],
-)
-def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, name):
-    text = script(name, "--task", "lookup", "--output", "run", "--steps", 10).finish()
+@pytest.mark.long
+@pytest.mark.parametrize("topology", ["separate", "separate --max-staleness 2", "shared", "servers --max-staleness 2"])
+def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, topology):
+    options = ["--topology", *topology.split(), "--task", "lookup", "--output", "run", "--steps", 10]
+    text = script("train_grpo.py", *options).finish()
     rows = metrics_of(tmp_path / "run")
     before, *steps = rows
     assert before["eval/reward"] < 0.2

@@ -537,7 +537,7 @@ def test_error_of_gloo_is_raised_though_its_work_is_complete(monkeypatch):
         torch.distributed, "all_reduce", lambda *_, **__: SimpleNamespace(is_completed=lambda: True, wait=fails)
     )
     with pytest.raises(RuntimeError, match="gloo's"):
-        Ranks(SimpleNamespace(size=lambda: 2)).sum(torch.ones(1), [], time.monotonic() + 5)
+        Ranks(SimpleNamespace(size=lambda: 2)).texts("text", "cpu")
 
 
 def test_error_of_gloo_gives_way_to_the_peers_own():

@@ -15,7 +15,8 @@ def named_function(flag: str, name: str) -> Callable:
     value = named_value(flag, name)
     if not callable(value):
         module, _, function = name.partition(":")
-        raise TaskError(f"{flag} {name}: {module} has no function {function}")
+        file = getattr(sys.modules[module], "__file__", None)  # a package's, perhaps, instead of the working folder's
+        raise TaskError(f"{flag} {name}: {module} has no function {function} ({file})")
     return value
 
 
@@ -30,7 +31,7 @@ def named_value(flag: str, name: str):
 def import_module(what: str, module: str):
     """Import a module, also from the working folder. Raises TaskError for whatever the module's own code raises."""
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())  # last: nothing in it may take the place of a package that others import
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:

@@ -5,7 +5,8 @@ They stay compressed, as files have them, on their way to engines and trainers, 
 
 import hashlib
 import io
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +14,8 @@ from .errors import TaskError
 
 PLACE = {"type": "image"}  # a part of a message: the row's next image
 PART_TYPES = ("image", "image_url")  # of parts that are, or stand for, an image
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a part that qwen-vl-utils reads
+WHITE = 2**16 - 1  # of 16 bits
 
 
 @dataclass(frozen=True)
@@ -28,19 +31,19 @@ class Images:
 
     def decoded(self) -> list:
         """These images as PIL.Image.Images in RGB. Raises TaskError if one cannot be read."""
-        return [self._opened(file, lambda image: image.convert("RGB")) for file in self.read().files]
+        return [self._opened(file, _rgb) for file in self.read().files]
 
-    def check(self) -> None:
-        """Raise TaskError if an image is not there or is none, as its first bytes show. Of addresses, only local paths
-        are tried."""
-        for file in self.files:
-            if isinstance(file, bytes) or ("://" not in file and not file.startswith("data:")):
-                self._opened(file)
+    def sizes(self) -> list[tuple[int, int]]:
+        """The width and height of each image in pixels, but for URLs. Raises TaskError if an image is not there or is
+        none, as its first bytes show."""
+        here = [file for file in self.files if isinstance(file, bytes) or not ("://" in file or file[:5] == "data:")]
+        return [self._opened(file, lambda image: image.size) for file in here]
 
     @cached_property
     def key(self) -> bytes:
         """Equal for equal images."""
-        return hashlib.blake2b(repr(self.files).encode()).digest()
+        files = (file if isinstance(file, bytes) else file.encode(errors="surrogatepass") for file in self.files)
+        return hashlib.blake2b(b"".join(hashlib.blake2b(file).digest() for file in files)).digest()
 
     def _read(self, address: str) -> bytes:
         import fsspec
@@ -49,9 +52,9 @@ class Images:
             with fsspec.open(address) as file:
                 return file.read()
         except Exception as error:  # which errors there are depends on the address
-            raise self._unreadable(address, error) from error
+            raise _unreadable(self.origin, address, error) from error
 
-    def _opened(self, file: str | bytes, use: Callable = lambda image: None):
+    def _opened(self, file: str | bytes, use: Callable):
         """What `use` makes of an opened image, whose pixels PIL reads only if they are used."""
         from PIL import Image
 
@@ -59,11 +62,26 @@ class Images:
             with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
                 return use(image)
         except Exception as error:  # which errors there are depends on the decoder
-            raise self._unreadable(file, error) from error
+            raise _unreadable(self.origin, file, error) from error
 
-    def _unreadable(self, file: str | bytes, error: Exception) -> TaskError:
-        name = f"the image {file[:200]}" if isinstance(file, str) else "an image"
-        return TaskError(f"{self.origin}: {name} cannot be read: {type(error).__name__}: {error}")
+
+class ImagesOfCompletions(Sequence):
+    """For each of `count` completions of a prompt, the prompt's images: a list of PIL.Image.Images, in RGB. They are
+    decoded if somebody takes them, and are copies each time."""
+
+    def __init__(self, images: Images, count: int):
+        self.images, self.count = images, count
+
+    @cached_property
+    def decoded(self) -> list:
+        return self.images.decoded()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index):
+        numbers = range(self.count)[index]  # raises IndexError, with which a loop ends
+        return [self[i] for i in numbers] if isinstance(index, slice) else [image.copy() for image in self.decoded]
 
 
 def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:
@@ -71,14 +89,14 @@ def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:
 
     A row has them in the columns `images` and `image`, as for TRL, or in the parts of its messages. If no message has a
     place for those of a column, the first of the user begins with them. Raises TaskError if there are more places or
-    fewer, or as `Images.check` does.
+    fewer, or as `Images.sizes` does.
     """
     columns = [record[name] for name in ("images", "image") if record.get(name)]
     given = [image for column in columns for image in (column if isinstance(column, list) else [column])]
     messages, placed, places, rest = [], [], 0, iter(given)
     for message in record["prompt"]:
         if isinstance(content := message.get("content"), list):
-            own = [_own(part) for part in content if part["type"] in PART_TYPES]
+            own = [_own(part, origin) for part in content if part["type"] in PART_TYPES]
             places += own.count(None)
             placed += [next(rest, None) if image is None else image for image in own]
             content = [PLACE if part["type"] in PART_TYPES else part for part in content]
@@ -94,11 +112,16 @@ def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:
     if not placed:
         return messages, None
     images = Images(tuple(_file(image, origin) for image in placed), origin)
-    images.check()
+    images.sizes()
     return messages, images
 
 
-def _own(part: dict):
+def _own(part: dict, origin: str):
+    if sizes := [name for name in SIZES if part.get(name)]:
+        raise TaskError(
+            f"{origin}: {' and '.join(sizes)} of an image would not count: the model's processor has one setting for"
+            " all, and --map can resize an image"
+        )
     return next((part[name] for name in (part["type"], "url", "path") if part.get(name)), None)
 
 
@@ -106,10 +129,39 @@ def _file(image, origin: str) -> str | bytes:
     """An image, in whatever form a row has it, as an address or as a file's content."""
     if isinstance(image, dict):  # of a part's "image_url", or of a column of `datasets`
         image = image.get("url") or image.get("bytes") or image.get("path")
+    if isinstance(image, os.PathLike):
+        image = os.fspath(image)
     if hasattr(image, "save"):  # a PIL.Image.Image
         file = io.BytesIO()
-        image.save(file, "PNG")
+        try:
+            _rgb(image).save(file, "PNG")
+        except Exception as error:  # its file is opened, but not read
+            raise _unreadable(origin, file.getvalue(), error) from error
         return file.getvalue()
     if not isinstance(image, (str, bytes)):
         raise TaskError(f"{origin}: {image!r} is no image: neither an address, nor a file's content, nor PIL's")
     return image
+
+
+def _rgb(image):
+    """The PIL.Image.Image as a viewer shows it, in RGB: turned as its EXIF tag says, and on white where it is
+    transparent, as for vLLM. Raises ValueError if its mode does not say which pixels are white."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith(("I", "F")):
+        integers = image.convert("I")
+        if image.mode == "F" or integers.getextrema()[1] > WHITE:
+            raise ValueError(f"which pixels are white in mode {image.mode}? Save it with 8 or 16 bits")
+        image = integers.point(lambda pixel: pixel / 256)  # `convert` would make all that is above 255 white
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        opaque = Image.new("RGB", image.size, "white")
+        opaque.paste(image, mask=image.getchannel("A"))
+        return opaque
+    return image.convert("RGB")
+
+
+def _unreadable(origin: str, file: str | bytes, error: Exception) -> TaskError:
+    name = f"the image {file[:200]}" if isinstance(file, str) else "an image"
+    return TaskError(f"{origin}: {name} cannot be read: {type(error).__name__}: {error}")

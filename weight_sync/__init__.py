@@ -6,7 +6,6 @@ trace                which writes vLLM's weight loaders make
 lora                 weights with LoRA adapters, which are merged as they are read
 buckets              how tensors are cut into pieces, each of one trainer rank, and packed into buckets
 regions              the elements of a piece that a worker needs
-rotation             what is compared where a worker reads the trainer's own memory
 groups               groups of processes (NCCL, gloo) and memory that several processes map (CUDA IPC)
 staging              where the bytes of a sync lie at each end: buffers, or memory that both ends map
 ranks                the trainer ranks that hold shards

@@ -53,8 +53,8 @@ class GroupChannel:
 
 
 class SharedMemoryChannel:
-    """A channel from a trainer rank to the engine worker on the same device, and to those beside the other ranks on the
-    same node: CUDA IPC, or shared memory on CPU.
+    """A channel from a trainer rank to the engine worker on the same device, and to those beside the other ranks, which
+    must be on the same node: CUDA IPC, or shared memory on CPU.
 
     If several engines share the device, `workers` says how many of their workers do. `handles` maps the device's id to
     this rank's socket, for `ColocateWorkerExtension.receive_weights`. On CPU all processes share one device, so the
@@ -76,16 +76,19 @@ class SharedMemoryChannel:
         self.handles = {device_id_of(device): f"{self.folder}/link"}
 
     def accept(self, links: list[Link], ranks: Ranks) -> None:
-        """Append a link to each worker beside this rank, or beside another one on this node."""
+        """Append a link to each worker beside this rank or another one. Raises WeightSyncError if one does not connect,
+        or if the ranks are on several nodes."""
         texts = ranks.texts(json.dumps([socket.gethostname(), f"{self.folder}/link"]), self.device.type)
         hosts, paths = zip(*map(json.loads, texts), strict=True)
-        beside = [rank for rank, host in enumerate(hosts) if host == socket.gethostname()]
-        # The rank on this node that holds what each rank has: itself, or for another node's a copy.
-        self.holders = [rank if rank in beside else beside[rank % len(beside)] for rank in range(ranks.size)]
-        names = f"engine workers on {device_id_of(self.device)}" + " and beside other ranks" * (len(beside) > 1)
+        for rank, host in enumerate(hosts):
+            if host != socket.gethostname():
+                raise WeightSyncError(
+                    f"{ranks.role} is on the node {socket.gethostname()}, and trainer rank {rank} on {host}: ranks that"
+                    " share GPUs with engines must be on one node, or with HSDP those of each replica"
+                )
+        names = f"engine workers on {device_id_of(self.device)}" + " and beside other ranks" * (ranks.size > 1)
         hint = "is receive_weights running there, with this rank's handle?"
-        count, peers = self.workers * len(beside), [paths[rank] for rank in beside]
-        accept(self.server, count, self.folder, links, names, hint, ranks.role, paths=peers)
+        accept(self.server, self.workers * ranks.size, self.folder, links, names, hint, ranks.role, paths=paths)
         self.close()  # each worker connects once
 
     def close(self, error: str | None = None) -> None:
@@ -168,7 +171,7 @@ def _connect(links: list[Link], address: tuple[str, int] | str, role: str, token
     try:
         sock.connect(address)
     except OSError as error:
-        raise WeightSyncError(f"the trainer is gone, or this channel was used before: {error}") from error
+        raise WeightSyncError(f"the trainer is gone or on another node, or its channel was used: {error}") from error
     links.append(Link(sock))
     links[-1].send_hello(role, token)
     return links[-1].recv_hello(token, timeout)

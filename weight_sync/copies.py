@@ -118,7 +118,8 @@ class Digester:
     """
 
     def __init__(self, tensors: list[torch.Tensor], first_number: int = 0):
-        flat = [tensor.contiguous().view(-1) for tensor in tensors]
+        # Not view(-1): of one element, that keeps the stride, and torch views only a stride of 1 as bytes.
+        flat = [tensor.contiguous().as_strided((tensor.numel(),), (1,)) for tensor in tensors]
         pad = torch.nn.functional.pad  # copies, to an address that words can be read from
         flat = [t if _in_words(t) else pad(t.view(torch.uint8), (0, -t.nbytes % WORD_BYTES)) for t in flat]
         self.words, self.table = [t.view(torch.int32) for t in flat], None
@@ -142,6 +143,35 @@ class Digester:
             if len(words) > end:
                 sums.append(words[end:].long().dot(coefficients[: len(words) - end]).view(1))
         total += torch.cat(sums).dot(self.multipliers)
+
+
+class CopiesDigester:
+    """Computes the digest that `Digester` would compute of the destinations of copies, and copies nothing.
+
+    Copies are as in `BatchedCopy`. Their destinations are meta tensors, each in one piece.
+    """
+
+    def __init__(self, device: torch.device, copies: list[tuple], first_number: int = 0):
+        self.device, self.others, runs = device, [], {}  # others: what no kernel hashes where it is; runs by cast
+        for number, (destination, source) in enumerate(copies, first_number):
+            found = None if callable(source) else runs_of(destination, source)
+            if found is None:
+                self.others.append((number, destination, source))
+            else:
+                address, place, words = found
+                hashed = [address, torch.zeros_like(place), words, torch.full_like(words, number), place // WORD_BYTES]
+                runs.setdefault(source.dtype != destination.dtype, []).append(torch.stack(hashed))
+        joined = [(cast, torch.cat(each, 1)) for cast, each in runs.items()]
+        self.tables = [Table(each[:3], cast, device, *each[3:]) for cast, each in joined]
+
+    def run(self, total: torch.Tensor) -> None:
+        """Add the digest to `total`, int64 [1], on a GPU after what is queued so far."""
+        for table in self.tables:
+            table.run(total)
+        for number, destination, source in self.others:
+            written = torch.empty_like(destination, device=self.device)
+            source(written) if callable(source) else written.copy_(source)
+            Digester([written], number).run(total)
 
 
 @torch.no_grad()

@@ -156,9 +156,18 @@ class EngineModel:
                 counted.setdefault(layer, Counter())[target] += size.numel()
         incomplete = []
         for layer, elements in counted.items():
-            info = get_layerwise_info(self.model.get_submodule(layer))
-            # vLLM processes and resets a layer as soon as it is complete. A layer that `can_load` was not reset.
-            if info.can_load() and info.load_numel < elements.total():
+            module = self.model.get_submodule(layer)
+            info = get_layerwise_info(module)
+            if not info.can_load():
+                continue  # vLLM processes and resets a layer as soon as it is complete
+            served, _ = info.kernel_tensors
+            for target in list(elements):
+                name = target.rpartition(".")[2]
+                now = module._parameters[name]
+                if name in served and now is not served[name] and not now.is_meta:  # registered anew, and not counted
+                    served[name].data.copy_(now)  # the bracket restores it, maybe without a look at the new one
+                    del elements[target]
+            if info.load_numel < elements.total():
                 loaded = {f"{layer}.{name}" for name, _ in info.loaded_weights}
                 incomplete += sorted(elements.keys() - loaded) or [layer]
         return incomplete

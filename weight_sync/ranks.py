@@ -8,9 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from .buckets import row_of
-from .copies import Digester
-from .link import CONNECT_SECONDS, Link, WeightSyncError, wait_until
-from .staging import RANK_NUMBERS
+from .link import CONNECT_SECONDS, WeightSyncError, wait_until
 
 TEXT_BYTES = 1000  # longest text that one rank tells the others
 
@@ -69,46 +67,15 @@ class Ranks:
             return _part(tensor).local(self.rank, self.size)[1]
         return tensor.reshape(-1)[: 0 if self.rank else tensor.numel()]
 
-    def exchange(
-        self, parts: list[torch.Tensor | None], sizes: list[int], digest: int, links: list[Link], deadline: float
-    ) -> None:
-        """Bring each rank's part, of these sizes in bytes, to all ranks that have a place for it. This rank's own is
-        packed and has this digest. Raises WeightSyncError if something else arrives, or as `sum` does."""
-        own = parts[self.rank]
-        unused = torch.empty(max(sizes), dtype=torch.uint8, device=own.device)
-        places = [unused[:size] if part is None else part for part, size in zip(parts, sizes, strict=True)]
-        broadcasts = [
-            dist.broadcast(place, group_src=rank, group=self.group, async_op=True)
-            for rank, place in enumerate(places)
-            if len(place)
-        ]
-        self.wait(broadcasts, links, deadline)
-        digests = torch.zeros(self.size, dtype=torch.int64, device=own.device)
-        digests[self.rank] = digest
-        self.sum(digests, links, deadline)
-        for rank, part in enumerate(parts):
-            total = torch.zeros_like(digests[:1])
-            Digester([part], rank * RANK_NUMBERS).run(total) if part is not None else total.copy_(digests[rank])
-            if not total.equal(digests[rank : rank + 1]):
-                raise WeightSyncError(f"what arrived from trainer rank {rank} is not what it has sent")
-
-    def sum(self, tensor: torch.Tensor, links: list[Link], deadline: float) -> None:
-        """Sum a tensor over the ranks, in place. Raises WeightSyncError if a worker behind one of `links` fails, or
-        after the deadline, as when a rank is missing."""
-        self.wait([dist.all_reduce(tensor, group=self.group, async_op=True)], links, deadline)
-
     def texts(self, text: str, device: torch.device | str) -> list[str]:
-        """The text of each rank."""
+        """The text of each rank. Raises WeightSyncError if one is missing for CONNECT_SECONDS."""
         if self.size == 1:
             return [text]
         rows = torch.zeros(self.size, TEXT_BYTES, dtype=torch.uint8, device=device)
         rows[self.rank] = torch.tensor(list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
-        self.sum(rows, [], time.monotonic() + CONNECT_SECONDS)
+        summed = dist.all_reduce(rows, group=self.group, async_op=True)
+        wait_until(lambda: summed.is_completed() and summed.wait(), [], time.monotonic() + CONNECT_SECONDS)
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.tolist()]
-
-    @staticmethod
-    def wait(works: list[dist.Work], links: list[Link], deadline: float) -> None:
-        wait_until(lambda: all(work.is_completed() and work.wait() for work in works), links, deadline)
 
 
 def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:

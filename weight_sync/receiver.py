@@ -10,12 +10,12 @@ import torch
 
 from .buckets import largest_bucket, plan_buckets, seconds_allowed, wire_of
 from .comparison import compare_quantized
+from .copies import CopiesDigester
 from .engine_model import EngineModel
 from .groups import device_id_of
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
 from .regions import Region
-from .rotation import Rotation
-from .staging import RANK_NUMBERS, RoutedStaging, Staging
+from .staging import RANK_NUMBERS, RoutedStaging, Staging, compares
 
 
 class WeightReceiver:
@@ -47,6 +47,12 @@ class WeightReceiver:
         """Two digests: of the parameters that this worker serves, and of all tensors that its model's layers keep."""
         model = self.weight_model
         return model.weights_digest(buffers=False), model.state_digest()
+
+    def weight_bytes(self) -> tuple[int, int]:
+        """The bytes of this worker's weights: as it stores them, and as it would without quantization."""
+        model = self.weight_model
+        stored = sum(tensor.nbytes for tensor in model.served_tensors())
+        return stored, sum(parameter.nbytes for parameter in model.model.parameters())
 
     def load_parameter(self, name: str, tensor: torch.Tensor) -> None:
         """Take one whole tensor, named as in the checkpoint. The last one completes the next weight version.
@@ -114,7 +120,7 @@ class WeightReceiver:
                 raise WeightSyncError(f"{link.peer} sends other tensors than {links[0].peer}")
         dtypes, problems = model.preflight(messages[0]["metadata"])
         self._answer(dtypes=dtypes, problems=problems, version=model.version, **self.weight_place)
-        self.weight_handshakes, self.weight_rotations = recv_all(links, ANSWER_SECONDS), []
+        self.weight_handshakes, self.weight_digesters = recv_all(links, ANSWER_SECONDS), []
         model.replay_steps = self.weight_staging = self.weight_routing = None  # free memory before allocating anew
         self.weight_buckets = plan_buckets(self.weight_handshakes[0]["wire"], self.weight_handshakes[0]["bucket_bytes"])
         return recv_all(links, ANSWER_SECONDS)
@@ -154,11 +160,10 @@ class WeightReceiver:
             return self.weight_routing.needs[i]
         if not self._staging("reload").is_mapped:
             return []
-        holds, ranks = self.weight_handshakes[i]["handles"], {p.number: p.rank for p in self.weight_buckets[0]}
-        compared = [pair for pair in self.weight_model.compared if str(ranks[pair[0].piece]) in holds]
-        served = [(tensor, tensor.dtype) for _, tensor in compared]
-        first_number = self.weight_handshakes[i]["rank"] * RANK_NUMBERS
-        self.weight_rotations.append(Rotation(self.device, served, first_number))
+        rank_of = {piece.number: piece.rank for piece in self.weight_buckets[0]}
+        compared = [pair for pair in self.weight_model.compared if rank_of[pair[0].piece] == i]
+        served = [(torch.empty(t.shape, dtype=t.dtype, device="meta"), t) for _, t in compared]
+        self.weight_digesters.append(CopiesDigester(self.device, served, i * RANK_NUMBERS))
         return [[region for region, _ in compared]]
 
     def _messages(self, timeout: float) -> list[dict]:
@@ -200,16 +205,16 @@ class WeightReceiver:
         return result
 
     def _replay_mapped(self, version: int) -> int | None:
-        """Replay from the trainer's own memory, and compare a part. Returns the digest of the loaded weights."""
+        """Replay from the trainer's own memory, and compare some versions. Returns the digest of the loaded weights."""
         total = torch.zeros(1, dtype=torch.int64, device=self.device)
 
         def arrivals() -> Iterator[int]:
             yield 0
-            for rotation in self.weight_rotations:  # queued behind the copies
-                rotation.add(version, total)
+            for digester in self.weight_digesters if compares(version) else ():  # queued behind the copies
+                digester.run(total)
 
         loaded = self.weight_model.replay(arrivals())
-        self._compare_digest(total, "what the engine now serves is not what the trainer has: digests of a part differ")
+        self._compare_digest(total, "what the engine now serves is not what the trainer has: their digests differ")
         return loaded
 
     def _compare_digest(self, total: torch.Tensor, difference: str) -> None:

@@ -1,5 +1,6 @@
 """Regions: the elements of a piece that one copy of a worker's loaders reads. A worker needs no others."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ class Region(NamedTuple):
 
 def whole(piece: Piece) -> Region:
     """All elements of a piece: rows, or if it is not made of whole rows, [count]."""
-    if piece.row > 1 and piece.count % piece.row == piece.begin % piece.row == 0:
+    if piece.count % piece.row == piece.begin % piece.row == 0:
         return Region(piece.number, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
     return Region(piece.number, 0, (piece.count,), (1,))
 
@@ -63,20 +64,34 @@ def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[
 
 def copy_of(
     destination: torch.Tensor, region: Region, piece: Piece, elements: torch.Tensor, adapted: LoRAWeight | None = None
-) -> tuple[torch.Tensor, torch.Tensor | Merge]:
-    """The copy (destination, source) of a region. `elements` [count] are those of its piece, in any dtype: of the base,
-    if the weight is `adapted`.
+) -> tuple[torch.Tensor, torch.Tensor | Callable]:
+    """The copy (destination, source) of a region, as `BatchedCopy` takes it. `elements` [count] are those of its piece,
+    in any dtype: of the base, if the weight is `adapted`.
 
-    Raises NotImplementedError for adapted weights that are copied neither by rows nor by columns.
+    Raises NotImplementedError for an adapted weight with a row that no bucket can hold.
     """
     destination, columns = destination.view(region.size), piece.row
     source = elements.as_strided(region.size, region.stride, elements.storage_offset() + region.offset)
     if adapted is None:
         return destination, source
     first_row, first_column = divmod(piece.begin + region.offset, columns)
-    if region.stride == (columns, 1):
+    if region.stride == (columns, 1) and first_column + region.size[1] <= columns:
         return destination, Merge(adapted, source, first_row, first_column)
-    if region.stride == (1, columns):
+    if region.stride == (1, columns) and first_column + region.size[0] <= columns:
         turned = replace(adapted, transposed=not adapted.transposed)
         return destination, Merge(turned, source, first_column, first_row)
-    raise NotImplementedError(f"{piece.name}: it is merged, and copied neither by rows nor by columns")
+    if region == whole(piece):
+        raise NotImplementedError(f"{piece.name}: it is merged, and a row of it is larger than a bucket")
+
+    def merge(out: torch.Tensor) -> None:  # of what is copied neither by rows nor by columns, such as every third row
+        out.copy_(merged(piece, elements, adapted).as_strided(region.size, region.stride, region.offset))
+
+    return destination, merge
+
+
+def merged(piece: Piece, elements: torch.Tensor, adapted: LoRAWeight) -> torch.Tensor:
+    """The elements [count] of an adapted weight's piece, a new tensor. `elements` [count] are the base's."""
+    out = torch.empty(piece.count, dtype=piece.dtype, device=elements.device)
+    rows, merge = copy_of(out, whole(piece), piece, elements, adapted)
+    merge(rows)
+    return out

@@ -12,14 +12,13 @@ import torch
 from .buckets import Piece, dtype_name, largest_bucket, part_sizes, plan_buckets, seconds_allowed
 from .channels import GroupChannel, SharedMemoryChannel
 from .comparison import Comparison, comparison_of
-from .copies import BatchedCopy, digest_together, load_kernel
+from .copies import BatchedCopy, CopiesDigester, digest_together, load_kernel
 from .groups import Wire, can_share, shared_buffer
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
 from .lora import LoRAWeight, Merge
 from .ranks import Ranks, ShardedPart, local_part, ranks_of
 from .regions import Region, copy_of
-from .rotation import Rotation
-from .staging import RANK_NUMBERS, RoutedStaging, Staging, TrainerMemory, broadcast_staging
+from .staging import RANK_NUMBERS, RoutedStaging, Staging, TrainerMemory, broadcast_staging, compares
 from .trace import storage_id
 
 
@@ -94,8 +93,8 @@ class WeightSender:
         self.routing: RoutedStaging | None = None  # of what each worker needs
         self.packings: dict[Staging, Packing] = {}
         self.regions: list[list[Region]] = []  # what workers read of the memory that they map
-        self.rotation_of: list[int] = []  # by worker; workers that read the same share one
-        self.rotations: list[Rotation] = []  # what is compared of it
+        self.regions_of: list[int] = []  # by worker, its index in `regions`: workers that read the same share one
+        self.digesters: list[CopiesDigester] = []  # of each of `regions`
         self.filled: torch.Tensor | None = None  # that memory is filled for the next sync: the digests, int64 [n]
         self.nbytes, self.loader = 0, ""  # loader as in `SyncReport`; "" before the first sync
 
@@ -155,7 +154,7 @@ class WeightSender:
             with torch.cuda.device_of(local_part(next(iter(tensors.values()), torch.empty(0)))):
                 if any(tensor.data_ptr() != address for tensor, address in self.kept):
                     self.sources = []  # other tensors may lie where the last ones did
-                elif self.maps and self.loader == "replay" and not names and not self._spans_nodes:
+                elif self.maps and self.loader == "replay" and not names:
                     self._fill_memory("replay", self.version + 1)  # a GPU does it while this side checks its tensors
                 self._agree(tensors, adapted)
                 return send()
@@ -176,7 +175,7 @@ class WeightSender:
         for name, weight in adapted.items():
             weight.check(name)
         self.tensors, self.adapted = _without_ties(tensors, adapted), adapted
-        self.packings, self.rotations = {}, []
+        self.packings, self.digesters = {}, []
         metadata = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
         ranks = ranks_of(self.tensors)
         if self.sources is None:
@@ -236,46 +235,38 @@ class WeightSender:
             self.whole = self._share_memory(in_one_piece)
         else:
             self.wire = Wire(self.channel.communicator, self._device)
-        handles = self.whole.handles() if self.maps else {}
+        handle = self.whole.handle(self.ranks.rank) if self.maps else None
         for link in self.links:
-            link.send(wire=wire, bucket_bytes=self.bucket_bytes, routes=routes, rank=self.ranks.rank, handles=handles)
+            link.send(wire=wire, bucket_bytes=self.bucket_bytes, routes=routes, handle=handle)
         self.metadata, self.nbytes = metadata, sum(piece.nbytes for piece in chain(*self.buckets))
         self.loader = "" if self.replay else "reload (replay is switched off)"
         self.version = max(answer["version"] for answer in answers)  # a failed sync may leave different ones
 
     def _free(self) -> None:
         self.whole = self.routing = None
-        self.packings, self.regions, self.rotations, self.filled = {}, [], [], None
+        self.packings, self.regions, self.digesters, self.filled = {}, [], [], None
 
     def _share_memory(self, in_one_piece: bool) -> TrainerMemory:
         """What workers map: the tensors, or copies of them.
 
-        Copies are made where another process cannot map the tensors, and for ranks on other nodes; with other ranks
-        also of fp32 weights, so that half as many bytes cross the links between GPUs.
+        Copies are made where another process cannot map the tensors, and with other ranks of fp32 weights, so that half
+        as many bytes cross the links between GPUs.
         """
-        own, sizes, shares = self.ranks.rank, part_sizes(self.buckets[0], self.ranks.size), self._shares()
+        own, memory, shares = self.ranks.rank, [None] * self.ranks.size, self._shares()
         sent_bytes = sum(piece.nbytes for piece in self.buckets[0] if piece.rank == own)
         few_bytes = self.ranks.size == 1 or sum(share.nbytes for share in shares.values()) <= sent_bytes
-        in_place = all(map(can_share, shares.values())) and in_one_piece and few_bytes and not self._spans_nodes
-        memory = [None] * len(sizes)
-        if in_place:
+        if all(map(can_share, shares.values())) and in_one_piece and few_bytes:
             adapted = {name: replace(self.adapted[name], base=shares[name]) for name in shares.keys() & self.adapted}
             memory[own] = shares | adapted
         else:
-            for rank, holder in enumerate(self.channel.holders):
-                if holder == own:
-                    memory[rank] = shared_buffer(max(1, sizes[rank]), self._device)[: sizes[rank]]
+            size = part_sizes(self.buckets[0], self.ranks.size)[own]
+            memory[own] = shared_buffer(max(1, size), self._device)[:size]
         load_kernel(self._device)  # or a later sync would wait for its compilation
         return TrainerMemory(self.buckets, memory)
 
     @property
     def _device(self) -> torch.device:
         return local_part(next(iter(self.tensors.values()))).device
-
-    @property
-    def _spans_nodes(self) -> bool:
-        """Whether other ranks are on other nodes, so that workers here map copies of what those have."""
-        return self.maps and self.channel.holders != list(range(self.ranks.size))
 
     def _shares(self) -> dict[str, torch.Tensor]:
         """What this rank sends of each tensor, by name: elements [n]."""
@@ -331,15 +322,15 @@ class WeightSender:
         """Reload and record. If every worker could record, verify that replay gives the same bits as the reload did."""
         answers = self._transmit("record")
         regions = [[list(map(Region.read, step)) for step in answer["regions"]] for answer in answers]
-        if refused := self._any_worker([answer["refused"] for answer in answers]):
+        if refused := next(filter(None, (answer["refused"] for answer in answers)), None):
             self.loader = f"reload ({refused})"
         else:
             if self.routes:
                 self.whole, self.packings = None, {}  # free their memory before allocating anew
                 self.routing = RoutedStaging.of_rank(self.buckets, regions, self.routes, self.wire)
-            if not self._any_worker([not answer["same"] for answer in self._transmit("verify")]):
+            if all(answer["same"] for answer in self._transmit("verify")):
                 self.loader = "replay"
-            elif not self._any_worker([not answer["same"] for answer in self._transmit("fallback")]):
+            elif all(answer["same"] for answer in self._transmit("fallback")):
                 self.loader = "reload (replay did not reproduce it bit for bit)"
             else:
                 raise WeightSyncError("a second reload of the same tensors gave other weights than the first")
@@ -351,43 +342,35 @@ class WeightSender:
         elif self.maps:
             read = [step for (step,) in regions]
             self.regions = [each for i, each in enumerate(read) if each not in read[:i]]
-            self.rotation_of = [self.regions.index(each) for each in read]
-            self._compared()  # now, and not in the next sync's time
+            self.regions_of = [self.regions.index(each) for each in read]
+            self._region_digesters()  # now, and not in the next sync's time
 
-    def _any_worker(self, values: list) -> str:
-        """The first true value as text, "" if there is none: the same on all ranks. `values` has one of each worker."""
-        text = str(next(filter(None, values), ""))
-        if not self._spans_nodes:
-            return text  # all ranks have the answers of all workers
-        return next(filter(None, self.ranks.texts(text, self._device)), "")
-
-    def _compared(self) -> list[Rotation]:
-        """What a replay compares with the workers: the regions that each has named."""
-        if not self.rotations:
+    def _region_digesters(self) -> list[CopiesDigester]:
+        """What digests the regions that workers read."""
+        if not self.digesters:
             pieces = {piece.number: piece for piece in self.buckets[0]}
             for regions in self.regions:
-                sources = [self._source(pieces[region.piece], region) for region in regions]
-                self.rotations.append(Rotation(self._device, sources, self.ranks.rank * RANK_NUMBERS))
-        return self.rotations
+                copies = [self._source(pieces[region.piece], region) for region in regions]
+                self.digesters.append(CopiesDigester(self._device, copies, self.ranks.rank * RANK_NUMBERS))
+        return self.digesters
 
-    def _source(self, piece: Piece, region: Region) -> tuple[torch.Tensor | Merge, torch.dtype]:
-        """What a region is compared with, and the dtype that travels: this rank's own tensor, also where workers read a
-        copy of it. Only what cannot be cut out of the tensor is compared with the copy."""
-        place = torch.empty(region.size, device="meta")
+    def _source(self, piece: Piece, region: Region) -> tuple:
+        """What a region is compared with: this rank's own tensor, also where workers read a copy of it. Only what
+        cannot be cut out of the tensor is compared with the copy."""
+        place = torch.empty(region.size, dtype=piece.dtype, device="meta")
         if piece.rank == self.ranks.rank and local_part(self.tensors[piece.name]).is_contiguous():
             with suppress(NotImplementedError):
-                source = copy_of(place, region, piece, self._elements(piece), self.adapted.get(piece.name))[1]
-                return source, piece.dtype
-        return self.whole.copy(0, piece, region, place)[1], piece.dtype
+                return copy_of(place, region, piece, self._elements(piece), self.adapted.get(piece.name))
+        return self.whole.copy(0, piece, region, place)
 
     def _transmit(self, mode: str) -> list[dict]:
         """Have the workers read everything once. Returns their answers."""
-        deadline = self._deadline()
+        deadline = time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
         if self.maps:  # the workers' GPUs are theirs from the next message on
             if self.filled is None:
                 self._fill_memory(mode, self.version)
             digests, self.filled = self.filled.tolist(), None
-            digests = [digests[i] for i in self.rotation_of] if mode == "replay" else digests * len(self.links)
+            digests = [digests[i] for i in self.regions_of] if mode == "replay" else digests * len(self.links)
         for link in self.links:
             link.send(mode=mode, version=self.version)
         if not self.maps:
@@ -395,9 +378,6 @@ class WeightSender:
         for link, digest in zip(self.links, digests, strict=True):
             link.send(digest=digest)  # the worker compares it with its own
         return recv_all(self.links, max(0.0, deadline - time.monotonic()), expected_soon=True)
-
-    def _deadline(self) -> float:
-        return time.monotonic() + min(seconds_allowed(self.buckets), self.timeout)
 
     def _send_steps(self, mode: str, deadline: float) -> list[int]:
         """Pack and send all steps. Returns the digest of what each worker gets."""
@@ -418,21 +398,18 @@ class WeightSender:
         return [digests[part] for part in staging.part_of or [0] * len(self.links)]
 
     def _fill_memory(self, mode: str, version: int) -> None:
-        """Start to make the copies that workers map, and to digest what each worker is to compare: all that this rank
-        holds or, in a replay, a part."""
+        """Start to make the copies that workers map, and to digest what each worker is to compare."""
         packing = self._packing(self.whole)
         packing.totals.zero_()
         packing.pack(0)
-        if self._spans_nodes:  # bring the copies to ranks on other nodes
-            sizes, deadline = part_sizes(self.buckets[0], self.ranks.size), self._deadline()
-            self.ranks.exchange(self.whole.parts[0], sizes, packing.digests()[0], self.links, deadline)
-        compared = self._compared() if mode == "replay" else []
-        self.filled = torch.zeros(max(1, len(compared)), dtype=torch.int64, device=self._device)
-        for i, rotation in enumerate(compared):
-            rotation.add(version, self.filled[i : i + 1])
-        if not compared and len(packing.totals) and not self._spans_nodes:
+        digests = len(self.regions) if mode == "replay" else 1
+        self.filled = torch.zeros(digests, dtype=torch.int64, device=self._device)
+        if mode == "replay":
+            for i, digester in enumerate(self._region_digesters() if compares(version) else ()):
+                digester.run(self.filled[i : i + 1])
+        elif len(packing.totals):
             self.filled += packing.totals  # of what was read, and not of what lies in the copies
-        elif not compared:
+        else:
             self.whole.digest(0, self.filled)
 
 

@@ -12,9 +12,10 @@ from .buckets import STAGING_BUFFERS, Piece, aligned, part_sizes, staging_buffer
 from .copies import Digester
 from .groups import Wire, rebuild_ipc, share_tensor
 from .lora import LoRAWeight, map_tensors
-from .regions import Region, copy_of, whole
+from .regions import Region, copy_of, merged, whole
 
 RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
+COMPARED_SYNCS = 64  # one of so many replays from mapped memory is compared, which takes as long as the copy
 
 
 class Staging:
@@ -141,30 +142,19 @@ class TrainerMemory(Staging):
         super().__init__(steps, [[held if isinstance(held, torch.Tensor) else None for held in memory]])
         self.memory = memory
 
-    def handles(self) -> dict[int, str]:
-        """What another process needs to map the memory that is held, by rank."""
-        shared = {rank: map_tensors(share_tensor, held) for rank, held in enumerate(self.memory) if held is not None}
-        return {rank: base64.b64encode(pickle.dumps(handle)).decode() for rank, handle in shared.items()}
+    def handle(self, rank: int) -> str:
+        """What another process needs to map the memory of this rank."""
+        return base64.b64encode(pickle.dumps(map_tensors(share_tensor, self.memory[rank]))).decode()
 
     @classmethod
-    def mapped(
-        cls, steps: list[list[Piece]], ranks: int, handles: dict[int, str], device: int | None
-    ) -> "TrainerMemory":
-        """The memory behind the `handles` of all ranks, in this process."""
-        memory = [None] * ranks
-        for rank, handle in handles.items():
-            shared = pickle.loads(base64.b64decode(handle))
-            memory[rank] = map_tensors(lambda each: rebuild_ipc(each, device), shared)
-        return cls(steps, memory)
+    def mapped(cls, steps: list[list[Piece]], handles: list[str], device: int | None) -> "TrainerMemory":
+        """The memory behind the `handle` of each rank, in this process."""
+        shared = [pickle.loads(base64.b64decode(handle)) for handle in handles]
+        return cls(steps, [map_tensors(lambda each: rebuild_ipc(each, device), held) for held in shared])
 
     def view(self, i: int, piece: Piece) -> torch.Tensor:
         elements, adapted = self._elements(piece)
-        if adapted is None:
-            return elements
-        merged = torch.empty(piece.count, dtype=piece.dtype, device=elements.device)
-        rows, merge = copy_of(merged, whole(piece), piece, elements, adapted)
-        merge(rows)
-        return merged
+        return elements if adapted is None else merged(piece, elements, adapted)
 
     def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
         return copy_of(destination, region, piece, *self._elements(piece))
@@ -185,6 +175,11 @@ class TrainerMemory(Staging):
             map_tensors(tensors.append, {} if held is None else held)
             if tensors:
                 Digester(tensors, rank * RANK_NUMBERS).run(total)  # a new one: it keeps copies of odd tensors
+
+
+def compares(version: int) -> bool:
+    """Whether the replay of this version from mapped memory is compared. A reload always is."""
+    return version % COMPARED_SYNCS == 0
 
 
 def broadcast_staging(buckets: list[list[Piece]], bucket_bytes: int, ranks: int, wire: Wire) -> WiredStaging:

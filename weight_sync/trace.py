@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -30,6 +31,21 @@ class WriteTrace(TorchDispatchMode):
         super().__init__()
         self.parameters = {storage_id(parameter): (name, parameter) for name, parameter in parameters.items()}
         self.source_id, self.writes = storage_id(source), []
+
+    def __enter__(self) -> "WriteTrace":
+        self.hook = register_module_parameter_registration_hook(self._in_place)
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.hook.remove()
+        super().__exit__(*error)
+
+    def _in_place(self, module: torch.nn.Module, name: str, _) -> torch.nn.Parameter | None:
+        """A view of the parameter in whose place a loader registers another one, as vLLM's Transformers backend does
+        with `lm_head.bias` in each load."""
+        parameter = module._parameters.get(name)
+        if parameter is not None and storage_id(parameter) in self.parameters:
+            return torch.nn.Parameter(parameter.data, requires_grad=False)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func._schema.is_mutable or not isinstance(args[0], torch.Tensor):

@@ -49,7 +49,8 @@ def choose_attention(module, requested: str | None = None, forward: Callable | N
 
     def logits(attention: str) -> torch.Tensor:
         module.config._attn_implementation = attention  # its setter reaches models that set_attn_implementation refuses
-        return (forward or module)(input_ids=ids, use_cache=False)[0]
+        # Not [0], which is the loss of a mixture's router if its config says output_router_logits.
+        return forward(input_ids=ids) if forward else module(input_ids=ids, use_cache=False).logits
 
     eager = logits("eager")
     distance = (logits(loaded) - eager).abs().mean()

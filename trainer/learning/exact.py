@@ -40,11 +40,12 @@ NORMS_WITHOUT_RESIDUAL = ("layers.0.input_layernorm", ".q_norm", ".k_norm")
 
 @dataclass(frozen=True)
 class GPU:
-    """What exactness depends on, of a GPU and its node."""
+    """What a run depends on, of a GPU and its node."""
 
     capability: int  # as 90 for 9.0
     nccl: tuple[int, ...]  # the version that vLLM loads
     linked: int  # how many GPUs the node has, each linked with all others; 0 if they are not
+    memory: int  # in bytes
 
     @property
     def nccl_version(self) -> str:
@@ -64,7 +65,8 @@ class GPU:
         count = pynvml.nvmlDeviceGetCount()  # also GPUs that Ray hides
         nccl = tuple(map(int, NCCLLibrary().ncclGetVersion().split(".")))
         linked = count if current_platform.is_fully_connected(list(range(count))) else 0
-        return cls(current_platform.get_device_capability().to_int(), nccl, linked)
+        capability = current_platform.get_device_capability().to_int()
+        return cls(capability, nccl, linked, current_platform.get_device_total_memory())
 
 
 def match_engine() -> None:

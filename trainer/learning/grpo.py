@@ -65,6 +65,8 @@ class GRPOLearner(PolicyLearner):
         super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
         if config.kl_coef and not self.model.adapters:
             self.reference = Model(initial or path, config, device, like=self.model)
+        if device.type == "cuda":  # nothing is compiled for a CPU
+            self.warm_up()
 
     def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
         """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics.

@@ -26,8 +26,9 @@ from .model import Model, ModelConfig, RankBatch
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
-from .sharding import Offload, whole
+from .sharding import Offload, stray_weights, whole
 
+WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 MERGED = "merged"  # a checkpoint's folder with the whole model, of --save-merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
 
@@ -186,7 +187,10 @@ class Learner:
 
     def _optimizer_step(self) -> float:
         """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises
-        RunError, before anything is updated, if it is not finite: the update would make every weight a NaN."""
+        RunError, before anything is updated, if it is not finite: the update would make every weight a NaN; or if the
+        model computes with a weight that the optimizer does not update."""
+        if stray := stray_weights(self.model.module, self.parameters):
+            raise RunError(f"{stray[0]} would not learn: the model computes with another tensor than the optimizer has")
         if self.model.adapters and self.model.ranks > 1:  # every rank has whole adapters, which FSDP leaves alone
             gradients = [parameter.grad for parameter in self.parameters]
             total = torch.nn.utils.parameters_to_vector(gradients)
@@ -272,6 +276,29 @@ class PolicyLearner(Learner):
 
     def remarks(self) -> str:
         return super().remarks() + self.bound_remark
+
+    def warm_up(self) -> None:
+        """Pass made-up rollouts forwards and backwards, so that kernels are compiled while engines start and not in the
+        first step. Nothing that a step learns from changes."""
+        model, longest = self.model, self.model.longest_sequence
+        vocabulary = model.module.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        for length in WARM_UP_LENGTHS:
+            for keeps_all in {False, model.computes_again}:  # as the first step computes, and as later ones may
+                if keeps_all:
+                    model.checkpointing.stop()
+                ids = torch.randint(vocabulary, (WARM_UP_ROWS, 2, length), generator=generator).tolist()
+                rollouts = [Rollout(ids[0][0], completion, [0.0] * length) for _, completion in ids]
+                tensors = self._completion_tensors(rollouts) | {"left_out": torch.zeros(WARM_UP_ROWS, dtype=torch.bool)}
+                tensors["advantage"] = torch.ones(WARM_UP_ROWS, 1)
+                batch = self._rank_batch(rollouts, tensors, self._token_weights)
+                self._backward(batch, lambda *passed: self._single_losses(*passed)[0])
+                if keeps_all:
+                    model.start_checkpointing()
+        self.optimizer.zero_grad(set_to_none=True)
+        model.longest_sequence = longest
+        if model.checkpointing:
+            model.checkpointing.block_bytes = 0.0  # which the first step measures on sequences of its own
 
     @falls_back
     def mismatch(self, rollouts: list[Rollout]) -> float:
@@ -400,10 +427,10 @@ class PolicyLearner(Learner):
         batch, width = self._rank_batch(rollouts, tensors, self._token_weights), tensors["mask"].shape[1]
         passed = []  # log-probabilities and entropies, in the order of the batch's rows
 
-        def losses(rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> tuple:
-            logprobs, entropies = self.model.score(rollouts, width, entropy=True)
-            passed.append((logprobs.detach(), entropies))
-            return self._policy_losses(logprobs, tensors | {"old_logprobs": logprobs.detach()})
+        def losses(*micro_batch) -> tuple:
+            losses, scores = self._single_losses(*micro_batch)
+            passed.append(scores)
+            return losses
 
         metrics = self._backward(batch, losses)
         # If nothing is learned, `_backward` has taken the first of these micro-batches.
@@ -421,6 +448,12 @@ class PolicyLearner(Learner):
         means = _token_means(tensors, self.config)
         return self._end_step(metrics | dict(zip(means, self.model.sum_over_ranks(*means.values()), strict=True)))
 
+    def _single_losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> tuple:
+        """As `_losses`, of the policy that the step began with; and its log-probabilities and entropies."""
+        logprobs, entropies = self.model.score(rollouts, width, entropy=True)
+        losses = self._policy_losses(logprobs, tensors | {"old_logprobs": logprobs.detach()})
+        return losses, (logprobs.detach(), entropies)
+
     def _token_weights(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], self.config)
 
@@ -436,19 +469,20 @@ class PolicyLearner(Learner):
         old_logprobs, engine_logprobs = tensors["old_logprobs"], tensors["engine_logprobs"]
         advantage, mask, reference = tensors["advantage"], tensors["mask"], tensors.get("reference_logprobs")
         losses, clipped = token_losses(logprobs, old_logprobs, engine_logprobs, advantage, mask, self.config, reference)
-        approx_kl = kl_estimate(old_logprobs, logprobs.detach())
+        approx_kl = kl_estimate(old_logprobs, logprobs.detach(), mask)
         return losses, {"clip_fraction": clipped.float(), "approx_kl": approx_kl}
 
 
 def _token_means(tensors: dict[str, torch.Tensor], config: PolicyLossConfig) -> dict[str, torch.Tensor]:
     """Metrics of the policy that a step began with: sums over tokens, by their "mean_weights"."""
     old_logprobs = tensors["old_logprobs"]
-    importance, outside = importance_weights(old_logprobs, tensors["engine_logprobs"], tensors["mask"], config)
+    mask = tensors["mask"]
+    importance, outside = importance_weights(old_logprobs, tensors["engine_logprobs"], mask, config)
     values = {"importance/mean": importance, "importance/clipped": outside}
     if "entropies" in tensors:
         values["entropy"] = tensors["entropies"]
     if "reference_logprobs" in tensors:
-        values["kl"] = kl_estimate(old_logprobs, tensors["reference_logprobs"])
+        values["kl"] = kl_estimate(old_logprobs, tensors["reference_logprobs"], mask)
     return {name: (value * tensors["mean_weights"]).sum() for name, value in values.items()}
 
 

@@ -24,7 +24,7 @@ from .attention import AttentionChoice, can_share_prompts, choose_attention, ran
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
 from .logprobs import scores_of_logits, token_scores
 from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
-from .multimodal import auto_class, image_inputs, is_multimodal, learning_modules
+from .multimodal import auto_class, image_inputs, is_multimodal, learning_modules, load_tokenizer
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
@@ -95,12 +95,10 @@ class Model:
         seed: int = 0,
         like: "Model | None" = None,
     ):
-        from transformers import AutoProcessor, AutoTokenizer
-
         torch.manual_seed(seed)
         self.config, self.device = config, device
         self.rank, self.ranks = rank_and_ranks()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.tokenizer, self.processor = load_tokenizer(path)
         self.attention: AttentionChoice | None = like.attention if like else None
         self.rounding = 0.0  # how far bf16 moves the log-probabilities on average, measured if the model learns
         self.exact_workers = 0  # of the engine as which the model computes, bit for bit; 0: of none
@@ -108,8 +106,6 @@ class Model:
         self.checkpointing: Checkpointing | None = None  # of a model that learns
         self.micro_batch_tokens, self.longest_sequence = config.micro_batch_tokens, 0
         self._load(path, learns, seed)
-        multimodal = is_multimodal(self.module.config.model_type)
-        self.processor = AutoProcessor.from_pretrained(path) if multimodal else self.tokenizer  # saved with the model
         self.keeps_gathered = learns and self.ranks > 1 and fits_gathered(self.module, self.device)
         self.named_tensors = NamedTensors(self.module)
         self.adapters = adapter_parameters(self.module)
@@ -221,6 +217,12 @@ class Model:
             exact.make_plain(self.module, self.attention.name)
         self.scores_of_logits = self._choose_scores_of_logits()
 
+    def start_checkpointing(self) -> None:
+        """From now on, keep only each block's inputs. With --gradient-checkpointing auto, measure what that saves."""
+        self.checkpointing.start()
+        if self.config.gradient_checkpointing == "auto" and self.device.type == "cuda":
+            self.checkpointing.measure()
+
     def settle_checkpointing(self) -> str:
         """After the first step, with --gradient-checkpointing auto: keep all activations and logits from now on, in
         micro-batches for which every rank has memory, with a tenth of the GPU to spare. Returns what to tell the user,
@@ -300,8 +302,7 @@ class Model:
             compile_blocks(module)
         if learns and self.config.gradient_checkpointing != "false":
             self.checkpointing = Checkpointing(module)  # around what is compiled: torch compiles nothing inside
-            if self.config.gradient_checkpointing == "auto" and self.device.type == "cuda":
-                self.checkpointing.measure()
+            self.start_checkpointing()
 
     def _from_pretrained(self, path: str, **loading: bool):
         from transformers import AutoConfig
@@ -341,7 +342,8 @@ class Model:
     def _prompt_logprobs(self, module) -> torch.Tensor:
         """Log-probabilities [2, 64, vocabulary] of all tokens, after each token of random prompts."""
         ids = random_prompts(module)
-        return (module(input_ids=ids, use_cache=False)[0].float() / self.config.temperature).log_softmax(-1)
+        logits = module(input_ids=ids, use_cache=False).logits
+        return (logits.float() / self.config.temperature).log_softmax(-1)
 
     def _choose_scores_of_logits(self) -> Callable:
         if self.exact_workers:

@@ -20,12 +20,30 @@ def is_multimodal(model_type: str) -> bool:
     return model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
+def image_tokens(config) -> list[int]:
+    """The tokens that stand for an image or a video, or for where one begins, in prompts for such a model."""
+    names = ("image_token_id", "boi_token_id", "video_token_id")
+    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+
+
 def auto_class(config):
     """The class of transformers that loads what a checkpoint with this configuration is, with its head."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     # AutoModelForCausalLM loads some of them as well, but the text alone, and under other names.
     return AutoModelForMultimodalLM if is_multimodal(config.model_type) else AutoModelForCausalLM
+
+
+def load_tokenizer(path: str) -> tuple:
+    """The tokenizer at this path, and what is saved with the model: a multimodal one's processor, or the tokenizer."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+
+    tokenizer = processor = AutoTokenizer.from_pretrained(path)
+    if is_multimodal(AutoConfig.from_pretrained(path).model_type):
+        processor = AutoProcessor.from_pretrained(path)
+        # It may have the chat template in a file of its own, chat_template.json, which no tokenizer reads.
+        tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    return tokenizer, processor
 
 
 def learning_modules(model, new_head: str | None = None) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -49,9 +67,10 @@ def states_with_images(
     if "mm_encoder_outputs" not in taken:  # it would go into **kwargs, which transformers 5.17 leaves unread
         raise RunError(f"{type(trunk).__name__} of this version of transformers takes no encoded images")
     encoded = trunk.get_image_features(**pixels, return_dict=True)
-    for name in ("pooler_output", "deepstack_features"):
-        if encoded.get(name) is not None:
-            encoded[name] = _repeated(encoded[name], rows)
+    if encoded.get("pooler_output") is not None:
+        encoded.pooler_output = _repeated(encoded.pooler_output, rows)
+    if encoded.get("deepstack_features") is not None:  # of several layers
+        encoded.deepstack_features = [_repeated(layer, rows) for layer in encoded.deepstack_features]
     # A sampled token may be the one that stands for a feature. Then the model sees padding, and embeds the token.
     seen = input_ids.clone()
     seen[:, prompt_length:].masked_fill_(seen[:, prompt_length:] == model.config.image_token_id, 0)
@@ -68,8 +87,5 @@ def states_with_images(
 
 
 def _repeated(features, rows: int):
-    """These features of images, so many times: a tensor [images, ...], a tensor for each image, or of several layers a
-    list of either."""
-    if isinstance(features, torch.Tensor):
-        return torch.cat([features] * rows)
-    return features * rows if isinstance(features, tuple) else [_repeated(layer, rows) for layer in features]
+    """These features of images, so many times: a tensor [images, ...], or a tensor for each image."""
+    return torch.cat([features] * rows) if isinstance(features, torch.Tensor) else features * rows

@@ -150,7 +150,7 @@ def token_losses(
         # Alone, k3 has the gradient of KL(reference || policy); times the ratio, that of KL(policy || reference)
         # (DeepSeek-V3.2, 2025, arXiv:2512.02556).
         ratio = (logprobs - old_logprobs).exp()
-        losses = losses + config.kl_coef * ratio * kl_estimate(logprobs, reference_logprobs)
+        losses = losses + config.kl_coef * ratio * kl_estimate(logprobs, reference_logprobs, mask)
     return losses, clipped
 
 
@@ -212,13 +212,13 @@ def importance_weights(
     return ratio.masked_fill(outside, 0), outside
 
 
-def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
+def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The k3 estimate [B, T] of KL(policy || reference), per token: r - log r - 1 with r = p_reference / p (Schulman,
-    Approximating KL Divergence, 2020, joschu.net/blog/kl-approx.html).
+    Approximating KL Divergence, 2020, joschu.net/blog/kl-approx.html). 0 where the mask is.
 
     It is never negative, and unbiased for tokens that the policy sampled. Its gradient is biased.
     """
-    log_ratio = reference_logprobs - logprobs
+    log_ratio = (reference_logprobs - logprobs) * mask  # before exp: a filler's reference is 0, and its r may be inf
     return log_ratio.exp() - log_ratio - 1
 
 

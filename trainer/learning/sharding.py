@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -54,26 +54,28 @@ def load_model(auto_class, path: str, config, device: torch.device, mixed_precis
     if a weight has a NaN or an infinity among this rank's rows.
 
     On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered for
-    its own forward and backward pass only. Of a model that `fits_gathered`, all blocks but one are gathered at once.
-    With `mixed_precision`, they are gathered in bf16 and compute as on a single rank (precision.py); weights, the
-    optimizer's state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is not a
-    parameter.
+    its own forward and backward pass only. A model that `fits_gathered` is gathered at once. With `mixed_precision`,
+    weights are gathered in bf16 and compute as on a single rank (precision.py); the weights themselves, the optimizer's
+    state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is not a parameter.
     """
     from transformers import modeling_utils
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig, fsdp
 
     replaced = ExitStack()
     _, ranks = rank_and_ranks()
     if ranks > 1:
         with torch.device("meta"):
             model = auto_class.from_config(config)
-        blocks = set(_blocks(model))
-        names = [name for name, module in model.base_model.named_modules() if module in blocks]
-        if fits_gathered(model, device):
-            names = names[-1:]  # transformers wants one. The hooks of each would delay the launches of every pass
-        config.base_model_fsdp_plan = dict.fromkeys(names, "free_full_weight")  # after a block's forward pass
-        # No group for the head alone, which would gather it for each chunk of positions.
-        replaced.enter_context(patch.object(type(model), "_fsdp_plan", {}))
+        fits = fits_gathered(model, device)  # then, the hooks of each block would only delay the launches of every pass
+        blocks = set() if fits else set(_blocks(model))
+        names = [name for name, module in model.named_modules() if module in blocks]
+
+        def groups_and_kept(model, plan) -> tuple[list[tuple[str, torch.nn.Module]], list]:
+            return [(name, model.get_submodule(name)) for name in names], []
+
+        # Instead of the plans that the model's class, its config and its sub-models have. A group of the head alone
+        # would gather it for each chunk of positions, and a final norm that is kept gathered would not learn.
+        replaced.enter_context(patch.object(fsdp, "expand_fsdp_plan", groups_and_kept))
         options["distributed_config"] = DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=mixed_precision)
         # On a GPU it would first allocate the whole model, if its config has no plan for tensor parallelism.
         replaced.enter_context(patch.object(modeling_utils, "caching_allocator_warmup"))
@@ -106,6 +108,20 @@ def _merge_tied_shards(model) -> None:
             first._module_info.shared_param_names.append(name)
             shard._post_load_hook_handle.remove()
             group.fsdp_params.remove(shard)
+
+
+def stray_weights(model, held: list[torch.nn.Parameter]) -> list[str]:
+    """The names of weights that learn, but with which the model computes from other tensors, or from other memory, than
+    an optimizer that has `held` these parameters updates. Called after a backward pass, when shards are in place."""
+    weights, copies = {parameter: name for name, parameter in model.named_parameters()}, set()
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for shard in group.fsdp_params if group else ():
+            parts = shard._sharded_param_data, local_part(shard.sharded_param.detach())
+            if parts[0].untyped_storage().data_ptr() != parts[1].untyped_storage().data_ptr():
+                copies.add(shard.sharded_param)
+    lost = (weights.keys() - held) | (copies & weights.keys())
+    return sorted(weights[parameter] for parameter in lost if parameter.requires_grad)
 
 
 def fuses_weights(model) -> bool:
@@ -150,7 +166,6 @@ class Checkpointing:
         self.forwards = {block: block.forward for block in _blocks(model, "--gradient-checkpointing")}
         self.last_block = next(reversed(self.forwards))  # of the language model: towers come first
         self.block_bytes = 0.0  # of what a block keeps for backward, per token; 0: not measured
-        self.start()
 
     def start(self) -> None:
         self.active = True

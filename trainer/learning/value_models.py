@@ -42,8 +42,8 @@ class ValueModel(Model):
         self.attention = choose_attention(module, self.config.attention, as_forward(module, _trunk))
 
 
-def _trunk(module, **inputs):
-    return module.base_model(**inputs)
+def _trunk(module, **inputs) -> torch.Tensor:
+    return module.base_model(**inputs, use_cache=False).last_hidden_state
 
 
 def _token_values(

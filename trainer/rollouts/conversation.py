@@ -119,13 +119,13 @@ class Conversation:
                 calls[-1].set_exception(ValueError(error))
         answers = []
         for function, call in zip(functions, calls, strict=True):
-            result, failed = await self._result(call)
+            try:
+                result, failed = await self._result(call)
+                content = _answer_text(result)
+            except Exception as error:  # of `str`, which runs the tool's code, or has no more than 4300 digits
+                content, failed = str({"error": f"the answer cannot become text: {type(error).__name__}"}), True
             self.calls += 1
             self.failures += failed
-            in_parts = isinstance(result, list) and all(
-                isinstance(part, dict) and part.get("type") == "text" for part in result
-            )
-            content = content_text(result) if result and in_parts else str(result)
             answers.append({"role": "tool", "name": _encodable(function["name"]), "content": _encodable(content)})
         return answers
 
@@ -221,6 +221,12 @@ def _without_reasoning(text: str) -> tuple[dict, str]:
     reasoning = reasoning.replace("<think>", "", 1).strip()
     message = {"role": "assistant"} | ({"reasoning_content": reasoning} if end and reasoning else {})
     return message, said.lstrip() if end else text
+
+
+def _answer_text(result) -> str:
+    """What a tool returned, which may be parts of a message's content, as text."""
+    are_parts = isinstance(result, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in result)
+    return content_text(result) if result and are_parts else str(result)
 
 
 def _arguments(text: str):

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import ray
 from pydantic import ValidationError
 
 from rlhf_utils import WeightSyncError
@@ -17,7 +19,7 @@ from ..errors import EngineError, RunError
 from ..images import Images
 from ..learning.rollout import Rollout
 from ..run.session import die_with_children
-from .options import EngineArguments, EngineSetting, llm_options, set_environment
+from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
 from .sampling import engine_prompt, rollouts_of, sampling_params
 
@@ -64,16 +66,23 @@ def logged_reason() -> str:
 
 
 class EngineActor:
-    """A Ray actor around vllm.AsyncLLM, many of whose methods run at the same time. It reserves no GPU: vLLM's workers
-    use bundles of its placement group."""
+    """A Ray actor around vllm.AsyncLLM, many of whose methods run at the same time. One worker computes in a child of
+    the actor; several are Ray's actors, in bundles of its placement group."""
 
     def __init__(self, number: int):
         self.request_ids, self.leaving = itertools.count(), False
-        self.asleep, self.slept = "none", False  # `sleep`'s level, and whether the weights' memory was ever released
+        self.asleep: str | None = None  # `sleep`'s level
+        self.slept = False  # whether the weights' memory was ever released
         self.cached = False  # whether caches may have what older weights computed
         self.running, self.paused = 0, False  # requests in flight, and whether a sync holds them up
         self.idle = 0.0  # seconds since the last sync in which nothing was generated
         self.last_idle_share = 0.0
+
+    async def prepare(self) -> None:
+        """Import vLLM, which takes ten seconds: the run has yet to settle what to start."""
+        if not ray.get_gpu_ids():
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+        import vllm.v1.engine.async_llm  # noqa: F401
 
     async def start(
         self,
@@ -84,11 +93,12 @@ class EngineActor:
         bundles: list[int],
         before: int | None = None,
     ) -> int:
-        """Start the engine, whose workers use these `bundles` of its placement group, after the engine on the same GPUs
-        that has returned `before`. It sleeps at this level until the first sync. Returns the tokens that a prompt and
-        its completion may have."""
+        """Start the engine, whose workers use these `bundles` of its placement group. It sleeps at this level until the
+        first sync. `before` is what another engine has returned for which it was to wait. Returns the tokens that a
+        prompt and its completion may have."""
+        await self.prepare()
         options, environment = llm_options(args, model, setting, bundles)
-        set_environment(environment)
+        os.environ.update(environment)  # for the engine's processes
         if args.quantization and setting.extension:
             quantized, self.quantization = quantize_by_torchao(args.quantization)
             options = quantized | options
@@ -157,9 +167,11 @@ class EngineActor:
         """Have every worker take part in a sync, with these arguments of its `receive_weights`, while generation
         pauses. An engine that sleeps wakes up. Returns whether all workers serve exactly what was sent. Only then does
         generation go on, with tokens of this version. Raises WeightSyncError if the sync fails."""
-        await self.llm.engine_core.pause_scheduler_async(mode="keep")  # pause_generation would sleep for 20 ms as well
-        self._count(0, paused=True)
-        await self._reset_caches()
+        if self.asleep is None:
+            # pause_generation would sleep for 20 ms as well.
+            await self.llm.engine_core.pause_scheduler_async(mode="keep")
+            self._count(0, paused=True)
+            await self._reset_caches()
         if self.asleep == "weights":
             await self.llm.wake_up(tags=["weights"])
         for result in await self.llm.collective_rpc("receive_weights", args=args):
@@ -168,10 +180,10 @@ class EngineActor:
         served = all(await self.llm.collective_rpc("check_weights_changed"))
         if served:
             await self.llm.update_weight_version(str(version))  # while paused, or vLLM labels some tokens wrongly
-            if self.asleep != "none" and not await self.llm.wake_up(tags=["kv_cache"]):
+            if self.asleep not in (None, "none") and not await self.llm.wake_up(tags=["kv_cache"]):
                 raise RunError("vLLM did not wake up")
-            self.asleep = "none"
             await self.llm.resume_generation()
+            self.asleep = None
             self._count(0, paused=False)
             self.last_idle_share = self.idle / (self.since - self.resumed)
             self.idle, self.resumed = 0.0, self.since
@@ -189,11 +201,11 @@ class EngineActor:
         """Drop what was computed with the old weights. Unfinished completions compute their keys and values anew."""
         if not self.cached:
             return
+        self.cached = self.running > 0  # before the first await, in which requests may come and end
         if not await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
         await self.llm.reset_mm_cache()
         await self.llm.reset_encoder_cache()
-        self.cached = self.running > 0
 
     async def idle_share(self) -> float:
         """The share of the time between the last two syncs in which nothing was generated."""
@@ -216,14 +228,14 @@ class EngineActor:
     # For engines that generate nothing while trainers learn
 
     async def sleep(self, level: str) -> None:
-        """Drop what was computed with the old weights, and release memory until the next sync: that of the KV cache
-        ("kv"), that of the weights as well ("weights"), or none ("none")."""
-        await self.drop_caches()
+        """Generate nothing until the next sync, drop what was computed with the old weights, and release memory: the KV
+        cache's ("kv"), the weights' as well ("weights"), or none ("none"). What is done here need not be done while the
+        trainer waits."""
+        await self._reset_caches()
+        await self.llm.sleep(level=2 if level == "weights" else 0)  # level 2 keeps no copy of the weights
         if level == "weights":
-            await self.llm.sleep(level=2)  # which keeps no copy of the weights: a sync brings them
             self.slept = True
         elif level != "none":
-            await self.llm.sleep(level=0)
             await self.llm.release_kv_cache_memory()
             await self.llm.collective_rpc("empty_cache")  # which level 2 does itself
         self.asleep = level

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import RunError
-from ..learning.exact import missing_operation
+from ..learning.exact import GPU, missing_operation
 from ..learning.model import ModelConfig
-from ..run.actors import ActorGroup, LearnerActor
 from ..run.folder import RunFolder
 from .options import EngineArguments
 
@@ -20,17 +19,16 @@ def settle_exactness(
     args: EngineArguments,
     config: ModelConfig,
     model: str,
-    trainers: ActorGroup,
+    gpu: GPU | None,
     by_nccl: bool = True,
     engine_url: Sequence[str] = (),
     images: bool = False,
 ) -> EngineArguments:
     """The arguments, with `--exact off` if no engine of this model can be exact. Says why, or raises RunError with
-    `--exact on`. `trainers` have started, and load no model yet; `by_nccl` says whether they send the weights so,
-    and `images` whether prompts have some."""
+    `--exact on`. `gpu` is a trainer's, None on CPU. `by_nccl` says whether trainers send the weights so, and `images`
+    whether prompts have some."""
     from transformers import AutoConfig
 
-    gpu = None if args.exact == "off" else trainers.call_rank_0("starting", LearnerActor.gpu)
     if args.exact == "off" or (args.exact == "auto" and gpu is None):
         return replace(args, exact="off")
     workers, hidden_size = args.tensor_parallel_size, AutoConfig.from_pretrained(model).get_text_config().hidden_size

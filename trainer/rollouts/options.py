@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -13,13 +12,22 @@ from pydantic import AfterValidator
 from ..flags import arg
 from ..functions import json_object
 from ..learning.exact import attention_backend
-from ..run.session import ROOT
 from .quantization import torchao_config
 
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on CPU, vLLM takes "mp" for "uni"
 # vLLM's default compiles the model as well, for a longer start and no faster rollouts.
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+LARGEST_GRAPH = 512  # sequences, as in vLLM; a larger batch decodes without a graph
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
 EXTENSIONS = "trainer.rollouts.extensions"
+
+
+def engine_options(text: str) -> str:
+    """As `json_object`. Raises ValueError for options with which the engine would see other images than the trainer."""
+    if "mm_processor_kwargs" in json.loads(json_object(text)):
+        where = "the model's preprocessor_config.json, for the trainer as well"
+        raise ValueError(f"what mm_processor_kwargs would set belongs in {where}")
+    return text
 
 
 @dataclass
@@ -48,7 +56,7 @@ class EngineArguments:
         help="quantize the engines' weights as they arrive: torchao (FP8; CPU: int8), or the JSON of a torchao"
         " configuration, or a file with it",
     )
-    engine_args: Annotated[str, AfterValidator(json_object)] = arg(
+    engine_args: Annotated[str, AfterValidator(engine_options)] = arg(
         "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
 
@@ -61,15 +69,16 @@ class EngineSetting:
     extension: str | None = None  # of rlhf_utils; None: no weights are sent to this engine
     engines: int = 1  # of this size, which share the cores of a CPU
     gpu_share: float = 1.0  # the share of a GPU that Ray counts for a worker
+    sequences: int = LARGEST_GRAPH  # that it generates at a time, at most
+    kv_cache_bytes: int | None = None  # of each worker; None: vLLM measures what is free
     options: dict = field(default_factory=dict)  # more options of vLLM
 
 
-def set_environment(environment: dict[str, str]) -> None:
-    """Set these variables of an engine's actor, before it imports vLLM. The engine's processes inherit them, and the
-    path, where this project comes before a `trainer` of the user's in the working folder."""
-    sys.path.insert(0, str(ROOT))
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
-    os.environ.update(environment)
+def graph_sizes(sequences: int) -> list[int]:
+    """The batch sizes of decode graphs for up to so many sequences. vLLM pads to the next one; a graph takes a quarter
+    of a second of the start."""
+    largest = min(sequences, LARGEST_GRAPH)
+    return [size for size in GRAPH_SIZES if size < largest] + [largest]
 
 
 def llm_options(
@@ -84,11 +93,16 @@ def llm_options(
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     }
     if setting.device == "cuda":
-        environment = {"VLLM_RAY_BUNDLE_INDICES": ",".join(map(str, bundles))}
-        environment["VLLM_RAY_PER_WORKER_GPUS"] = str(setting.gpu_share)
-        options |= {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
-        options |= {"gpu_memory_utilization": args.gpu_memory_utilization}
-        options |= {"enforce_eager": args.enforce_eager, "compilation_config": DECODE_GRAPHS}
+        # One worker is a process of the engine's own, which starts sooner than Ray's actors. In the engine's process,
+        # it would wait for vLLM's scheduler: rollouts of a small model took a quarter longer (135M, one H200).
+        environment, options["distributed_executor_backend"] = {}, "mp"
+        if len(bundles) > 1:
+            options["distributed_executor_backend"] = "ray"
+            environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
+            environment["VLLM_RAY_PER_WORKER_GPUS"] = str(setting.gpu_share)
+        options |= {"dtype": "bfloat16", "gpu_memory_utilization": args.gpu_memory_utilization}
+        options |= {"kv_cache_memory_bytes": setting.kv_cache_bytes, "enforce_eager": args.enforce_eager}
+        options["compilation_config"] = DECODE_GRAPHS | {"cudagraph_capture_sizes": graph_sizes(setting.sequences)}
     else:
         # vLLM has no Ray executor on CPU. One worker computes in its engine's process: that starts sooner. Several are
         # that process's children, each bound to its cores.

@@ -122,15 +122,17 @@ class Rollouts:
         return [replace(own, images=images[i // size % len(images)]) for i, own in enumerate(rollouts)]
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Metrics of a run ahead: the shares of a step in which engines generated nothing, as they measure it, and in
+        """Metrics of a run ahead: the shares of a step in which engines generated nothing, if they measure it, and in
         which the trainers had nothing to learn from, by the `seconds` of the step's phases."""
         if not self.args.max_staleness:
             return {}
+        metrics = {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
         shares = self.engines.call("syncing", EngineActor.idle_share)
-        metrics = {"async/engine_idle": sum(shares) / len(shares)}
+        if None not in shares:
+            metrics["async/engine_idle"] = sum(shares) / len(shares)
         if len(shares) > 1:
             metrics |= {f"async/engine_idle/{i}": share for i, share in enumerate(shares)}
-        return metrics | {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
+        return metrics
 
     def _resample(self, batch: Batch, step: int, rounds: int) -> Batch:
         """The batch, in which groups whose rewards are all equal are replaced by groups of other prompts, in at most so
@@ -170,7 +172,7 @@ class Rollouts:
 
     def _phase(self, request: "_Request") -> str:
         """The phase to show. Raises TaskError if rewards have been computed for too long; they may never be done."""
-        rewarding = self.task.rewards.phase()
+        rewarding = self.task.rewards.phase() if self.rewarded else ""
         if any(self.in_flight.values()):
             return "evaluating" if request.evaluation else "generating"
         return rewarding

@@ -73,6 +73,27 @@ def score(teachers: ActorGroup, batch: Batch) -> Batch:
     return replace(batch, groups=groups)
 
 
+def differing_ends(teacher: str, student: str) -> str:
+    """A line to print if these models end a text with other tokens."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    texts = []
+    for model in (teacher, student):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        try:
+            ids = GenerationConfig.from_pretrained(model).eos_token_id
+        except OSError:  # vLLM, too, then takes the model's own
+            ids = AutoConfig.from_pretrained(model).get_text_config().eos_token_id
+        ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+        texts.append(" or ".join(map(repr, tokenizer.convert_ids_to_tokens(sorted(ids)))) or "nothing")
+    if texts[0] == texts[1]:
+        return ""
+    return (
+        f"\nthe teacher ends a text with {texts[0]}, and the student with {texts[1]}: the student may learn not to end,"
+        " or to go on after the teacher's end. The same eos_token_id in both files generation_config.json prevents that"
+    )
+
+
 def check_lengths(task: Task, max_model_len: int, teacher_max_model_len: int, max_tokens: int) -> str:
     """As `Task.check_lengths`. Raises RunError if the teacher may get more tokens than it takes: vLLM wants room for
     one that it samples."""

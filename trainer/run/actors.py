@@ -81,6 +81,12 @@ def seat(placement, bundle: int, workers: list[int] | None = None, **resources) 
     return Seat({"scheduling_strategy": strategy, "num_cpus": 0, **resources}, workers or [bundle])
 
 
+def engine_seat(placement, workers: list[int], gpu_share: float) -> Seat:
+    """The seat of an engine's actor, whose workers use these bundles. One worker computes in a child of the actor,
+    which gets this share of the GPU; several are Ray's own actors."""
+    return seat(placement, workers[0], workers, num_gpus=gpu_share if len(workers) == 1 else 0)
+
+
 class ActorGroup:
     """Ray actors of one class, one on each of these seats. The class is called with the actor's number."""
 
@@ -140,8 +146,8 @@ class SyncedModel(Protocol):
 
 
 class LearnerProtocol(Protocol):
-    """What rlhf.py calls of its learner. A trainer of your own with these methods takes GRPOLearner's place there:
-    docs/extending.md has one.
+    """What train_grpo.py calls of its learner. A trainer of your own with these methods takes GRPOLearner's place
+    there: docs/extending.md has one.
 
     With several trainer ranks, each has a learner. All get the same calls, and return the same from `learn` and
     `mismatch`.
@@ -153,11 +159,15 @@ class LearnerProtocol(Protocol):
     def remarks(self) -> str:
         """Lines to print at the start of a run."""
 
-    def learn(self, rollouts: list[Rollout]) -> dict[str, float]:
+    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout]) -> dict[str, float]:
         """Learn from B rollouts, `--group-size` of each prompt in a row, and add 1 to `step`. Returns metrics, of which
         the run's output shows "reward/mean" and "logprobs/mismatch".
 
-        Raises MismatchError as `mismatch` does, before the weights change."""
+        Raises MismatchError as `mismatch` does, before the weights change. With --max-staleness, B rollouts may have
+        too few tokens of the last weights; then `proof_rollouts` have some, and are not learned from."""
+
+    def release_memory(self) -> None:
+        """Free what the next step can do without: engines on the same GPU want it."""
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
         """The mean |Δ logprob|, in nats, between engine and learner, over the tokens that the engine sampled at

@@ -16,6 +16,7 @@ from ..flags import Flag, arg, flags_in, flat, with_values
 from ..functions import import_module
 
 NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that a resumed run does not inherit
+OF_A_TOPOLOGY = ("trainers", "engines_per_gpu", "engine_url")  # flags that others refuse, and that cannot be unset
 PATHS = ("model", "critic_model", "reward_model", "teacher", "dataset", "eval_dataset")  # may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
 NEEDS = [  # flags that do nothing alone: what they need, in words, and whether these arguments have it
@@ -108,6 +109,8 @@ class Parser(argparse.ArgumentParser):
         """These values of flags, or their texts, with the flags' types. One that is wrong is a usage error."""
         checked = {}
         for name, value in values.items():
+            if "" in (value if isinstance(value, list) else [value]):
+                self.error(f"{source} {flag(name)} is empty: is a variable of the shell not set?")
             try:
                 checked[name] = validated(self.flags[name], value)
             except ValidationError as invalid:
@@ -167,6 +170,8 @@ def resumed(flags: dict[str, Flag], saved: dict, now: dict) -> tuple[dict, list[
             unknown.append(f"{flag(name)} {before.pop(name)}")
     if {"reward", "reward_model"} & now.keys():
         before.pop("reward_weights", None)  # they were those of other rewards
+    if now.get("topology", saved.get("topology")) != saved.get("topology"):
+        before = {name: value for name, value in before.items() if name not in OF_A_TOPOLOGY}
     changed = [name for name, value in now.items() if name not in NOT_SAVED and saved.get(name, value) != value]
     remarks = []
     if unknown:

@@ -1,5 +1,6 @@
 """Which models a run starts or continues from, and how it writes checkpoints."""
 
+import glob
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from ..functions import named_function
 from ..learning.distill import DistillConfig
 from ..learning.grpo import GRPOConfig
 from ..learning.lora import adapted_model, check_adapters
+from ..learning.multimodal import is_multimodal, load_tokenizer
 from ..learning.ppo import PPOConfig
 from ..learning.saving import state_files
 from ..learning.sharding import wait_for_ranks
@@ -212,8 +214,8 @@ def choose_teacher(
 ) -> str:
     """The teacher of rlhf_distill.py: a name on the hub, or a folder. One that a function makes is in the run's folder.
 
-    Raises RunError if there is none, if it cannot be loaded or has other token ids than this model, or if the student
-    would sample at another temperature than the teacher's log-probabilities have.
+    Raises RunError if there is none, if it cannot be loaded or cannot read all that this model may sample, or if the
+    student would sample at another temperature than the teacher's log-probabilities have.
     """
     if not teacher:
         raise RunError("--teacher is missing: which model is the student to learn from?")
@@ -263,9 +265,9 @@ def check_nodes(args: RunArguments, device: str, *models: str | None) -> None:
 
 
 def check_model(model: str, needs: str = "ForCausalLM") -> dict:
-    """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load the configuration or
-    the tokenizer, or if the model cannot be trained with the class that it `needs`; a "Config" only has to load."""
-    from transformers import AutoConfig, AutoTokenizer
+    """Returns the sizes that tell two models apart. Raises RunError if transformers cannot load its configuration,
+    tokenizer or processor, or if it cannot be trained with the class that it `needs`; a "Config" only has to load."""
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     try:
         problem = _problem(model, needs)
@@ -276,10 +278,14 @@ def check_model(model: str, needs: str = "ForCausalLM") -> dict:
         raise RunError(f"cannot load the model {model}: {folder} ({first_line(error)})") from error
     if problem:
         raise RunError(f"the model {model} {problem}")
-    try:
-        AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:
-        raise RunError(f"cannot load the tokenizer of {model} ({first_line(error)})") from error
+    needed = {"tokenizer": AutoTokenizer}
+    if is_multimodal(config.model_type):
+        needed["processor, without which vLLM serves no text either,"] = AutoProcessor
+    for what, auto_class in needed.items():
+        try:
+            auto_class.from_pretrained(model, trust_remote_code=False)
+        except Exception as error:
+            raise RunError(f"cannot load the {what} of {model} ({first_line(error)})") from error
     names = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     sizes = config.get_text_config().to_dict()
     return {name: sizes.get(name) for name in names}
@@ -287,10 +293,14 @@ def check_model(model: str, needs: str = "ForCausalLM") -> dict:
 
 def _problem(model: str, needs: str) -> str:
     """Why a model cannot be used with the class that it `needs`, as its configuration says; "" if it can."""
+    from huggingface_hub.constants import HF_HUB_CACHE
     from transformers import CONFIG_MAPPING, PreTrainedConfig
     from transformers.models.auto import modeling_auto as auto
     from transformers.utils import find_adapter_config_file
 
+    folder = model if os.path.isdir(model) else HF_HUB_CACHE
+    if needs != "ForSequenceClassification" and glob.escape(folder) != folder:  # an engine loads it
+        return f"is in {folder}, which vLLM takes for a pattern: use a path, or a link to it, without [ * ?"
     if adapters := find_adapter_config_file(model):
         base = adapted_model(Path(adapters).parent)
         return f"has adapters: give the model that they adapt, {base}, or merge them into it"
@@ -311,15 +321,15 @@ def _problem(model: str, needs: str) -> str:
 
 
 def check_critic(critic: str, model: str) -> None:
-    """Raise RunError if the critic has another vocabulary than this model."""
+    """Raise RunError if the critic cannot read all that this model may sample."""
     check_model(critic, "ForSequenceClassification")
     check_vocabulary(f"the critic {critic}", critic, model, "--critic-model")
 
 
 def check_vocabulary(name: str, path: str, model: str, flag: str) -> None:
-    """Raise RunError if the tokenizer at this path has other token ids than this model's. (The models' numbers of
-    embeddings say nothing: Qwen2.5's 7B and 0.5B differ in padding.)"""
-    from transformers import AutoTokenizer
+    """Raise RunError if the tokenizer at this path has other token ids than this model's, or if the model there embeds
+    fewer ids, since this model may sample each that it embeds. (Qwen2.5's 7B has more than its 0.5B, as padding.)"""
+    from transformers import AutoConfig, AutoTokenizer
 
     vocabularies = [AutoTokenizer.from_pretrained(each).get_vocab() for each in (path, model)]
     if vocabularies[0] != vocabularies[1]:
@@ -327,14 +337,20 @@ def check_vocabulary(name: str, path: str, model: str, flag: str) -> None:
             f"{name} has another tokenizer than {model}: it reads the policy's tokens, so {flag} needs the same"
             " vocabulary"
         )
+    rows, sampled = (AutoConfig.from_pretrained(each).get_text_config().vocab_size for each in (path, model))
+    if rows < sampled:
+        raise RunError(
+            f"{name} has {rows} embeddings, and {model} {sampled}, so it may sample an id that {name} cannot read:"
+            f" resize_token_embeddings({rows}) of transformers removes the padding of {model}"
+        )
 
 
 def check_reward_model(path: str, is_chat: bool = False) -> None:
     """Raise RunError for a model without a head of one output, whose tokenizer has more tokens than it embeds, or that
     has no template for prompts that are chat messages."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    config, (tokenizer, _) = AutoConfig.from_pretrained(path), load_tokenizer(path)
     kind = (config.architectures or ["?"])[0]
     if not kind.endswith("ForSequenceClassification"):
         raise RunError(f"the reward model {path} is a {kind}: a ...ForSequenceClassification with one output is wanted")

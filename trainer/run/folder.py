@@ -25,6 +25,8 @@ from contextlib import redirect_stderr, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
+
 from rlhf_utils import SyncReport, WeightSyncError
 
 from ..errors import RunError, UserError
@@ -39,6 +41,12 @@ from .checkpoint import checkpoints, disk_errors, replace_file
 from .trackers import Trackers
 
 REVERSE_KL = "distill/reverse_kl"  # from a teacher, if the run has one
+ENGINE_PHASES = {  # what vLLM logs when it begins with a part of its start
+    "Initializing a V1 LLM engine": "start their processes",
+    "Starting to load model": "load the model",
+    "Capturing CUDA graphs": "capture graphs",
+}
+LOG_TAIL_BYTES = 20_000
 SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
 ON_SCREEN = {  # the metrics in a step's line
     REVERSE_KL: "reverse KL {:.3f}",
@@ -90,6 +98,8 @@ class RunFolder:
             raise RunError(f"cannot write to the run folder {self.path}: {error}") from error
         self.metrics_file, self.completions_file = self.path / "metrics.jsonl", self.path / "completions.jsonl"
         self.rows: list[dict] = []
+        self.start_seconds: dict[str, float] = {}
+        self.last_started = psutil.Process().create_time()
 
     def __enter__(self) -> "RunFolder":
         self.redirected = redirect_stderr(self.log)
@@ -120,12 +130,28 @@ class RunFolder:
         if text:
             print(f"\x1b[K{text}" if sys.stdout.isatty() else text, flush=True)
 
+    def started(self, phase: str) -> None:
+        """Note the seconds that this part of the start took, since the last one or since the command."""
+        now = time.time()
+        self.start_seconds[f"time/start/{phase}"] = now - self.last_started
+        self.last_started = now
+
     def progress(self, phase: str, seconds: int) -> None:
         """Show the phase of the run: in a terminal's line, which the next output overwrites, or every ten seconds."""
+        if phase == "starting":
+            phase += self._engines_phase()
         if sys.stdout.isatty():
             print(f"\x1b[K{phase} ... {seconds} s", end="\r", flush=True)
         elif seconds and seconds % 10 == 0:
             self.say(f"{phase} ... {seconds} s")
+
+    def _engines_phase(self) -> str:
+        """What the engines do while they start, by the end of what they have logged."""
+        with (self.path / "run.log").open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - LOG_TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+        place, phase = max((text.rfind(mark), phase) for mark, phase in ENGINE_PHASES.items())
+        return f": engines {phase}" if place >= 0 else ""
 
     def start_metrics(self, steps_done: int, args) -> None:
         """Save the script's `Arguments`, as it has settled them; drop metrics and completions of steps after
@@ -144,6 +170,9 @@ class RunFolder:
         self.trackers.start(self.path, config["run_id"], steps_done, config)
         self.learner, self.steps_done = args.learner, steps_done
         self.began = self.logged = time.perf_counter()
+        parts = ", ".join(f"{name.rpartition('/')[2]} {seconds:.0f}" for name, seconds in self.start_seconds.items())
+        self.start_seconds["time/start"] = sum(self.start_seconds.values())
+        self.say(f"started in {self.start_seconds['time/start']:.0f} s: {parts}")
 
     def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
         """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does. Draw reward.png, if
@@ -184,6 +213,7 @@ class RunFolder:
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Append one step's metrics to metrics.jsonl, give them to the trackers, and print the main ones."""
+        metrics, self.start_seconds = metrics | self.start_seconds, {}  # the start's, once
         self.rows.append({"step": step} | metrics | {"step": step})  # whatever a reward calls its metrics
         with disk_errors(self.path):
             with self.metrics_file.open("a") as file:

@@ -1,6 +1,7 @@
 """Ray for one run: start or join it, wait for actors, say which one failed, and leave no process behind."""
 
 import asyncio
+import io
 import multiprocessing
 import os
 import re
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import suppress
+from contextlib import chdir, suppress
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from rlhf_utils import WeightSyncError
 
 from ..errors import EngineError, RunError, UserError
 from .arguments import RunArguments
+from .resource_tracker import WORKING_FOLDER
 
 USER_ERRORS = (UserError, WeightSyncError)  # their message is all that a user needs
 SHUTDOWN_SECONDS = 10.0  # limit for vLLM to end its processes when it is asked to
@@ -47,8 +49,11 @@ class RaySession:
 
     def __enter__(self) -> "RaySession":
         variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # so stdout has only what somebody prints
-        variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        runtime_env = {"env_vars": variables, "worker_process_setup_hook": "trainer.run.resource_tracker.start_tracker"}
+        script_folder = os.path.dirname(getattr(sys.modules["__main__"], "__file__", ""))
+        paths = filter(None, [str(ROOT), script_folder, os.environ.get("PYTHONPATH")])
+        variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        variables[WORKING_FOLDER] = os.getcwd()
+        runtime_env = {"env_vars": variables, "worker_process_setup_hook": "trainer.run.resource_tracker.set_up_worker"}
         options = {"runtime_env": runtime_env, "logging_level": "error"}
         if self.address is None:
             options |= {"num_cpus": max(2, os.cpu_count() or 2), "object_store_memory": 512 << 20}
@@ -61,7 +66,8 @@ class RaySession:
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()  # else Ray tries for minutes
             before = psutil.Process().children()
-            ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
+            with chdir(ROOT):  # whose modules Ray's workers are to find first, and those of the working folder last
+                ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
             self.started = [process for process in psutil.Process().children() if process not in before]
         except SystemExit as error:  # Ray's own handler of SIGTERM
             raise KeyboardInterrupt from error
@@ -70,7 +76,10 @@ class RaySession:
             cause = error
             while cause.__cause__ or cause.__context__:  # the outermost error does not say why
                 cause = cause.__cause__ or cause.__context__
-            raise RunError(f"cannot {what}: {one_line(cause)}") from error
+            reason = one_line(cause)
+            if isinstance(cause, UnicodeEncodeError):  # of a path, whose bytes Python could not decode
+                reason = f"{cause.object!r} is not a text in this locale: set PYTHONUTF8=1"
+            raise RunError(f"cannot {what}: {reason}") from error
         finally:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's
         return self
@@ -240,7 +249,10 @@ def run_main(main: Callable, args) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is with nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
-    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what the terminal cannot show must not end the run
+    if sys.stdout is None:  # closed, as by `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, io.TextIOWrapper):  # and not a notebook's
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show must not end the run
     try:
         main(args)
     except KeyboardInterrupt:

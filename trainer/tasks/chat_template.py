@@ -1,5 +1,6 @@
 """A model's chat template: the tokens of a prompt, and the tokens that tools' answers add to a conversation."""
 
+import copy
 import json
 import re
 from contextlib import suppress
@@ -30,11 +31,15 @@ class ChatTemplate:
             raise TaskError(f"{origin}: the prompt is chat messages, and {model} has no chat template")
         goes_on = messages[-1]["role"] == "assistant"
         options = {"tools": tools or None, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-        try:
-            text = self._render(messages, **options)
-            left_out = self._left_out(messages, **options)
-        except Exception as error:  # templates raise what they like
-            raise TaskError(f"{origin}: the chat template raised {type(error).__name__}: {error}") from error
+        for copied in (_with_objects, list):  # DeepSeek-V3's template takes a call's arguments as text
+            try:
+                own = copied(messages)
+                text, left_out = self._render(own, **options), self._left_out(own, **options)
+                break
+            except Exception as error:  # templates raise what they like
+                problem = f"{type(error).__name__}: {error}"
+        else:
+            raise TaskError(f"{origin}: the chat template raised {problem}")
         if left_out:
             raise TaskError(f"{origin}: the chat template leaves out {left_out}")
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
@@ -122,3 +127,15 @@ class ChatTemplate:
             part_text = self.special[int(part)] if is_special else part
             ids += self.tokenizer.encode(part_text, add_special_tokens=False, split_special_tokens=is_special)
         return ids
+
+
+def _with_objects(messages: list[dict]) -> list[dict]:
+    """Copies of the messages, in which the arguments of calls are objects, where OpenAI's format has JSON text."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            with suppress(KeyError, TypeError, ValueError):  # there are none, or no JSON text
+                arguments = json.loads(function["arguments"] or "{}")
+                function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+    return messages

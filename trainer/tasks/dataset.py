@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,9 +106,11 @@ def _parsed(line: JSONLine, origin: str):
 
 def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: list[dict] | None) -> Row:
     record = dict(record) if isinstance(record, dict) else {}
-    record |= {name: _without_nones(record[name]) for name in ("prompt", "tools") if record.get(name) is not None}
+    forms = {"prompt": _are_messages, "tools": _are_objects}
+    given = {name: record[name] for name in forms if record.get(name) is not None}
+    record |= {name: _without_nones(_from_json(value, forms[name])) for name, value in given.items()}
     prompt = default_prompt if record.get("prompt") is None else record["prompt"]
-    is_chat = isinstance(prompt, list) and all(map(_is_message, prompt))
+    is_chat = _are_messages(prompt)
     if not (is_chat or isinstance(prompt, str)) or not prompt:
         raise TaskError(
             f'{origin}: no usable "prompt" (a text, or a list of chat messages with "role" and "content") among'
@@ -135,8 +138,22 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
     return Row(prompt, columns, origin, images=images)
 
 
-def _is_message(message) -> bool:
-    return isinstance(message, dict) and "role" in message and bool(message.keys() & {"content", "tool_calls"})
+def _from_json(value, has_form: Callable[[object], bool]):
+    """The value of this form that a text is in JSON, since a CSV can hold no other; any other value as it is."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(value, str) and has_form(parsed := json.loads(value)):
+            return parsed
+    return value
+
+
+def _are_objects(value) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _are_messages(value) -> bool:
+    """Whether these are chat messages, at least one."""
+    has_more = {"content", "tool_calls"}.intersection
+    return bool(value) and _are_objects(value) and all("role" in item and has_more(item) for item in value)
 
 
 def _is_content(content) -> bool:

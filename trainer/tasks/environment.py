@@ -71,7 +71,8 @@ class Environment(UserThread):
         self.instance = _result(factory) if factory else None
         members = inspect.getmembers(type(self.instance), inspect.isfunction)  # of the class: no property is evaluated
         names = [name for name, _ in members if name not in NOT_TOOLS and not name.startswith("_")]
-        self.tools = {tool.__name__: tool for tool in [*functions, *(getattr(self.instance, name) for name in names)]}
+        self.methods = [getattr(self.instance, name) for name in names]
+        self.tools = {tool.__name__: tool for tool in [*functions, *self.methods]}
 
     def release(self) -> None:
         """Let another conversation have this environment. If it is lost, end its thread instead."""

@@ -26,6 +26,7 @@ import numpy as np
 
 from ..errors import TaskError
 from ..functions import failed, named_function
+from ..images import ImagesOfCompletions
 from ..learning.rollout import Rollout
 from .dataset import Row, content_text
 from .environment import Environment, UserThread, is_async, together
@@ -78,9 +79,16 @@ def completion_text(completion: str | list[dict]) -> str:
     return content_text(last.get("content"))
 
 
-def exact(completions: list, answer: list, **_) -> list[float]:
-    """1 for a completion that is the answer, a text or a number, and nothing else; 0 otherwise."""
-    return [float(completion_text(each) == str(right)) for each, right in zip(completions, answer, strict=True)]
+def exact(completions: list, answer: list, **_) -> list[float | None]:
+    """1 for a completion that is the answer, a text or a number, and nothing else; 0 otherwise. None if the row has no
+    answer."""
+
+    def score(text: str, right) -> float:
+        whole = isinstance(right, float) and right.is_integer()  # "7" is 7.0: `datasets` makes floats of integers
+        return float(text == str(right) or (whole and text == str(int(right))))
+
+    pairs = zip(map(completion_text, completions), answer, strict=True)
+    return [None if right is None else score(text, right) for text, right in pairs]
 
 
 class Rewards:
@@ -197,7 +205,7 @@ class RewardCall:
             "log_metric": lambda name, value: self.logged[name].append(float(value)),
         }
         if row.images:
-            self.arguments["images"] = [row.images.decoded()] * len(rollouts)
+            self.arguments["images"] = ImagesOfCompletions(row.images, len(rollouts))
         if group.environments:
             self.arguments["environments"] = [environment.instance for environment in group.environments]
 
@@ -307,6 +315,8 @@ def _checked(name: str, values: list, group: Group) -> list[float | None]:
             values[i] = None if value is None else float(value)
         except (TypeError, ValueError) as error:
             raise TaskError(f"the reward {name} returned {value!r}, which is not a number, {where}") from error
+        except OverflowError as error:  # of an integer; Python may refuse to print it
+            raise TaskError(f"the reward {name} returned a number that is too large for a float {where}") from error
         if value is not None and not math.isfinite(values[i]):
             raise TaskError(f"the reward {name} returned {values[i]} {where}")
     return values

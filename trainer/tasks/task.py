@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from ..errors import TaskError
 from ..flags import arg
 from ..functions import json_object
-from ..learning.multimodal import is_multimodal
+from ..learning.multimodal import image_tokens, is_multimodal, load_tokenizer
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows, without_parts
 from .rewards import FROM_THE_RUN, Rewards
@@ -116,17 +116,20 @@ class Task:
     def tokenize(self, model: str, max_model_len: int | None = None) -> None:
         """Give each row its token ids. With `max_model_len`, check the lengths as well.
 
-        Raises TaskError for the first row without a token, with a token that the model has no embedding for, or with
-        messages that the chat template refuses; with tools, also if the template or the parser does not fit.
+        Raises TaskError for the first row without a token, with a token that the model has no embedding for, with
+        messages that the chat template refuses, or with images that the model's processor refuses; with tools, also if
+        the template or the parser does not fit.
         """
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer, _ = load_tokenizer(model)
         template = ChatTemplate(tokenizer, json.loads(self.args.chat_template_kwargs))
         config = AutoConfig.from_pretrained(model)
         embeddings = config.get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
-        if not is_multimodal(config.model_type):
+        if is_multimodal(config.model_type):
+            self._check_images(model, [*filter(None, tokenizer.convert_ids_to_tokens(image_tokens(config)))])
+        else:
             self.refuse_images(f"{model} takes text alone")
         for row in [*self.rows, *self.eval_rows]:
             row.prompt_ids = self._prompt_ids(row, template, appends_end)
@@ -141,6 +144,12 @@ class Task:
             self.tools.prepare(template)
         if max_model_len:
             self.check_lengths(max_model_len)
+        thinking = sum(_begins_thought(row, tokenizer) for row in self.rows)
+        if thinking and self.rewards.functions:
+            print(
+                f"{thinking} of {len(self.rows)} prompts open <think> at their end: rewards get what comes after it, so"
+                " one that looks for <think>, such as trl.rewards:think_format_reward, does not find it"
+            )
 
     def _prompt_ids(self, row: Row, template: ChatTemplate, appends_end: bool) -> list[int]:
         if not isinstance(row.prompt, str):
@@ -149,13 +158,36 @@ class Task:
         if self.tools:
             raise TaskError(f"{row.origin}: --tools and --environment are for chat messages, not for a text")
         ids = template.tokenizer.encode(row.prompt)
-        return ids[:-1] if appends_end else ids  # some tokenizers do: after it, a completion would begin a new text
+        ids = ids[:-1] if appends_end else ids  # some tokenizers do: after it, a completion would begin a new text
+        own = template.tokenizer.encode(row.prompt, add_special_tokens=False)
+        begin = ids[: len(ids) - len(own)]  # what the tokenizer puts before a text
+        return own if own[: len(begin)] == begin else ids  # a template has rendered this one, with its beginning
 
     def refuse_images(self, reason: str) -> None:
         """Raise TaskError for the first row with images."""
         for row in [*self.rows, *self.eval_rows]:
             if row.images:
                 raise TaskError(f"{row.origin}: the prompt has images, and {reason}: --map can drop them")
+
+    def _check_images(self, model: str, tokens: list[str]) -> None:
+        """Raise TaskError for the first row with an image whose size the model's processor refuses, or with one of the
+        `tokens` that stand for an image in a text."""
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(model).image_processor if self.has_images else None
+        count_patches = getattr(processor, "get_number_of_image_patches", None)  # if it resizes by an image's own size
+        for row in [*self.rows, *self.eval_rows]:
+            text = json.dumps(row.prompt, ensure_ascii=False)
+            if found := [token for token in tokens if token in text]:
+                raise TaskError(
+                    f"{row.origin}: the text of the prompt has {found[0]}, which stands for an image: --map can drop it"
+                )
+            for width, height in row.images.sizes() if row.images and count_patches else ():
+                try:
+                    count_patches(height, width)
+                except Exception as error:  # processors raise what they like
+                    size = f"an image of {width} x {height} pixels"
+                    raise TaskError(f"{row.origin}: the model's processor refuses {size}: {error}") from error
 
     def check_lengths(self, max_model_len: int, max_tokens: int = 0) -> str:
         """Returns a line to print if there may be no room for a completion of `max_tokens`: the engine takes at most
@@ -179,6 +211,14 @@ class Task:
             f"\nthe engine takes {max_model_len} tokens: after the longest prompt, of {longest}, a completion ends at"
             f" {max_model_len - longest}, and not at --max-tokens {max_tokens}"
         )
+
+
+def _begins_thought(row: Row, tokenizer) -> bool:
+    """Whether the prompt ends in the middle of reasoning, which the row or the chat template has begun."""
+    if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
+        _, begins, thought = row.text.rpartition("<think>")
+        return bool(begins) and "</think>" not in thought
+    return tokenizer.decode(row.prompt_ids[-8:]).rstrip().endswith("<think>")  # which may be several tokens
 
 
 @functools.lru_cache(maxsize=2)
@@ -212,7 +252,7 @@ def load_task(
     if args.eval_every and not eval_rows:
         raise TaskError("--eval-every: nothing to evaluate on without --eval-dataset, --eval-split or --eval-share")
     held_out = {_key(row, environment) for row in eval_rows}
-    train_rows = [row for row in rows if _key(row, environment) not in held_out]
+    train_rows = [row for row in rows if _key(row, environment) not in held_out] if held_out else rows
     if not train_rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
     first_rows = [train_rows[0], *eval_rows[:1]]

@@ -78,6 +78,7 @@ class Tools:
                 reward = self.rewards.setdefault(cls.__name__, partial(self._rewards_of, cls))
                 if reward.args != (cls,):
                     raise TaskError(f"--environment {args.environment}: two classes have the name {cls.__name__}")
+            _check_names([*self.functions, *environment.methods])
             self.schemas[name] = [_schema(tool) for tool in environment.tools.values()]
             environment.release()
 
@@ -146,6 +147,15 @@ class Tools:
             has_reward = type(instance) is cls and not environment.lost
             calls.append(environment.begin(instance.get_reward) if has_reward else None)
         return [call and call.result() for call in calls]
+
+
+def _check_names(tools: list[Callable]) -> None:
+    """Raise TaskError if two tools have one name: the policy could call only one of them."""
+    by_name: dict[str, Callable] = {}
+    for tool in tools:
+        if (other := by_name.setdefault(tool.__name__, tool)) is not tool:
+            both = " and ".join(f"{each.__module__}:{each.__qualname__}" for each in (other, tool))
+            raise TaskError(f"the tools {both} have the same name")
 
 
 def _schema(tool: Callable) -> dict:

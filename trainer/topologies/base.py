@@ -1,13 +1,16 @@
 """A topology of train_grpo.py: where trainer ranks and engines run, and how a step goes from one to the other."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+import ray
 from annotated_types import Ge
 
 from rlhf_utils import Comparison, SyncReport, WeightSyncError
 
 from ..flags import arg
+from ..learning.exact import GPU
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
 from ..rollouts.options import EngineSetting
@@ -15,7 +18,9 @@ from ..run.actors import ActorGroup, LearnerActor, Seat, StepClock
 from ..run.checkpoint import Models
 from ..run.folder import RunFolder
 from ..run.session import RaySession
+from ..tasks.task import Task
 from .link import SendingActor, TrainerActor, say_first_sync, sync
+from .memory import ModelSize
 
 
 @dataclass
@@ -51,15 +56,17 @@ class Topology:
 
     by_nccl = True  # how weights travel
     frees_memory = False  # trainers leave memory to engines
+    engine_class, engine_name = EngineActor, "engine"
     remark = ""  # for the user
     device: str
     trainer_seats: list[Seat]
     engine_seats: list[Seat]
     setting: EngineSetting
+    memory_share: float  # of its GPUs' memory that an engine takes
 
-    def __init__(self, args, run: RunFolder, session: RaySession):
+    def __init__(self, args, task: Task, run: RunFolder, session: RaySession):
         """Reserve the devices. What is chosen here replaces what is None in `args`."""
-        self.args, self.run, self.session = args, run, session
+        self.args, self.task, self.run, self.session = args, task, run, session
         self.level = "none"  # how engines sleep while trainers learn
         self.receive_arguments: list[tuple] = []  # of each engine's `receive_weights`
         self.place()
@@ -68,26 +75,53 @@ class Topology:
         """Reserve the devices, and fill in what is not chosen."""
         raise NotImplementedError
 
-    def start_trainers(self, cls: type[TrainerActor]) -> ActorGroup:
-        """Start the trainer's ranks, which load no model yet."""
+    def start_actors(self, cls: type[TrainerActor], model: str) -> None:
+        """Start the actors of trainer ranks and engines of this model. They import what they need, and load nothing."""
         self.trainers = ActorGroup(self.session, "trainer", cls, self.trainer_seats)
-        return self.trainers
-
-    def load_trainers(self, models: Models) -> dict:
-        """Begin to load the trainer's ranks."""
-        address = self.trainers.call_rank_0("starting", LearnerActor.address)
-        ranks = len(self.trainers)
-        return self.trainers.begin(TrainerActor.load, address, ranks, models, self.args, self.device, self.frees_memory)
+        self.engines = ActorGroup(self.session, self.engine_name, self.engine_class, self.engine_seats)
+        self.engines.begin(self.engine_class.prepare)
+        self.gpu: GPU | None = None
+        if self.device == "cuda":
+            self.size = ModelSize.of(model)
+            self.gpu = self.trainers.call_rank_0("starting", LearnerActor.gpu)
 
     def start(self, models: Models) -> tuple[int, str, int]:
         """Start engines and trainers. Returns the number of steps done, lines to print, and the tokens that a prompt
         and its completion may have."""
-        self.engines = ActorGroup(self.session, "engine", EngineActor, self.engine_seats)
         loading = self.load_trainers(models)
-        engine = (models.loaded, self.args.engine, self.setting, self.level)
-        starting = self.engines.begin(EngineActor.start, *engine, each=self.engines.bundles)
-        loaded, lengths = self.session.wait("starting", loading, starting)
+        loaded, lengths = self.session.wait("starting", loading, self.start_engines(models.loaded))
         return *loaded[0], lengths[0]
+
+    def load_trainers(self, models: Models) -> dict[str, ray.ObjectRef]:
+        """Begin to load the trainer's ranks."""
+        address = self.trainers.call_rank_0("starting", LearnerActor.address)
+        options = (len(self.trainers), models, self.args, self.device, self.frees_memory)
+        return self.trainers.begin(TrainerActor.load, address, *options)
+
+    def start_engines(self, model: str) -> dict[str, ray.ObjectRef]:
+        """Begin to start the engines."""
+        self.settle_kv_cache()
+        return self.engines.begin(EngineActor.start, *self.start_arguments(model), each=self.engines.bundles)
+
+    def start_arguments(self, model: str) -> tuple:
+        """What all engines are started with."""
+        return model, replace(self.args.engine, gpu_memory_utilization=self.memory_share), self.setting, self.level
+
+    def settle_kv_cache(self) -> None:
+        """Reckon how large the engines' KV caches are to be, from their share of a GPU's memory."""
+        if self.gpu:
+            workers = self.args.engine.tensor_parallel_size
+            kv_cache_bytes = self.size.kv_cache_bytes(self.memory_share * self.gpu.memory, workers)
+            self.setting = replace(self.setting, kv_cache_bytes=kv_cache_bytes)
+
+    def sequences(self, engines: int) -> int:
+        """How many sequences one of so many engines generates at a time, at most."""
+        task, config, ahead = self.task.args, self.args.learner, self.args.ahead
+        prompts = task.prompts_per_step
+        if ahead.max_staleness:
+            prompts = ahead.in_flight or 2 * prompts
+        evaluated = len(self.task.eval_rows) * max(1, task.eval_samples) if task.eval_every else 0
+        return math.ceil(max(prompts * config.group_size, evaluated) / engines)
 
     def connect(self) -> None:
         """Connect trainers and engines, and sync once: now the engines serve the trainer's weights."""
@@ -100,9 +134,11 @@ class Topology:
             self.run.say(f"engine weights by torchao's {self.engines.agreed('starting', EngineActor.quantized_by)}")
             self.compare(must_change=False)
 
-    def rest(self) -> dict:
-        """Begin to have the engines sleep; they drop what was computed with weights that will be old."""
-        resting = self.engines.begin(EngineActor.sleep, self.level)
+    def rest(self) -> dict[str, ray.ObjectRef]:
+        """Begin to have the engines sleep until the next sync, unless they are to go on for later steps."""
+        if self.args.ahead.max_staleness:
+            return {}
+        resting = self.engines.begin(self.engine_class.sleep, self.level)
         if self.level == "none":
             return resting
         self.session.wait("sleeping", resting)  # the trainers need the memory

@@ -1,5 +1,7 @@
 """Which topology a run has."""
 
+from dataclasses import replace
+
 from ..errors import RunError
 from ..run.folder import RunFolder
 from ..run.session import RaySession
@@ -36,7 +38,8 @@ def choose_topology(args, task: Task, run: RunFolder, session: RaySession) -> To
         raise RunError(f"--topology {name}: {message}")
     if name == "servers":
         task.refuse_images("servers get token ids alone")
-    topology = TOPOLOGIES[name](args, run, session)
+    args.placement = replace(args.placement, topology=name)  # for --resume
+    topology = TOPOLOGIES[name](args, task, run, session)
     run.say(f"--topology {name}{reason}")
     run.say(topology.remark)
     return topology

@@ -6,7 +6,7 @@ import ray
 
 from ..errors import RunError
 from ..rollouts.options import EngineSetting
-from ..run.actors import by_node, reserve, seat
+from ..run.actors import by_node, engine_seat, reserve, seat
 from .base import Topology
 from .link import connect_by_group
 
@@ -20,8 +20,8 @@ class Separate(Topology):
         args, gpus = self.args, int(ray.cluster_resources().get("GPU", 0))
         tp = args.engine.tensor_parallel_size or 2
         trainers, engines = args.placement.trainers or 1, args.placement.engines or 1
-        memory = args.engine.gpu_memory_utilization or MEMORY_SHARE
-        args.engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=memory)
+        self.memory_share = args.engine.gpu_memory_utilization or MEMORY_SHARE
+        args.engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=self.memory_share)
         args.placement = replace(args.placement, trainers=trainers, engines=engines)
         wanted = trainers + engines * tp
         if 0 < gpus < wanted:
@@ -30,13 +30,13 @@ class Separate(Topology):
                 f" {gpus}: lower --tensor-parallel-size, or use --topology shared"
             )
         self.device = "cuda" if gpus else "cpu"
-        self.setting = EngineSetting(self.device, "WorkerExtension", engines)
+        self.setting = EngineSetting(self.device, "WorkerExtension", engines, sequences=self.sequences(engines))
         if gpus:
             placement = reserve([{"GPU": 1}] * wanted, "PACK")
             bundles = by_node(placement)  # so that an engine spans as few nodes as possible
             self.trainer_seats = [seat(placement, bundle, num_gpus=1) for bundle in bundles[:trainers]]
             engine_bundles = [bundles[begin : begin + tp] for begin in range(trainers, wanted, tp)]
-            self.engine_seats = [seat(placement, workers[0], workers) for workers in engine_bundles]
+            self.engine_seats = [engine_seat(placement, workers, 1) for workers in engine_bundles]
             if gpus > wanted:
                 self.remark = f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more"
             return

@@ -226,6 +226,9 @@ class ServerPool:
         self.syncing: set[Replica] = set()
         self.return_seconds: list[float] = []  # from "answers again" to "serves again", since the last `metrics`
 
+    async def prepare(self) -> None:
+        """Servers import vLLM themselves."""
+
     async def start(
         self,
         model: str,
@@ -334,9 +337,8 @@ class ServerPool:
     async def sleep(self, level: str) -> None:
         """Servers have their GPUs, and go on while the trainer learns."""
 
-    async def idle_share(self) -> float:
+    async def idle_share(self) -> None:
         """Not known of servers, which others may use as well."""
-        return 0.0
 
     async def _generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         room = self.max_model_len - len(token_ids)  # of this run: a server may have more

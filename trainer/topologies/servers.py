@@ -8,8 +8,7 @@ from rlhf_utils import SyncReport
 
 from ..errors import RunError
 from ..rollouts.options import EngineSetting
-from ..run.actors import ActorGroup, reserve, seat
-from ..run.checkpoint import Models
+from ..run.actors import reserve, seat
 from .base import Topology
 from .server_pool import ServerPool
 
@@ -19,11 +18,13 @@ MEMORY_SHARE = 0.8  # of its GPUs' memory that a server of the run's own takes u
 class Servers(Topology):
     """The servers are anywhere. Those that this run starts have GPUs of their own, on one machine, and end with it."""
 
+    engine_class, engine_name = ServerPool, "engines"
+
     def place(self) -> None:
         args, gpus = self.args, int(ray.cluster_resources().get("GPU", 0))
         tp, engines = args.engine.tensor_parallel_size or 2, args.placement.engines or 1
-        memory = args.engine.gpu_memory_utilization or MEMORY_SHARE
-        args.engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=memory)
+        self.memory_share = args.engine.gpu_memory_utilization or MEMORY_SHARE
+        args.engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=self.memory_share)
         args.placement = replace(args.placement, engines=engines)
         servers = 0 if args.servers.engine_url else engines
         wanted = 1 + servers * tp
@@ -45,13 +46,9 @@ class Servers(Topology):
                 "no GPU: the trainer runs on CPU, and so do the servers that it starts, with gloo between them"
             )
 
-    def start(self, models: Models) -> tuple[int, str, int]:
-        self.engines = ActorGroup(self.session, "engines", ServerPool, self.engine_seats)
-        pool = (models.loaded, self.args.servers, self.args.engine, self.setting, self.args.run.timeout)
-        loading = self.load_trainers(models)
-        starting = self.engines.begin(ServerPool.start, *pool, *self.trainers.actors.values())
-        loaded, lengths = self.session.wait("starting", loading, starting)
-        return *loaded[0], lengths[0]
+    def start_engines(self, model: str) -> dict[str, ray.ObjectRef]:
+        pool = (model, self.args.servers, self.args.engine, self.setting, self.args.run.timeout)
+        return self.engines.begin(ServerPool.start, *pool, *self.trainers.actors.values())
 
     def connect(self) -> None:
         """Nothing yet: the first sync connects each server."""

@@ -3,18 +3,16 @@
 from dataclasses import replace
 
 import ray
-import torch
 
 from weight_sync.groups import refuse_expandable_segments
 
 from ..errors import RunError
-from ..learning.multimodal import auto_class
-from ..rollouts.engine import EngineActor
 from ..rollouts.options import EngineSetting
-from ..run.actors import ActorGroup, StepClock, by_node, measure, reserve, seat
+from ..run.actors import StepClock, by_node, engine_seat, measure, reserve, seat
 from ..run.checkpoint import Models
 from .base import Topology
-from .link import connect_by_memory
+from .link import TrainerActor, connect_by_memory
+from .memory import ModelSize
 
 MEMORY_SHARE = 0.4  # of a GPU's memory that its engines take unless a flag says it
 GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for all workers there: both fit on one
@@ -51,33 +49,44 @@ class Shared(Topology):
         memory = args.engine.gpu_memory_utilization or MEMORY_SHARE
         args.engine = replace(args.engine, tensor_parallel_size=tp, gpu_memory_utilization=memory)
         placement = reserve([{"GPU": 1, "CPU": 0} if gpus else {"CPU": 1}] * wanted, "PACK" if gpus else "STRICT_PACK")
-        bundles = by_node(placement)  # so that an engine spans as few nodes as possible
+        self.bundles, self.placement = by_node(placement), placement  # so that an engine spans as few nodes as possible
         share = {"num_gpus": GPU_SHARE} if gpus else {"num_cpus": 1}
-        self.trainer_seats = [seat(placement, bundle, **share) for bundle in bundles]
-        engine_bundles = [bundles[begin : begin + tp] for begin in range(0, wanted, tp)]
-        self.engine_seats = [seat(placement, workers[0], workers) for workers in engine_bundles]
+        self.trainer_seats = [seat(placement, bundle, **share) for bundle in self.bundles]
         self.remark = "" if gpus else "no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake"
 
-    def start(self, models: Models) -> tuple[int, str, int]:
-        args, engines = self.args, self.args.placement.engines
-        args.placement = replace(args.placement, engines_per_gpu=self._engines_per_gpu(models.loaded))
-        per_gpu = args.placement.engines_per_gpu
+    def start_actors(self, cls: type[TrainerActor], model: str) -> None:
+        args, tp = self.args, self.args.engine.tensor_parallel_size
+        per_gpu = args.placement.engines_per_gpu or self._engines_per_gpu(model)
+        args.placement = replace(args.placement, engines_per_gpu=per_gpu)
+        share, engines = GPU_SHARE / per_gpu if self.device == "cuda" else 0, args.placement.engines * per_gpu
+        self.memory_share = args.engine.gpu_memory_utilization / per_gpu
         options = {"enable_sleep_mode": self.level != "none"}
         self.setting = EngineSetting(
-            self.device, "ColocateWorkerExtension", engines * per_gpu, GPU_SHARE / per_gpu, options
+            self.device, "ColocateWorkerExtension", engines, share, self.sequences(engines), options=options
         )
-        self.engines = ActorGroup(self.session, "engine", EngineActor, self.engine_seats * per_gpu)
-        engine = replace(args.engine, gpu_memory_utilization=args.engine.gpu_memory_utilization / per_gpu)
-        starting: dict[str, ray.ObjectRef] = {}
-        before: list[ray.ObjectRef | None] = [None] * engines  # those of a GPU start one after another
-        for (name, actor), (bundles,) in zip(self.engines.actors.items(), self.engines.bundles, strict=True):
-            starting[name] = actor.start.remote(
-                models.loaded, engine, self.setting, self.level, bundles, before[-engines]
-            )
-            before.append(starting[name])
-        lengths = self.session.wait("starting", starting)[0]
+        engine_bundles = [self.bundles[begin : begin + tp] for begin in range(0, len(self.bundles), tp)]
+        self.engine_seats = [engine_seat(self.placement, workers, share) for workers in engine_bundles] * per_gpu
+        super().start_actors(cls, model)
+
+    def start(self, models: Models) -> tuple[int, str, int]:
+        memory = self.gpu.memory if self.gpu else 0
+        if self.level == "none" or self.size.loads_beside(self.args.engine.gpu_memory_utilization * memory, memory):
+            return super().start(models)
+        lengths = self.session.wait("starting", self.start_engines(models.loaded))[0]
         loaded = self.session.wait("loading", self.load_trainers(models))[0]
         return *loaded[0], lengths[0]
+
+    def start_engines(self, model: str) -> dict[str, ray.ObjectRef]:
+        self.settle_kv_cache()
+        if self.setting.kv_cache_bytes or not self.gpu:
+            return super().start_engines(model)
+        # vLLM measures the free memory, so those of a GPU start one after another.
+        starting: dict[str, ray.ObjectRef] = {}
+        before: list[ray.ObjectRef | None] = [None] * self.args.placement.engines
+        for (name, actor), (bundles,) in zip(self.engines.actors.items(), self.engines.bundles, strict=True):
+            starting[name] = actor.start.remote(*self.start_arguments(model), bundles, before[len(starting)])
+            before.append(starting[name])
+        return starting
 
     def connect(self) -> None:
         handles = connect_by_memory(self.run, self.trainers, self.engines, self.args.placement.engines_per_gpu)
@@ -106,20 +115,12 @@ class Shared(Topology):
         return self.memory
 
     def _engines_per_gpu(self, model: str) -> int:
-        """How many engines there are on each GPU. Says why if there are more than one that nobody asked for."""
-        from transformers import AutoConfig
-
-        if chosen := self.args.placement.engines_per_gpu:
-            return chosen
+        """How many engines there are on each GPU unless a flag says it. Says why if there are more than one."""
         if self.device == "cpu" or self.args.engine.tensor_parallel_size > 1:
             return 1
-        config = AutoConfig.from_pretrained(model)
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
+        parameters = ModelSize.of(model).parameters
         if parameters >= SMALL_MODEL:
             return 1
         size = f"{parameters / 1e6:.0f} million parameters"
-        self.run.say(
-            f"--engines-per-gpu 2: with {size}, one engine would often leave its GPU idle between decode steps"
-        )
+        self.run.say(f"--engines-per-gpu 2: with {size}, one engine would often leave its GPU idle between steps")
         return 2

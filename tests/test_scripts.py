@@ -1,0 +1,262 @@
+"""The flat scripts: rlhf.py, rlhf_colocate.py, rlhf_online_quant.py, rlhf_nccl.py.
+
+pytest tests/test_scripts.py            their functions, against a plain computation, and a run of rlhf.py
+pytest tests/test_scripts.py -m slow    a run of each of the others, and of rlhf.py with a killed worker and core
+pytest tests/test_scripts.py -m long    other processes killed, in other phases
+"""
+
+import ast
+import importlib
+import math
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from conftest import HANGS_SECONDS, ROOT, SYNC, Script, copy, cpu_only, is_alive, title_of
+from transformers import AutoModelForCausalLM
+
+import rlhf
+import rlhf_colocate
+import rlhf_cpu
+
+SCRIPTS = ["rlhf", "rlhf_colocate", "rlhf_online_quant", "rlhf_nccl"]
+
+
+# --- The learning step ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    return rlhf_cpu.small_model()
+
+
+def samples_of(trainer, lengths: list[tuple[int, int]], distance: float = 0.0) -> list[rlhf.Sample]:
+    """Samples with prompts and completions of these lengths, and log-probabilities that are so far from the trainer's
+    on average."""
+    samples = []
+    for prompt_length, length in lengths:
+        ids = torch.randint(2, 258, (prompt_length + length,))
+        logprobs = plain_logprobs(trainer.model, ids, prompt_length).detach()
+        noise = distance * torch.tensor([1.0, -1.0]).repeat(length)[:length]
+        samples.append(rlhf.Sample(ids.tolist(), prompt_length, (logprobs + noise).tolist(), ""))
+    return samples
+
+
+def plain_logprobs(model, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
+    """The log-probabilities of one completion's tokens, by a pass of its own."""
+    logprobs = model(ids[None]).logits[0].log_softmax(-1)
+    return logprobs[prompt_length - 1 : -1].gather(1, ids[prompt_length:, None])[:, 0]
+
+
+LENGTHS = [(5, 9), (7, 1), (3, 12), (30, 4), (5, 8)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_importance_is_a_weight_and_learns_nothing(script):
+    """The gradient of -min(p / p_engine, 2) * advantage * log p, with the first factor as a constant."""
+    token_losses = importlib.import_module(script).token_losses
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    engine = torch.tensor([[-1.0, -1.0, -3.0]])
+    losses = token_losses(logprobs, engine, torch.tensor([[0.5]]))
+    importance = torch.tensor([[1.0, 1 / math.e, 2.0]])
+    torch.testing.assert_close(losses.detach(), -importance * 0.5 * logprobs.detach())
+    losses.sum().backward()
+    torch.testing.assert_close(logprobs.grad, -importance * 0.5)
+
+
+def test_logprobs_are_those_of_each_completion_alone(small_model):
+    trainer = rlhf.Trainer(small_model, 1e-3, "cpu")
+    samples = samples_of(trainer, LENGTHS)
+    logprobs, engine_logprobs, mask = trainer.logprobs(samples)
+    for sample, *rows in zip(samples, logprobs, engine_logprobs, mask.bool(), strict=True):
+        own, engine, is_token = rows
+        torch.testing.assert_close(own[is_token], torch.tensor(sample.logprobs))
+        torch.testing.assert_close(engine[is_token], torch.tensor(sample.logprobs))
+        assert engine[~is_token].eq(0).all()
+
+
+def test_update_is_that_of_a_plain_computation(small_model, monkeypatch):
+    """Over all tokens of the batch, whatever the micro-batches are."""
+    monkeypatch.setattr(rlhf, "MICRO_BATCH_TOKENS", 70)
+    trainer = rlhf.Trainer(small_model, 1e-3, "cpu")
+    samples = samples_of(trainer, LENGTHS, distance=0.5)
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.3])
+    assert len(rlhf.micro_batches(samples)) == 3
+
+    plain = AutoModelForCausalLM.from_pretrained(small_model, dtype=torch.float32).eval()
+    loss, tokens = 0.0, sum(len(sample.logprobs) for sample in samples)
+    for sample, advantage in zip(samples, advantages, strict=True):
+        logprobs = plain_logprobs(plain, torch.tensor(sample.ids), sample.prompt_length)
+        importance = (logprobs.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2)
+        loss = loss - (importance * advantage * logprobs).sum() / tokens
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0).step()
+
+    assert trainer.learn(samples, advantages) == pytest.approx(0.5, abs=1e-3)
+    for mine, other in zip(trainer.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("distance", "fits"), [(0.04, True), (0.2, False), (float("nan"), False)])
+def test_mismatch_that_grows_ends_the_run_before_the_update(small_model, distance, fits):
+    trainer = rlhf.Trainer(small_model, 1e-3, "cpu")
+    trainer.learn(samples_of(trainer, LENGTHS, distance=0.02), torch.zeros(5))
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    samples = samples_of(trainer, LENGTHS, distance)
+    if fits:
+        trainer.learn(samples, torch.ones(5))
+    else:
+        with pytest.raises(RuntimeError, match="no longer compute the same"):
+            trainer.learn(samples, torch.ones(5))
+    same = [now.equal(then) for now, then in zip(trainer.model.parameters(), before, strict=True)]
+    assert all(same) != fits
+
+
+def test_first_mismatch_may_not_be_nan(small_model):
+    trainer = rlhf.Trainer(small_model, 1e-3, "cpu")
+    with pytest.raises(RuntimeError, match="mismatch nan"):
+        trainer.learn(samples_of(trainer, LENGTHS, float("nan")), torch.ones(5))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_divide_the_samples_and_take_equally_many_micro_batches(monkeypatch, ranks):
+    monkeypatch.setattr(rlhf_colocate, "MICRO_BATCH_TOKENS", 40)
+    samples = [rlhf.Sample([0] * (1 + i * i % 17), 1, [], "") for i in range(32)]
+    of_ranks = [rlhf_colocate.micro_batches(samples, rank, ranks) for rank in range(ranks)]
+    assert {len(batches) for batches in of_ranks} == {len(of_ranks[0])}
+    assert sorted(i for batches in of_ranks for batch in batches for i in batch) == list(range(32))
+    for batch in (batch for batches in of_ranks for batch in batches):
+        assert len(batch) * max(len(samples[i].ids) for i in batch) <= 40
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [("3 + 4 = 7", "7", 1.0), ("It is 1,234.", 1234, 1.0), ("7 or 8", "7", 0.0), ("", "7", 0.0), ("aBC", None, 2 / 3)],
+)
+def test_reward(text, answer, expected):
+    assert rlhf.reward(text, answer) == pytest.approx(expected)
+
+
+# --- The files --------------------------------------------------------------------------------------------------------
+
+# What is told otherwise where the diff is the lesson; all else that two scripts share is the same, word for word.
+DIFFERENT = {
+    "rlhf_online_quant": {"main", "Engine.__init__"},
+    "rlhf_colocate": {
+        "Engine.__init__",
+        "Engine.generate",
+        "Engine.receive_weights",
+        "Trainer.__init__",
+        "Trainer.connect",
+        "Trainer.learn",
+        "Trainer.logprobs",
+        "micro_batches",
+        "place",
+        "main",
+    },
+    "rlhf_nccl": {"Engine.__init__", "Trainer.connect", "Trainer.send_weights", "main"},
+}
+
+
+def definitions(script: str) -> dict[str, str]:
+    """Functions and methods of a script, by name, as their syntax trees without docstrings."""
+    found = {}
+    for node in ast.parse((ROOT / f"{script}.py").read_text()).body:
+        functions = node.body if isinstance(node, ast.ClassDef) else [node]
+        of_class = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        found |= {of_class + each.name: ast.dump(each) for each in functions if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("script", DIFFERENT)
+def test_what_scripts_share_is_the_same_word_for_word(script):
+    first, other = definitions("rlhf"), definitions(script)
+    assert {name for name in first.keys() & other.keys() if first[name] != other[name]} == DIFFERENT[script]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_imports_what_is_copied_along(script):
+    tree = ast.parse((ROOT / f"{script}.py").read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    libraries = {"torch", "vllm", "ray", "transformers", "torchao", "rlhf_utils", "rlhf_cpu"}
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names <= libraries
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+def run_of(tmp_path, script: str, *flags, **environment) -> Script:
+    """A run of a copy of the script, in a folder that has nothing but what is to be copied along."""
+    copied = copy(tmp_path / "copied", f"{script}.py", "rlhf_cpu.py", *SYNC)
+    return Script(copied, sys.executable, f"{script}.py", *map(str, flags), **environment)
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("script", "flags", "rewards"),
+    [
+        ("rlhf", [], (0.2, 0.9)),
+        pytest.param("rlhf_colocate", ["--tensor-parallel-size", 2], (0.2, 0.9), marks=pytest.mark.slow),
+        pytest.param("rlhf_online_quant", [], (0.2, 0.9), marks=pytest.mark.slow),
+        pytest.param("rlhf_nccl", [], (0.2, 0.9), marks=pytest.mark.slow),
+    ],
+)
+def test_copied_script_learns(tmp_path, script, flags, rewards):
+    text = run_of(tmp_path, script, *flags).finish()
+    last_line = text.splitlines()[-1]
+    assert last_line.startswith("OK: reward "), text
+    first, last = (float(word) for word in last_line.split()[2:5:2])
+    assert first < rewards[0]
+    assert last > rewards[1]
+
+
+# --- Faults: the run ends within a minute, names the cause, and leaves no process -------------------------------------
+
+FAULT_SECONDS = 60
+LONG = ["--steps", 10_000, "--group-size", 16, "--max-tokens", 64]  # phases in which there is time for a fault
+IN_SYNC = "ray::Engine.receive_weights"
+KILLS = [  # the script, the title of a process in the phase of the fault, whom it kills, the run's last line
+    ("rlhf", IN_SYNC, "VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died|Engine", pytest.mark.slow),
+    ("rlhf", "ray::Engine.generate", "VLLM::EngineCore", "Engine", pytest.mark.slow),
+    ("rlhf", "ray::Engine.generate", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf", "ray::Trainer.learn", "ray::Engine", "Engine", pytest.mark.long),
+    ("rlhf", "ray::Engine.__init__", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf", "VLLM::Worker_TP1", "VLLM::EngineCore", "Engine", pytest.mark.long),
+    ("rlhf_colocate", "ray::Trainer.learn", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf_colocate", IN_SYNC, "VLLM::EngineCore", "Engine|engine worker . .* died", pytest.mark.long),
+    ("rlhf_nccl", "ray::Trainer.send_weights", "ray::Trainer", "Trainer", pytest.mark.long),
+    ("rlhf_online_quant", "ray::Engine.generate", "Ctrl-C", "KeyboardInterrupt", pytest.mark.long),
+]
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    ("script", "phase", "victim", "message"),
+    [pytest.param(*kill[:4], id=" ".join(kill[:3]), marks=kill[4]) for kill in KILLS],
+)
+def test_run_ends_at_a_fault(tmp_path, script, phase, victim, message):
+    run = run_of(tmp_path, script, *LONG, "--tensor-parallel-size", 2)
+    if not phase.startswith(("ray::Engine.__init__", "VLLM")):  # which are of the start
+        run.wait_for("step 2/")
+    deadline = time.monotonic() + HANGS_SECONDS
+    while not (found := [process for process in run.descendants() if phase in title_of(process)]):
+        assert run.process.poll() is None, run.text()
+        assert time.monotonic() < deadline, run.text()
+    family, failed = run.descendants(), time.monotonic()
+    if victim == "Ctrl-C":
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        next(process for process in family if victim in title_of(process)).kill()
+    text = run.finish(FAULT_SECONDS)
+    assert found, text
+    assert run.process.returncode == 1
+    assert re.match(f"error: .*({message})", text.splitlines()[-1]), text
+    while left := [process for process in family if is_alive(process)]:
+        assert time.monotonic() - failed < FAULT_SECONDS, left
+        time.sleep(0.1)
