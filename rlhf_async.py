@@ -36,6 +36,7 @@ from trainer.rollouts.async_rollouts import AsyncArguments, AsyncEngineActor, Ro
 from trainer.rollouts.engine import llm_options
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import Models, choose_models
@@ -133,6 +134,7 @@ def main(args: Arguments) -> None:
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
+        task.rewards = RewardWorkers(task.rewards, session)
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers, images=task.has_images)
         engines = ActorGroup(session, "engine", Engine, engine_seats)

@@ -43,6 +43,7 @@ from trainer.learning.rollout import Rollout
 from trainer.rollouts.engine import EngineActor, complete, llm_options, resample
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.run.actors import (
     ActorArguments,
     ActorGroup,
@@ -200,6 +201,7 @@ def main(args: Arguments) -> None:
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say("no GPU: all on CPU, where vLLM has no sleep mode: engines stay awake" if device == "cpu" else "")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
+        task.rewards = RewardWorkers(task.rewards, session)
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args.engine = settle_exactness(
             run, args.engine, args.learner, models.loaded, trainers, by_nccl=False, images=task.has_images
@@ -222,7 +224,7 @@ def main(args: Arguments) -> None:
         for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock(session)
             batch = complete(engines, task, task.draw(step), args.learner, step)
-            batch = task.rewards.compute(batch, step - 1, session)
+            batch = task.rewards.compute(batch, step - 1)
             if args.learner.dynamic_sampling:
                 batch = resample(engines, task, batch, args.learner, step)
             clock.end("rollout")
@@ -241,7 +243,7 @@ def main(args: Arguments) -> None:
 
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
-        batch = task.rewards.compute(batch, args.run.steps, session)
+        batch = task.rewards.compute(batch, args.run.steps)
         engines.call("sleeping", Engine.sleep, level)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)

@@ -37,6 +37,7 @@ from trainer.learning.rollout import Rollout
 from trainer.rollouts.engine import EngineActor, complete, in_parts, llm_options
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
+from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, score
 from trainer.run.actors import ActorGroup, LearnerActor, Seat, SeparateActorArguments, StepClock, by_node, reserve, seat
 from trainer.run.arguments import RunArguments, parse
@@ -160,6 +161,7 @@ def main(args: Arguments) -> None:
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
         run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}\nrun folder {run.path}")
+        task.rewards = RewardWorkers(task.rewards, session)
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, trainers)
         engines = ActorGroup(session, "engine", Engine, engine_seats)
@@ -185,7 +187,7 @@ def main(args: Arguments) -> None:
         for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock()
             batch = complete(engines, task, task.draw(step), args.learner, step)
-            batch = task.rewards.compute(batch, step - 1, session)
+            batch = task.rewards.compute(batch, step - 1)
             clock.end("rollout")
             batch = score(teachers, batch)
             clock.end("score")
@@ -202,7 +204,7 @@ def main(args: Arguments) -> None:
 
         # 4. Generate again, and prove the last sync
         batch = complete(engines, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
-        batch = task.rewards.compute(batch, args.run.steps, session)
+        batch = task.rewards.compute(batch, args.run.steps)
         mismatch = trainers.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)

@@ -49,6 +49,7 @@ from trainer.learning.rollout import Rollout
 from trainer.rollouts.engine import EngineActor, EngineArguments, complete, llm_options, resample
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.native_transfer import NativeSender
+from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import Models, choose_models
@@ -203,6 +204,7 @@ def main(args: Arguments) -> None:
         tp, backend = args.engine.tensor_parallel_size, "gloo" if device == "cpu" else args.backend
         run.say(f"trainer and TP={tp} engine on {'CPU' if device == 'cpu' else 'GPUs'}, by vLLM's {backend} backend")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
+        task.rewards = RewardWorkers(task.rewards, session)
         engine = ActorGroup(session, "engine", Engine, engine_seats)
         starting = engine.begin(Engine.start, models.loaded, args, device, each=engine.bundles)
         if backend == "ipc":
@@ -231,7 +233,7 @@ def main(args: Arguments) -> None:
         for step in range(steps_done + 1, args.run.steps + 1):
             clock = StepClock()
             batch = complete(engine, task, task.draw(step), args.learner, step)
-            batch = task.rewards.compute(batch, step - 1, session)
+            batch = task.rewards.compute(batch, step - 1)
             if args.learner.dynamic_sampling:
                 batch = resample(engine, task, batch, args.learner, step)
             clock.end("rollout")
@@ -247,7 +249,7 @@ def main(args: Arguments) -> None:
 
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
-        batch = task.rewards.compute(batch, args.run.steps, session)
+        batch = task.rewards.compute(batch, args.run.steps)
         mismatch = trainer.agreed("proving", Trainer.mismatch, batch.rollouts)
         summary = run.summary(batch, mismatch)
     print(summary)

@@ -3,14 +3,14 @@
     python rlhf_ppo.py                               # 1 GPU: facebook/opt-125m, all five on it
     python rlhf_ppo.py --tensor-parallel-size 4      # 4 GPUs: a TP=4 engine, the others sharded over the same GPUs
     python rlhf_ppo.py --placement split             # 2 GPUs or more: an engine apart, NCCL between it and the policy
-    python rlhf_ppo.py --dataset prompts.jsonl --reward-model NAME --reward graded:reward --reward-workers 4
+    python rlhf_ppo.py --dataset prompts.jsonl --reward-model NAME --reward graded:reward
     python rlhf_ppo.py                               # no GPU: small built-in models, all five on CPU
 
     Engine       vllm.LLM, whose workers have an extension of rlhf_utils.py
     Trainer      the policy (PPO's actor): fp32 master weights, PPO (trainer/learning/ppo.py), WeightSender
     Critic       the policy's trunk with a value head, and an optimizer of its own
     Reference    the model that the run began with, frozen; with --lora-rank, the policy without its adapters instead
-    RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
+    RewardModel  a sequence classifier with one output, frozen
 
 1. Place: one Ray placement group. `colocated`: each GPU has a bundle with a rank of each model and a worker of the
    engine. They take turns: the engine sleeps, and idle models wait in host memory, except for the policy's weights,
@@ -255,10 +255,10 @@ def main(args: Arguments) -> None:
         args.engine = settle_exactness(
             run, args.engine, args.learner, paths["trainer"], trainer, by_nccl=args.placement == "split"
         )
+        task.rewards = RewardWorkers(task.rewards, session, models.get(REWARD_MODEL))
         engine = ActorGroup(session, "engine", Engine, seats["engine"])
         max_model_len = engine.agreed("starting", Engine.start, paths["trainer"], args, device, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
-        task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args.rewards)
         run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
 
         # 2. Connect, and serve what the trainer holds
@@ -273,7 +273,7 @@ def main(args: Arguments) -> None:
             batch = complete(engine, task, task.draw(step), args.learner, step)
             clock.end("rollout")
             engine.call("sleeping", Engine.sleep, args.sleep)
-            batch = task.rewards.compute(batch, step - 1, session)
+            batch = task.rewards.compute(batch, step - 1)
             clock.end("reward")
             known = batch.known_rollouts()
             turns = [
@@ -302,7 +302,7 @@ def main(args: Arguments) -> None:
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)
         engine.call("sleeping", Engine.sleep, args.sleep)
-        batch = task.rewards.compute(batch, args.run.steps, session)
+        batch = task.rewards.compute(batch, args.run.steps)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
 

@@ -38,6 +38,7 @@ from trainer.rollouts.async_rollouts import AsyncArguments, RolloutsAhead
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exact_engine import ExactEngineArguments, settle_exactness
 from trainer.rollouts.replicas import Replica, ReplicaError, ReplicaPool, ServeArguments
+from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, reserve, seat
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import Models, choose_models
@@ -192,6 +193,7 @@ def main(args: Arguments) -> None:
         if device == "cpu":
             run.say("no GPU: the trainer runs on CPU, and so do the servers that it starts, with gloo between them")
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
+        task.rewards = RewardWorkers(task.rewards, session)
         trainers = ActorGroup(session, "trainer", Trainer, trainer_seats)
         args.engine = settle_exactness(
             run, args.engine, args.learner, models.loaded, trainers, engine_url=args.servers.engine_url

@@ -44,10 +44,14 @@ def arguments_of(script, **values):
 
 
 def task_of(args):
-    """The task of a script that takes tools, with these arguments."""
+    """The task of a script that takes tools, with these arguments. Rewards are computed in this process."""
+    from fakes import local_rewards
+
     from trainer.tasks.task import load_task
 
-    return load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    task.rewards = local_rewards(task.rewards)
+    return task
 
 
 def pytest_runtest_setup(item):

@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from fakes import local_rewards
 from ray import cloudpickle
 
 from rlhf_utils import WeightSyncError
@@ -205,7 +206,7 @@ def one(completions, **_):
 def test_rollouts_are_fetched_once_and_a_death_ends_the_step(session, unpickled):
     task = SimpleNamespace(
         draw=lambda step: [Row(f"{step}", {}, "", [step])] * 2,
-        rewards=Rewards([f"{__name__}:one"], None, []),
+        rewards=local_rewards(Rewards([f"{__name__}:one"], None, [])),
         tools=None,
         args=TaskArguments(prompts_per_step=2),
         seed=0,

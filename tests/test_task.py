@@ -26,7 +26,7 @@ import pandas
 import pytest
 import torch
 from conftest import code_of, task_of
-from fakes import Engines, session_without_ray
+from fakes import Engines, local_rewards
 from learners import CHAT_TEMPLATE, chat_tokenizer
 from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
@@ -87,7 +87,8 @@ def rewards(monkeypatch):
 
 
 def score(rewards, *groups, steps_done=0):
-    return rewards.compute(Batch(list(groups)), steps_done, session_without_ray())
+    workers = local_rewards(rewards) if isinstance(rewards, Rewards) else rewards
+    return workers.compute(Batch(list(groups)), steps_done)
 
 
 def sums(batch):
@@ -750,32 +751,32 @@ def test_rewards_of_the_same_name_are_told_apart(load):
     assert rollout.rewards == {"one:reward": 3.0, "two:reward": 3.0, "uppercase": 1.0}
 
 
-def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
-    """Each waits for all the others. A function has the same thread every time, as a database's connection wants."""
-    everyone, loops, threads = threading.Barrier(4), [], []
+def test_coroutines_run_together_in_one_event_loop_and_functions_one_by_one(rewards):
+    everyone, loops, running, threads = threading.Barrier(4), [], [], []
 
-    def first(completions, **_):
-        threads.append(threading.current_thread())
-        return [everyone.wait(timeout=20) * 0.0]
-
-    def second(completions, **_):
-        return [everyone.wait(timeout=20) * 0.0]
-
-    async def third(completions, **_):
+    async def first(completions, **_):
         loops.append(asyncio.get_running_loop())
         return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
 
-    class Fourth:
+    class Second:
         async def __call__(self, completions, **_):
             loops.append(asyncio.get_running_loop())
             return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
 
-    functions = rewards(third=third, first=first, second=second, fourth=Fourth())
+    def third(completions, **_):
+        threads.append(threading.current_thread())
+        running.append(1)
+        assert len(running) == 1
+        time.sleep(0.05)
+        running.pop()
+        return [0.0]
+
+    functions = local_rewards(rewards(third=third, first=first, fourth=third, second=Second()))
     for _ in range(2):  # the second time in the same loop
-        assert list(score(functions, group("a")).rollouts[0].rewards) == ["third", "first", "second", "fourth"]
-    assert len(loops) == 4
-    assert len(set(loops)) == 1
-    assert threads[0] is threads[1] is not threading.main_thread()
+        batch = score(functions, group("a"), group("b"))
+        assert list(batch.rollouts[0].rewards) == ["third", "first", "fourth", "second"]
+    assert (len(loops), len(threads)) == (8, 8)
+    assert len(set(loops)) == len(set(threads)) == 1
 
 
 def test_each_call_has_one_prompt_and_coroutines_run_at_once(rewards):
@@ -814,7 +815,7 @@ def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
         raise KeyError("no")
 
     with pytest.raises(TaskError, match=r"the reward mine raised SystemExit: 3 \(test_task.py, line"):
-        score(rewards(quick=quick, slow=slow, waiting=waiting, mine=leaves), group("a"))
+        score(rewards(quick=quick, waiting=waiting, mine=leaves, slow=slow), group("a"))
     with pytest.raises(TaskError, match=r"the reward mine raised KeyError: 'no' \(test_task.py, line"):
         score(rewards(quick=quick, slow=slow, waiting=waiting, mine=fails), group("a"))
     assert time.monotonic() - started < 30
@@ -897,6 +898,31 @@ def test_messages_give_conversational_completions_and_what_trl_passes(rewards):
         assert sums(scored) == [1.0, 1.0]
         assert [rollout.extra for rollout in scored.rollouts] == [{"length": 2}, {"length": 1}]
         assert scored.metrics == {"longest": 1.5, "rewards/mine/mean": 1.0}
+
+
+def test_what_a_reward_logs_by_name_arrives(rewards):
+    """TRL's rewards may: log_extra(column=..., values=...)."""
+
+    def mine(log_extra, log_metric, **_):
+        log_extra(column="length", values=[7])
+        log_metric(name="longest", value=0.5)
+        return [1.0]
+
+    scored = score(rewards(mine=mine), group("x"))
+    assert (scored.rollouts[0].extra, scored.metrics["longest"]) == ({"length": 7}, 0.5)
+
+
+def test_only_rewards_that_name_environments_get_them(monkeypatch):
+    def takes(environments, **_):
+        raise AssertionError
+
+    module = SimpleNamespace(takes=takes, leaves=lambda **_: [], builtin=dict)
+    monkeypatch.setitem(sys.modules, "graded", module)
+    graded = Rewards([f"graded:{name}" for name in vars(module)], None, [Row("p", {}, "row 7")], environments=True)
+    own = group("x")
+    own.environments = [SimpleNamespace(instance="it")]
+    calls = {call.name: call.arguments.get("environments") for call in graded.calls(own, 0)}
+    assert calls == {"takes": ["it"], "leaves": None, "builtin": None}
 
 
 def test_trls_own_rewards_run_unchanged(load):
@@ -1021,7 +1047,7 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     config = GRPOConfig(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        batch = task.rewards.compute(complete(engines, task, task.draw(step), config, step), step - 1, engines.session)
+        batch = task.rewards.compute(complete(engines, task, task.draw(step), config, step), step - 1)
         return resample(engines, task, batch, config, step)
 
     def content(batch):

@@ -364,7 +364,7 @@ def converse(folder, monkeypatch):
         made.engines = Engines(made.tokenizer, says)
         rows = made.task.draw(1)
         made.batch = complete(made.engines, made.task, rows, made.args.learner, 1, evaluation)
-        made.batch = made.task.rewards.compute(made.batch, 0, made.engines)
+        made.batch = made.task.rewards.compute(made.batch, 0)
         return made.batch.rollouts
 
     run.made = made

@@ -195,8 +195,8 @@ class RolloutsAhead:
     def take(self, step: int) -> Batch:
         """The prompts of this step, with completions and their rewards. The engines serve version `step` - 1 by now.
 
-        So they may begin with the prompts of step `step` + `max_staleness`. Raises what the reward raised; TaskError if
-        it takes too long; RunError as `_with_staleness` does.
+        So they may begin with the prompts of step `step` + `max_staleness`. Raises what `compute_group` of the rewards
+        raises, and RunError as `_with_staleness` does.
         """
         while self.last_begun < max(step, min(step + self.args.max_staleness, self.task.steps)):
             self.last_begun += 1
@@ -268,9 +268,7 @@ class RolloutsAhead:
         return future.result()
 
     def _phase(self) -> str:
-        """The phase to show. Raises TaskError if rewards have been computed for too long; they may never be done."""
-        rewarding = self.task.rewards.phase()
-        return "generating" if any(self.in_flight.values()) else rewarding
+        return "generating" if any(self.in_flight.values()) else "rewarding"
 
     def _dispatch(self, groups: list[tuple["_PendingBatch", int]]) -> None:
         """Have engines generate these groups, and as many of those queued as there is room for."""

@@ -421,7 +421,7 @@ def resample(engines: ActorGroup, task: Task, batch: Batch, config: GRPOConfig, 
 
     def complete_and_reward(rows: list[Row], round_number: int) -> Batch:
         batch = complete(engines, task, rows, config, step, round_number=round_number)
-        return task.rewards.compute(batch, step - 1, engines.session)
+        return task.rewards.compute(batch, step - 1)
 
     return replace_equal_groups(task, batch, config.dynamic_sampling, step, complete_and_reward)
 

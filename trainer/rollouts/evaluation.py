@@ -33,7 +33,7 @@ def evaluate(engines: ActorGroup, task: Task, config: SamplingConfig, step: int)
     at_once = max(1, args.prompts_per_step * config.group_size // samples) if task.tools else len(rows)
     for part, first in enumerate(range(0, len(rows), at_once)):
         batch = complete(engines, task, rows[first : first + at_once], sampling, 0, evaluation=True, round_number=part)
-        groups += task.rewards.compute(batch, step, engines.session).groups
+        groups += task.rewards.compute(batch, step).groups
     known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
     rewards = [reward for group in known for reward in group]
     metrics = {f"eval/{name}": value for name, value in reward_metrics(groups).items()}

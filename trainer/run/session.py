@@ -41,7 +41,7 @@ class RaySession:
     """
 
     def __init__(self, args: RunArguments, progress: Callable[[str, int], None]):
-        self.address, self.timeout, self.progress = args.ray_address, args.timeout, progress
+        self.address, self.timeout, self.progress, self.ending = args.ray_address, args.timeout, progress, False
         self.actors: dict[str, ray.actor.ActorHandle] = {}  # the death of one of these ends every wait
         self.pings: dict[str, ray.ObjectRef] = {}  # the last call of each actor, which fails if it has died
 
@@ -76,6 +76,7 @@ class RaySession:
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
+        self.ending = True
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}  # the run is ending already
         family = [*self.started]  # and not what others have started in this process, such as W&B
         for process in self.started:

@@ -216,14 +216,13 @@ def load_task(
     if not train_rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
     first_rows = [train_rows[0], *eval_rows[:1]]
-    more_arguments = ["environments"] if environment else []
     rewards = Rewards(
         args.reward or [],
         args.reward_weights,
         first_rows,
         steps,
         reward_models,
-        more_arguments,
+        bool(environment),
         args.reward_timeout,
     )
     for name, function in tools.rewards.items() if tools else ():
