@@ -51,8 +51,6 @@ from trainer.run.actors import (
     Seat,
     StepClock,
     by_node,
-    measure,
-    memory_table,
     reserve,
     seat,
 )
@@ -215,14 +213,14 @@ def main(args: Arguments) -> None:
 
         # 2. Connect, and serve what the trainer holds
         handles = connect(run, trainers, engines, args)
-        level, memory_after_loading = args.sleep, measure(session, "load")
+        level = args.sleep
         run.start_metrics(steps_done, args)
 
         # 3. Generate, reward, learn, sync
         if not steps_done and args.task.eval_every:
             run.log_metrics(0, evaluate(engines, task, args.learner, 0))
         for step in range(steps_done + 1, args.run.steps + 1):
-            clock = StepClock(session)
+            clock = StepClock(trainers)
             batch = complete(engines, task, task.draw(step), args.learner, step)
             batch = task.rewards.compute(batch, step - 1)
             if args.learner.dynamic_sampling:
@@ -231,13 +229,11 @@ def main(args: Arguments) -> None:
             learning_metrics = learn(trainers, engines, batch.rollouts, level, clock)
             report, clock.metrics["time/wake"] = sync(trainers, engines, handles, args)
             clock.end("sync")
-            metrics = memory_after_loading | learning_metrics | clock.metrics
+            metrics = learning_metrics | clock.metrics
             metrics |= evaluate(engines, task, args.learner, step)
             if run.saves(step):
                 trainers.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
-            if step in (steps_done + 1, args.run.steps):
-                run.say(memory_table(metrics))
             if step > steps_done + 1:  # the first step made Adam's moments
                 level = sleep_level(run, args, level, metrics)
 

@@ -47,7 +47,7 @@ from trainer.rollouts.engine import EngineActor, complete, llm_options
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exact_engine import ExactEngineArguments, exact_options, settle_exactness
 from trainer.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
-from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, memory_table, reserve, seat
+from trainer.run.actors import ActorGroup, LearnerActor, Seat, StepClock, in_turn, reserve, seat
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
 from trainer.run.folder import RunFolder
@@ -92,7 +92,6 @@ class Engine(EngineActor):
     """A Ray actor around vllm.LLM."""
 
     def start(self, model: str, args: Arguments, device: str, bundles: list[int]) -> int:
-        self.has_own_gpus = device == "cuda" and args.placement == "split"
         colocated = args.placement == "colocated"
         options = {"enable_sleep_mode": args.sleep != "none"}
         extension = "ColocateWorkerExtension" if colocated else "WorkerExtension"
@@ -113,9 +112,6 @@ class Engine(EngineActor):
         served = self.take_weights(*args)
         self.wake("kv_cache")
         return served
-
-    def memory(self) -> dict[str, float]:
-        return {} if self.has_own_gpus else super().memory()  # only GPUs of models are measured
 
 
 class Rank(LearnerActor):
@@ -269,7 +265,7 @@ def main(args: Arguments) -> None:
         if not steps_done and args.task.eval_every:
             run.log_metrics(0, evaluate(engine, task, args.learner, 0))
         for step in range(steps_done + 1, args.run.steps + 1):
-            clock = StepClock(session)
+            clock = StepClock()
             batch = complete(engine, task, task.draw(step), args.learner, step)
             clock.end("rollout")
             engine.call("sleeping", Engine.sleep, args.sleep)
@@ -296,8 +292,6 @@ def main(args: Arguments) -> None:
                 critic.call("saving", Critic.save, run.path, step)
                 trainer.call("saving", Trainer.save, run.path)
             run.log_step(step, batch, report, metrics)
-            if step in (steps_done + 1, args.run.steps):
-                run.say(memory_table(metrics))
 
         # 4. Generate again, and prove the last sync
         batch = complete(engine, task, task.draw(args.run.steps + 1), args.learner, args.run.steps + 1)

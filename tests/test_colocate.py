@@ -34,14 +34,8 @@ def test_two_ranks_and_two_engines_learn(script, tmp_path):
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
-    memory = [line.split() for line in text.splitlines() if re.match(r"  (GB|load|sync) ", line)]
-    assert [line[0] for line in memory] == ["GB", "load", "sync"] * 2  # after the first step and the last one
-    assert memory[0][1:] == ["trainer", "engine"]
     assert not [line for line in text.splitlines() if "pid=" in line], text
     assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "train", "sync", "wake"))
-    for phase in ("load", "rollout", "train", "sync"):
-        assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
-        assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
 
 
 @cpu_only

@@ -705,7 +705,7 @@ def test_runs_of_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
     assert {path.name[:5] for path in (tmp_path / "runs").iterdir()} == {"test-"}
 
 
-def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
+def test_run_folder_keeps_metrics(tmp_path):
     args = arguments_of(rlhf, output=tmp_path / "run", steps=3, learning_rate=1e-4)
     args.run.given = {"learning_rate": 1e-4}
     row = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
@@ -715,8 +715,6 @@ def test_run_folder_keeps_metrics_and_draws_them(tmp_path):
         run.start_metrics(0, replace(args, learner=settled))
         for step in (1, 2, 3):
             run.log_metrics(step, row)
-        picture = run.draw()
-    assert picture.read_bytes().startswith(b"\x89PNG")
     settled = {"steps": 3, "group_size": 4, "learning_rate": 1e-4, "given": ["learning_rate"]}  # given: for --resume
     assert json.loads((tmp_path / "run" / "args.json").read_text()).items() >= settled.items()
     with run.metrics_file.open("a") as file:
@@ -1047,7 +1045,6 @@ def test_checkpoints_are_written_as_often_as_asked(tmp_path, monkeypatch, every,
         run.rows = [{"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}]
         batch = Batch([Group(Row("a", {}, "row 0"), [Rollout([1], [2], [0.0], 1.0)])])
         assert run.summary(batch, 0.0).startswith("OK: reward 0.500 -> 1.000")
-    assert (run.path / "reward.png").exists() == (every == 0)  # otherwise drawn with each checkpoint
 
 
 def test_byte_tokenizer_round_trips():

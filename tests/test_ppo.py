@@ -566,8 +566,6 @@ def test_default_run_learns_and_its_critic_explains_the_returns(script, tmp_path
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
     for phase in ("rollout", "reward", "score", "train", "sync"):
         assert metrics[-1][f"time/{phase}"] > 0
-        assert 0.1 < metrics[-1][f"memory/{phase}/critic"] < 4
-        assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
 
 
 @cpu_only
