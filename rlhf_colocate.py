@@ -2,7 +2,6 @@
 
     python rlhf_colocate.py                          # 4 GPUs: facebook/opt-125m, 4 trainer ranks, two TP=2 engines
     python rlhf_colocate.py                          # 1 GPU: one trainer, two engines, since the model is small
-    python rlhf_colocate.py --engines-per-gpu 1      # one engine
     python rlhf_colocate.py --engines 1 --tensor-parallel-size 8 --offload-optimizer --sleep weights
     python rlhf_colocate.py                          # no GPU: a small built-in model, 2 ranks, 2 engines, shared memory
     python rlhf_colocate.py --ray-address auto       # on a running Ray cluster
@@ -35,7 +34,7 @@ from annotated_types import Ge
 
 from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender
 from trainer.errors import RunError
-from trainer.flags import arg, section
+from trainer.flags import arg, section, setting
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
 from trainer.learning.learner import Proof
 from trainer.learning.multimodal import auto_class
@@ -86,7 +85,7 @@ class Arguments:
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     learner: GRPOConfig = section(GRPOConfig)
-    engines_per_gpu: Annotated[int | None, Ge(1)] = arg(
+    engines_per_gpu: Annotated[int | None, Ge(1)] = setting(
         None,
         help="engines where there would be one, with a part of its prompts each: while one computes, another prepares"
         " its next step (default: 2 if each has one GPU and the model is small, else 1)",
@@ -258,7 +257,7 @@ def choose_engines_per_gpu(run: RunFolder, args: Arguments, model: str, device: 
     if parameters >= SMALL_MODEL:
         return 1
     size = f"{parameters / 1e6:.0f} million parameters"
-    run.say(f"--engines-per-gpu 2: with {size}, one engine would often leave its GPU idle between decode steps")
+    run.say(f"two engines per GPU: with {size}, one engine would often leave its GPU idle between decode steps")
     return 2
 
 

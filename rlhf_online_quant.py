@@ -56,7 +56,7 @@ class Arguments:
     run: RunArguments = section(RunArguments)
     engine: EngineArguments = section(EngineArguments)
     actors: SeparateActorArguments = section(SeparateActorArguments)
-    quantization: QuantizationArguments = section(QuantizationArguments)
+    quantization: QuantizationArguments = section(QuantizationArguments, quantization="auto")
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     learner: GRPOConfig = section(GRPOConfig)
@@ -72,7 +72,7 @@ class Engine(EngineActor):
         }
         options, environment = llm_options(args.engine, device, bundles, args.actors.engines, **options)
         set_environment(environment)  # the next line imports vLLM
-        torchao_options, self.quantization = quantize_by_torchao(args.quantization.quantization_config)
+        torchao_options, self.quantization = quantize_by_torchao(args.quantization.quantization)
         return self.load(model, torchao_options | options, environment)
 
     def quantized_by(self) -> str:

@@ -39,7 +39,7 @@ class Arguments:
 
     run: BenchmarkArguments = section(BenchmarkArguments)
     engine: EngineArguments = section(EngineArguments)
-    quantization: QuantizationArguments = section(QuantizationArguments)
+    quantization: QuantizationArguments = section(QuantizationArguments, quantization="auto")
 
 
 class Engine(EngineActor):
@@ -51,9 +51,7 @@ class Engine(EngineActor):
         options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
         options, environment = llm_options(args.engine, device, bundles, **options)
         set_environment(environment)  # the next line imports vLLM
-        torchao_options, quantization = (
-            quantize_by_torchao(args.quantization.quantization_config) if quantized else ({}, "")
-        )
+        torchao_options, quantization = quantize_by_torchao(args.quantization.quantization) if quantized else ({}, "")
         self.load(model, torchao_options | options, environment)
         compilation = self.llm.llm_engine.vllm_config.compilation_config
         compiled = "compiled, " if compilation.mode else ""

@@ -294,7 +294,7 @@ def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
     commands = []
     monkeypatch.setattr(step, "run_way", lambda folder, command, gpus: commands.append(command) or 1.0)
     for topology in ("ipc", "nccl"):
-        ways = step.choose_ways(step.Arguments(topology=topology, options="--enforce-eager"), "0,1")
+        ways = step.choose_ways(step.Arguments(topology=topology, options="--offload-optimizer"), "0,1")
         ways.pop("TRL", None)
         for way, measure in ways.items():
             folder = tmp_path / topology / way / "run"
@@ -306,8 +306,8 @@ def test_flags_that_a_script_lacks_are_not_passed(step, monkeypatch, tmp_path):
     assert ["--trainers=1" in command for command in commands] == [False] * 3 + [True] * 3
     exact = [command[command.index("--exact") + 1] if "--exact" in command else "" for command in commands]
     assert exact == ["off", "on", "", "off", "off", "on"]
-    assert ["--compile" in command for command in commands] == [False, False, True, False, False, False]
-    assert all("--enforce-eager" in command and "--tensor-parallel-size=1" in command for command in commands)
+    assert ["step_trl" in command for command in commands] == [False, False, True, False, False, False]
+    assert all("--offload-optimizer" in command and "--tensor-parallel-size=1" in command for command in commands)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from conftest import arguments_of, cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of, settings_of
 from pair import CORE_IN_PROCESS
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import LlamaConfig
@@ -41,7 +41,7 @@ def test_two_ranks_and_two_engines_learn(script, tmp_path):
 @cpu_only
 @pytest.mark.long
 def test_two_engines_on_a_device_serve_the_trainers_weights(script, tmp_path):
-    flags = "--engines-per-gpu", 2, "--steps", 3, "--save-every", 0, "--output", "run"
+    flags = *settings_of(tmp_path, engines_per_gpu=2), "--steps", 3, "--save-every", 0, "--output", "run"
     text = script("rlhf_colocate.py", "--engines", 1, *flags, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]

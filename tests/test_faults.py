@@ -45,7 +45,7 @@ OTHERS = [
     (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
     (f"rlhf_colocate.py {ONE_BY_TWO}", "saving 2 kill ray::Trainer 1", "the trainer [01] died while saving"),
     (
-        "rlhf_online_quant.py --tensor-parallel-size 1 --warmup-steps 1",
+        "rlhf_online_quant.py --tensor-parallel-size 1",
         "generating 2 kill VLLM::EngineCore",
         "the engine died while generating",
     ),

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from conftest import ROOT, arguments_of, metrics_of
+from conftest import ROOT, arguments_of, metrics_of, settings_of
 from learners import build
 from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, assert_syncs_are_exact, compare, gpus
 from test_multimodal import build as build_multimodal
@@ -45,8 +45,8 @@ RUNS = [
         0.75,
         [REPLAY, r"^GPU-\S+ +0 +0 +0$", r"^GPU-\S+ +0 +1 +0$", r"^--sleep (none|kv) from now on: learning takes"],
     ),
-    ('rlhf_colocate.py --sleep none --compile --engine-args={"compilation_config":{}}', 1, 0.75, [REPLAY]),
-    ("rlhf_colocate.py --sleep weights --offload-optimizer --gradient-checkpointing false", 1, 0.75, [REPLAY]),
+    ('rlhf_colocate.py --sleep none --task with_settings --engine-args={"compilation_config":{}}', 1, 0.75, [REPLAY]),
+    ("rlhf_colocate.py --sleep weights --offload-optimizer", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py --lora-rank 8", 1, 0.75, [REPLAY]),
     ("rlhf_colocate.py", 4, 0.75, [REPLAY, r"^GPU-\S+ +0 +0 +[01]$", r"^GPU-\S+ +3 +1 +[01]$"]),
     ("rlhf.py --trainers 2 --engines 2 --tensor-parallel-size 1", 4, 0.75, [REPLAY]),
@@ -65,6 +65,7 @@ RUNS = [
 def test_run_learns_and_proves_every_sync(script, tmp_path, command, count, reward, says):
     model = (build_tiny_base if "--lora-rank" in command else build_tiny_model)(tmp_path / "model")
     options = "--learning-rate", "3e-3", "--gpu-memory-utilization", 0.1, "--save-every", 30, "--output", "run"
+    settings_of(tmp_path, compile=True, gradient_checkpointing="false")
     run = script(*command.split(), "--model", model, *options, CUDA_VISIBLE_DEVICES=gpus(slice(count)))
     text = run.finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text

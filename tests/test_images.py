@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, cpu_only, metrics_of
+from conftest import ROOT, cpu_only, metrics_of, settings_of
 from learners import CPU, assert_same, config, on_ranks, use_sgd, weights_of
 from pair import CORE_IN_PROCESS
 from PIL import Image
@@ -363,7 +363,8 @@ def test_engine_that_keeps_what_a_tower_made_is_found(script, tmp_path, data):
     (tmp_path / "forgetful.py").write_text(forgetful)
     reward = "def length(completions, **_): return [len(messages[0]['content']) for messages in completions]"
     (tmp_path / "functions.py").write_text(reward)
-    task = ["--dataset", data, "--dataset-split", "train[:4]", "--reward", "functions:length", "--steps", 3]
+    rows = {"dataset": str(data), "dataset_split": "train[:4]", "reward": ["functions:length"]}
+    task = [*settings_of(tmp_path, **rows), "--steps", 3]
     model = build("Qwen2_5_VL", tmp_path / "model")
     flags = ["--model", model, "--train-vision", "--learning-rate", 1e-2, *SIZE]
     text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT), **CORE_IN_PROCESS).finish()

@@ -33,7 +33,6 @@ from trainer.learning.precision import bf16_weights, freeze
 from trainer.learning.rollout import Rollout
 from trainer.learning.saving import state_files
 from trainer.learning.value_models import RewardModel
-from trainer.run.arguments import RunArguments
 from trainer.run.checkpoint import CRITIC, check_critic, check_files, check_reward_model, checkpoints, choose_ppo_models
 from trainer.tasks.task import TaskArguments, load_task
 from trainer.tasks.tiny_reward_model import build_tiny_reward_model, examples, points
@@ -446,8 +445,6 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
         args = arguments_of(rlhf_ppo, model=model, **{flag: str(tmp_path)})
         with pytest.raises(RunError, match=r"type granite, for which .* no class \.\.\.ForSequenceClassification"):
             choose_ppo_models(tmp_path, args.run, args.learner, args.critic_model, args.rewards.reward_model, "cpu")
-    with pytest.raises(RunError, match="--kl-target multiplies --kl-coef, which is 0"):
-        choose_ppo_models(tmp_path, RunArguments(), PPOConfig(kl_target=0.1, kl_coef=0.0), None, None, "cpu")
 
 
 # --- The placement ----------------------------------------------------------------------------------------------------

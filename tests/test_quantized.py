@@ -180,7 +180,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig
 
     (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
-    arguments = ["--quantization-config", "int8.json", "--tensor-parallel-size", 1]
+    arguments = ["--quantization", "int8.json", "--tensor-parallel-size", 1]
     text = script("benchmarks/quantized_memory.py", *arguments, **CORE_IN_PROCESS).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "/model, CUDA graphs NONE, TP=1\n" in text
@@ -219,11 +219,11 @@ def test_config_file_that_is_none_is_named(tmp_path, monkeypatch, capsys, text, 
     path = tmp_path / "config.json"
     if text:
         path.write_text(text)
-    monkeypatch.setattr("sys.argv", ["rlhf_online_quant.py", "--quantization-config", str(path)])
+    monkeypatch.setattr("sys.argv", ["rlhf_online_quant.py", "--quantization", str(path)])
     with pytest.raises(SystemExit):
         parse(rlhf_online_quant.Arguments, "A script.")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(f"argument --quantization-config: .*{fault}.*, not {path}", error)
+    assert re.search(f"argument --quantization: .*{fault}.*, not {path}", error)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])

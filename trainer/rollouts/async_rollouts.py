@@ -30,7 +30,7 @@ from annotated_types import Ge
 from rlhf_utils import WeightSyncError
 
 from ..errors import RunError
-from ..flags import arg
+from ..flags import arg, setting
 from ..images import Images
 from ..learning.grpo import GRPOConfig
 from ..learning.rollout import Rollout
@@ -64,7 +64,7 @@ class AsyncArguments:
     max_staleness: Annotated[int, Ge(0)] = arg(
         2, help="how many steps old the weights that sampled a token may be when a step learns from it; 0: on-policy"
     )
-    in_flight: Annotated[int | None, Ge(1)] = arg(
+    in_flight: Annotated[int | None, Ge(1)] = setting(
         None, help="limit of the prompts whose completions are generated at a time (default: two steps')"
     )
 

@@ -59,7 +59,6 @@ class EngineArguments:
     max_model_len: Annotated[int | None, Ge(1)] = arg(
         None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
     )
-    enforce_eager: bool = arg(False, help="decode without CUDA graphs (CPU: always)")
     engine_args: Annotated[str, AfterValidator(json_object)] = arg(
         "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
@@ -227,7 +226,7 @@ def llm_options(
         environment = {"VLLM_RAY_BUNDLE_INDICES": ",".join(map(str, bundles))}
         hardware = {"dtype": "bfloat16", "distributed_executor_backend": "ray"}
         hardware |= {"gpu_memory_utilization": args.gpu_memory_utilization}
-        hardware |= {"enforce_eager": args.enforce_eager, "compilation_config": DECODE_GRAPHS}
+        hardware |= {"compilation_config": DECODE_GRAPHS}
     else:
         # vLLM has no Ray executor on CPU. One worker computes in its engine's process: that starts sooner. Several are
         # that process's children, each bound to its cores.

@@ -13,13 +13,17 @@ from rlhf_utils import WorkerExtension
 
 from ..flags import arg
 
+AUTO = "auto"
+
 
 def torchao_config(value: str) -> str:
     """The JSON of a torchao configuration, as `json.dumps(config_to_dict(config))` makes it. `value` is the JSON or a
-    file with it. Raises ValueError if torchao cannot read it.
+    file with it. `AUTO` stays as it is. Raises ValueError if torchao cannot read the value.
     """
     from torchao.core.config import AOBaseConfig, config_from_dict
 
+    if value == AUTO:
+        return value
     is_json = value.lstrip().startswith("{")
     if not is_json and not Path(value).is_file():
         raise ValueError("neither JSON nor a file: it takes what torchao's config_to_dict(config) gives, as JSON")
@@ -36,27 +40,30 @@ def torchao_config(value: str) -> str:
 class QuantizationArguments:
     """How torchao quantizes the engines' weights."""
 
-    quantization_config: Annotated[str | None, AfterValidator(torchao_config)] = arg(
-        None, help="how torchao quantizes: the JSON of its configuration, or a file with it (default: FP8; CPU: int8)"
+    quantization: Annotated[str | None, AfterValidator(torchao_config)] = arg(
+        None,
+        help="how torchao quantizes the engines' weights: auto (FP8; CPU: int8), or the JSON of its configuration, or a"
+        " file with it (default: not at all)",
     )
 
 
-def quantize_by_torchao(config: str | None) -> tuple[dict, str]:
-    """vLLM's options for weights quantized by `config`, the JSON from `torchao_config`, and the quantization's name.
+def quantize_by_torchao(config: str) -> tuple[dict, str]:
+    """vLLM's options for weights quantized by `config`, which is from `torchao_config`, and the quantization's name.
 
-    Without a config, FP8 if the hardware has it, else int8.
+    `AUTO` is FP8 if the hardware has it, else int8.
     """
     from torchao import quantization
     from torchao.core.config import config_to_dict
     from vllm.platforms import current_platform
 
     remark = ""
-    if config is None and current_platform.supports_fp8():
-        default = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-    elif config is None:
-        default = quantization.Int8DynamicActivationInt8WeightConfig()
+    if config == AUTO and current_platform.supports_fp8():
+        config = json.dumps(
+            config_to_dict(quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow()))
+        )
+    elif config == AUTO:
+        config = json.dumps(config_to_dict(quantization.Int8DynamicActivationInt8WeightConfig()))
         remark = ": FP8 takes a GPU of compute capability 8.9"
-    config = config or json.dumps(config_to_dict(default))
     options = {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": config}}
     return options, json.loads(config)["_type"] + remark
 

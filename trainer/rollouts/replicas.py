@@ -6,7 +6,7 @@ has its seed. So if a replica is lost, its unfinished requests go to others as t
 read. Calls that change a server are never repeated: a replica that was lost and answers again gets a new group, the
 trainer's weights and their proof before its next request.
 
-A replica is lost if it closes a connection, answers with an error of its own, or is silent for --engine-timeout
+A replica is lost if it closes a connection, answers with an error of its own, or is silent for `engine_timeout`
 seconds. To notice silence, the pool asks every half second for something that vLLM's engine core has to answer.
 """
 
@@ -31,7 +31,7 @@ from annotated_types import Gt
 from rlhf_utils import SyncReport
 
 from ..errors import EngineError, RunError
-from ..flags import arg
+from ..flags import arg, setting
 from ..learning.rollout import Rollout
 from ..run.actors import ActorArguments
 from ..run.session import one_line
@@ -60,10 +60,9 @@ class ServeArguments(ActorArguments):
     """Which vLLM servers generate."""
 
     engine_url: list[str] = arg(list, help="URL of a vLLM server; may be given several times")
-    engine_timeout: Annotated[float, Gt(0)] = arg(
+    engine_timeout: Annotated[float, Gt(0)] = setting(
         60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
     )
-    api_key: str | None = arg(None, help="the servers' --api-key (default: $VLLM_API_KEY)")
 
 
 class ReplicaError(Exception):
@@ -144,7 +143,7 @@ class Replica:
         try:
             models = await self.client.get("/v1/models")
             if models.status_code == httpx.codes.UNAUTHORIZED:
-                raise RunError(f"--engine-url {self.url}: it wants another --api-key")
+                raise RunError(f"--engine-url {self.url}: it wants another key than $VLLM_API_KEY")
             if not models.is_success:
                 raise refuse("it has no /v1/models, as a server of vLLM has below http://HOST:PORT")
             world_size = await self.client.get("/get_world_size")
@@ -232,7 +231,7 @@ class ReplicaPool:
         have."""
         from transformers import AutoTokenizer
 
-        key = args.api_key or os.environ.get("VLLM_API_KEY")
+        key = os.environ.get("VLLM_API_KEY")
         urls = list(dict.fromkeys(url.rstrip("/") for url in args.engine_url)) or [
             self._start_server(model, args.engines, engine, device, i, key) for i in range(args.engines)
         ]

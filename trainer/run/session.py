@@ -48,6 +48,7 @@ class RaySession:
     def __enter__(self) -> "RaySession":
         variables = {"VLLM_LOGGING_STREAM": "ext://sys.stderr"}  # so stdout has only what somebody prints
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables |= {name: os.environ[name] for name in ("VLLM_API_KEY",) if name in os.environ}  # of the servers
         runtime_env = {"env_vars": variables, "worker_process_setup_hook": "trainer.run.resource_tracker.start_tracker"}
         options = {"runtime_env": runtime_env, "logging_level": "error"}
         if self.address is None:
