@@ -37,6 +37,7 @@ from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments, EngineSetting
+from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import in_parts
 from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, differing_ends, score
@@ -130,6 +131,7 @@ def main(args: Arguments) -> None:
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         run.started("ray")
+        task.rewards = RewardWorkers(task.rewards, session)
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
         models, args.learner = choose_models(run.path, args.run, args.learner, device)
         name, temperature = args.teacher.teacher, args.learner.temperature

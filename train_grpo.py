@@ -29,6 +29,7 @@ from trainer.learning.learner import Proof
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments
+from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.checkpoint import Models, choose_models
@@ -69,6 +70,7 @@ def main(args: Arguments) -> None:
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         run.started("ray")
+        task.rewards = RewardWorkers(task.rewards, session)
         topology = choose_topology(args, task, run, session)
         models, args.learner = choose_models(run.path, args.run, args.learner, topology.device)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")

@@ -1,16 +1,16 @@
 """PPO: a policy, a critic, a reference and a reward model as Ray actors around one vLLM engine.
 
-    python train_ppo.py                               # 1 GPU: facebook/opt-125m, all five on it
+    python train_ppo.py                              # 1 GPU: facebook/opt-125m, all five on it
     python train_ppo.py --tensor-parallel-size 4      # 4 GPUs: a TP=4 engine, the others sharded over the same GPUs
     python train_ppo.py --topology separate          # 2 GPUs or more: an engine apart, NCCL between it and the policy
-    python train_ppo.py --dataset prompts.jsonl --reward-model NAME --reward graded:reward --reward-workers 4
+    python train_ppo.py --dataset prompts.jsonl --reward-model NAME --reward graded:reward
     python train_ppo.py                               # no GPU: small built-in models, all five on CPU
 
     Engine       vllm.AsyncLLM, whose workers have an extension of rlhf_utils.py
     Trainer      the policy (PPO's actor): fp32 master weights, PPO (trainer/learning/ppo.py), WeightSender
     Critic       the policy's trunk with a value head, and an optimizer of its own
     Reference    the model that the run began with, frozen; with --lora-rank, the policy without its adapters instead
-    RewardModel  a sequence classifier with one output, frozen; rewards that are functions run as Ray tasks
+    RewardModel  a sequence classifier with one output, frozen
 
 1. Place: one Ray placement group. `--topology shared`: each GPU has a bundle with a rank of each model and a worker of
    the engine. They take turns: the engine sleeps, and idle models wait in host memory, except for the policy's weights,
@@ -232,10 +232,10 @@ def main(args: Arguments) -> None:
         args.engine = settle_exactness(
             run, args.engine, args.learner, paths["trainer"], gpu, by_nccl=args.topology == "separate"
         )
+        task.rewards = RewardWorkers(task.rewards, session, models.get(REWARD_MODEL))
         starting = (paths["trainer"], args.engine, engine_setting(args, device), args.sleep)
         max_model_len = engine.agreed("starting", EngineActor.start, *starting, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
-        task.rewards = RewardWorkers(task.rewards, models.get(REWARD_MODEL), args.rewards)
         run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
         run.started("models")
 
@@ -250,11 +250,11 @@ def main(args: Arguments) -> None:
         if not steps_done and args.task.eval_every:
             run.log_metrics(0, evaluate(rollouts, 0))
         for step in range(steps_done + 1, args.run.steps + 1):
-            clock = StepClock(session)
+            clock = StepClock()
             batch = rollouts.take(step)
             clock.end("rollout")
             engine.call("sleeping", EngineActor.sleep, args.sleep)
-            batch = task.rewards.compute(batch, step - 1, session)
+            batch = task.rewards.compute(batch, step - 1)
             clock.end("reward")
             metrics = learn(trainer, critic, reference, batch, args.learner, shared, clock)
             report = sync(trainer, engine, step, receive_arguments)
@@ -269,7 +269,7 @@ def main(args: Arguments) -> None:
         # 5. Generate again, and prove the last sync
         batch = rollouts.take(args.run.steps + 1)
         engine.call("sleeping", EngineActor.sleep, args.sleep)
-        batch = task.rewards.compute(batch, args.run.steps, session)
+        batch = task.rewards.compute(batch, args.run.steps)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
     print(summary)
 

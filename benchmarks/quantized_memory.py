@@ -23,7 +23,7 @@ from trainer.errors import RunError
 from trainer.flags import arg, section
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.options import EngineSetting, llm_options
-from trainer.rollouts.quantization import TORCHAO, quantize_by_torchao
+from trainer.rollouts.quantization import AUTO, quantize_by_torchao
 from trainer.rollouts.sampling import engine_prompt
 from trainer.run.actors import ActorGroup, Seat, engine_seat, reserve
 from trainer.run.arguments import parse
@@ -45,7 +45,7 @@ class Arguments:
         BenchmarkEngineArguments,
         tensor_parallel_size=arg(2, help="GPUs that the engine is spread over (CPU: groups of cores)"),
         gpu_memory_utilization=arg(0.8, help="fraction of each of its GPUs' memory that the engine takes"),
-        quantization=TORCHAO,
+        quantization=AUTO,
     )
 
 

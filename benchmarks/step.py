@@ -77,7 +77,7 @@ from trainer.tasks.colour import TEMPLATE  # noqa: E402
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors
-COMPILED = ["--compile", "--engine-args", '{"compilation_config": {}}']
+COMPILED = ["--task", "step_trl", "--engine-args", '{"compilation_config": {}}']
 TOPOLOGIES = ("shared", "separate")
 SHAPES = SHAPES | MULTIMODAL
 

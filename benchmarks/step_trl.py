@@ -19,6 +19,9 @@ def reward(prompts: list, completions: list, **columns) -> list[float]:
     return [zlib.crc32(str(completion).encode()) % 1000 / 1000 for completion in completions]
 
 
+DEFAULTS = {"compile": True}  # of the way "compiled", for which this is the task
+
+
 class Parts:
     """The seconds of each step of a trainer, and of the step's parts."""
 

@@ -43,11 +43,22 @@ def arguments_of(script, **values):
     return with_values(script.Arguments(), values)
 
 
+def settings_of(folder, **settings):
+    """The flags of the default task with these settings, which have no flags."""
+    text = f"from trainer.tasks.uppercase import DEFAULTS\n\nDEFAULTS = DEFAULTS | {settings!r}\n"
+    (folder / "with_settings.py").write_text(text)
+    return ["--task", "with_settings"]
+
+
 def task_of(args):
-    """The task of a script that takes tools, with these arguments."""
+    """The task of a script that takes tools, with these arguments. Rewards are computed in this process."""
+    from fakes import local_rewards
+
     from trainer.tasks.task import load_task
 
-    return load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
+    task.rewards = local_rewards(task.rewards)
+    return task
 
 
 def pytest_runtest_setup(item):

@@ -348,6 +348,17 @@ def session_without_ray():
     return RaySession(SimpleNamespace(ray_address=None, timeout=60), lambda *_: None)
 
 
+def local_rewards(rewards):
+    """`RewardWorkers` of these rewards, which call every function in this process: so it may be the test's own."""
+    from trainer.rollouts.reward_workers import RewardWorkers, UserThread, partial
+
+    class LocalRewards(RewardWorkers):
+        def _start(self, cls, names):
+            return [partial(self._by_thread, UserThread())] * (1000 if cls.__name__ == "CoroutineWorker" else 1)
+
+    return LocalRewards(rewards, session_without_ray())
+
+
 class Engines:
     """Stands for a group of engine actors. Each has an answer: answer(text, i) is the i-th completion of a prompt with
     this text, a token of weights of this `version`. `calls` are those of their `sample`, in order. While the engines

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import ray
 from conftest import ROOT, Script
+from fakes import local_rewards
 from ray import cloudpickle
 
 from rlhf_utils import WeightSyncError
@@ -29,7 +30,7 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.teacher import score
 from trainer.run import actors
 from trainer.run import session as run_session
-from trainer.run.actors import ActorGroup, Seat, StepClock, measure, memory_table, reserve, seat
+from trainer.run.actors import ActorGroup, Seat, StepClock, reserve, seat
 from trainer.run.arguments import RunArguments
 from trainer.run.session import RaySession, one_line
 from trainer.tasks.dataset import Row
@@ -243,7 +244,7 @@ def one(completions, **_):
 def test_rollouts_are_fetched_once_and_a_death_ends_the_step(session, unpickled):
     task = SimpleNamespace(
         draw=lambda step: [Row(f"{step}", {}, "", [step])] * 2,
-        rewards=Rewards([f"{__name__}:one"], None, []),
+        rewards=local_rewards(Rewards([f"{__name__}:one"], None, [])),
         tools=None,
         args=TaskArguments(prompts_per_step=2),
         seed=0,
@@ -409,59 +410,23 @@ def test_actor_and_its_workers_take_their_seats_bundles(session):
 # What a step takes
 
 
-def on_gpu(device, actor, reserved, in_use, gpu=140.0):
-    return {"device": device, "actor": actor, "reserved": reserved, "in_use": in_use, "gpu": gpu}
-
-
-def session_of(memories: dict[str, dict]):
-    """A session whose actors take this memory."""
-    actors = {
-        name: SimpleNamespace(memory=SimpleNamespace(remote=lambda answer=answer: answer))
-        for name, answer in memories.items()
-    }
-    return SimpleNamespace(actors=actors, wait=lambda phase, calls: [[*calls.values()]])
-
-
-def test_memory_of_an_engine_is_what_no_rank_has():
-    memories = {"trainer 0": on_gpu("a", 30.0, 20.0, 50.0), "critic": on_gpu("a", 9.0, 5.0, 50.0)}
-    memories["engine"] = {"actor": 0.0}
-    measured = {"memory/train/trainer": 30.0, "memory/train/critic": 9.0, "memory/train/engine": 25.0}
-    assert measure(session_of(memories), "train") == measured | {"memory/gpu": 140.0}
-    memories["engine"] = {}  # it has GPUs of its own
-    del measured["memory/train/engine"]
-    assert measure(session_of(memories), "train") == measured | {"memory/gpu": 140.0}
-
-
-def test_memory_is_the_largest_ranks_and_the_smallest_gpus():
-    memories = {"trainer 0": on_gpu("a", 30.0, 2.0, 62.0), "trainer 1": on_gpu("b", 9.0, 1.0, 6.0, 150.0)}
-    found = measure(session_of(memories | {"engine": {"actor": 0.0}}), "rollout")
-    assert found == {"memory/rollout/trainer": 30.0, "memory/rollout/engine": 60.0, "memory/gpu": 140.0}
-    sizes = {"trainer 0": 1.5, "trainer 1": 2.5, "engine 0": 3.5, "engine 1": 3.0}
-    on_cpu = session_of({name: {"actor": size} for name, size in sizes.items()})
-    assert measure(on_cpu, "load") == {"memory/load/trainer": 2.5, "memory/load/engine": 3.5}
+def ranks_of(*memories: dict[str, float]):
+    """A group of trainers whose GPUs have this memory."""
+    return SimpleNamespace(call=lambda phase, method: [*memories])
 
 
 def test_clock_has_seconds_and_memory_of_each_phase(monkeypatch):
     now = [10.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    session = session_of({"trainer": {"actor": 1.0}, "engine": {"actor": 2.0}})
-    wait = session.wait
-    session.wait = lambda *args: now.append(now.pop() + 100.0) or wait(*args)  # measuring takes long
-    for shared in (None, session):
-        clock = StepClock(shared, phase_began=now[0])
+    on_gpus = ranks_of({"trainer": 30.0, "engine": 50.0, "gpu": 150.0}, {"trainer": 9.0, "engine": 60.0, "gpu": 140.0})
+    measured = on_gpus.call
+    on_gpus.call = lambda *args: now.append(now.pop() + 100.0) or measured(*args)  # it takes long
+    largest = {"trainer": 30.0, "engine": 60.0}
+    for trainers, memory in ((None, {}), (ranks_of({}, {}), {}), (on_gpus, largest)):  # on CPU, there is no memory
+        clock = StepClock(trainers, phase_began=now[0])
+        expected = {"memory/gpu": 140.0} if memory else {}
         for phase, seconds in (("rollout", 3.0), ("train", 2.0)):
             now[0] += seconds
             clock.end(phase)
-        assert (clock.metrics["time/rollout"], clock.metrics["time/train"]) == (3.0, 2.0)
-        assert [clock.metrics.get(f"memory/{phase}/trainer") for phase in ("rollout", "train")] == [shared and 1.0] * 2
-
-
-def test_memory_is_shown_in_a_table_of_phases_and_groups():
-    metrics = {"reward/mean": 0.5, "memory/gpu": 140.0, "time/rollout": 1.0}
-    for phase, sizes in (("load", (1.0, 2.25)), ("rollout", (30.0, 62.0))):
-        metrics |= {f"memory/{phase}/{group}": size for group, size in zip(("trainer", "engine"), sizes, strict=True)}
-    assert [line.split() for line in memory_table(metrics).splitlines()] == [
-        ["GB", "trainer", "engine"],
-        ["load", "1.0", "2.2"],
-        ["rollout", "30.0", "62.0"],
-    ]
+            expected |= {f"time/{phase}": seconds} | {f"memory/{phase}/{name}": size for name, size in memory.items()}
+        assert clock.metrics == expected

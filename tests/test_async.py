@@ -21,7 +21,7 @@ import pytest
 import ray
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
-from fakes import Engines
+from fakes import Engines, local_rewards
 from learners import CPU, config, rollouts
 from pair import PLAIN_WORKER
 
@@ -63,7 +63,9 @@ class Ahead(Rollouts):
         task = SimpleNamespace(
             draw=lambda step: [Row(f"{step}", {}, "", [step])] * args.task.prompts_per_step,
             draw_others=lambda step, count, drawn: [Row("other", {}, "", [99])] * count,
-            rewards=Rewards([f"{__name__}:reward_of_this_test"], None, [], timeout=args.task.reward_timeout),
+            rewards=local_rewards(
+                Rewards([f"{__name__}:reward_of_this_test"], None, [], timeout=args.task.reward_timeout)
+            ),
             tools=None,
             args=args.task,
             seed=0,

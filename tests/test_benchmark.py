@@ -50,7 +50,7 @@ def assert_every_way_is_exact(run, expected):
 @pytest.mark.parametrize(("topology", "quantized"), [("nccl", True), ("ipc", False)])
 @pytest.mark.long
 def test_every_way_is_timed_and_exact(script, tmp_path, topology, quantized):
-    arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantization", "torchao"] * quantized
+    arguments = ["--topology", topology, "--rounds", 2, "--output", "run"] + ["--quantization", "auto"] * quantized
     text = script("benchmarks/sync.py", *arguments).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert_every_way_is_exact(tmp_path / "run", [CEILINGS[topology], "ours, reload", "ours, default"])
@@ -304,7 +304,7 @@ def test_flags_that_a_topology_lacks_are_not_passed(step, monkeypatch, tmp_path)
     commands = []
     monkeypatch.setattr(step, "run_way", lambda folder, command, gpus: commands.append(command) or 1.0)
     for topology in ("shared", "separate"):
-        ways = step.choose_ways(step.Arguments(topology=topology, options="--enforce-eager"), "0,1")
+        ways = step.choose_ways(step.Arguments(topology=topology, options="--offload-optimizer"), "0,1")
         ways.pop("TRL", None)
         for way, measure in ways.items():
             folder = tmp_path / topology / way / "run"
@@ -319,8 +319,8 @@ def test_flags_that_a_topology_lacks_are_not_passed(step, monkeypatch, tmp_path)
     assert ["--trainers=1" in command for command in commands] == [False] * 3 + [True] * 3
     exact = [command[command.index("--exact") + 1] if "--exact" in command else "" for command in commands]
     assert exact == ["off", "on", "", "off", "off", "on"]
-    assert ["--compile" in command for command in commands] == [False, False, True, False, False, False]
-    assert all("--enforce-eager" in command and "--tensor-parallel-size=1" in command for command in commands)
+    assert ["step_trl" in command for command in commands] == [False, False, True, False, False, False]
+    assert all("--offload-optimizer" in command and "--tensor-parallel-size=1" in command for command in commands)
 
 
 @pytest.fixture

@@ -97,10 +97,10 @@ def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
     assert compilation.cudagraph_capture_sizes == [1, 2, 4, 8, 16, 24, 32, 40]
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     assert compilation.mode == 0
-    assert not options["enforce_eager"]
+    assert "enforce_eager" not in options
     args.engine_args = '{"compilation_config": {"mode": 3}}'
     assert llm_options(args, "model", setting, [1])[0]["compilation_config"] == {"mode": 3}
-    args.enforce_eager = True
+    args.engine_args = '{"enforce_eager": true}'
     assert llm_options(args, "model", setting, [1])[0]["enforce_eager"]
 
 

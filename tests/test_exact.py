@@ -305,9 +305,8 @@ H200 = exact.GPU(90, (2, 30, 7), 8, 150 << 30)
         (H200, {"tensor_parallel_size": 16}, "NCCL adds up for 16 workers"),
         (replace(H200, linked=0), {"tensor_parallel_size": 4}, "NCCL adds up for 4 workers"),
         (replace(H200, linked=0), {"tensor_parallel_size": 2}, ""),
-        (H200, {"quantization": "torchao"}, "the engine's weights are quantized (--quantization)"),
-        (H200, {"compile": True}, "inductor rounds in other places (--compile)"),
-        (H200, {"attention": "eager"}, "trainers would not use the attention that was asked for (--attention)"),
+        (H200, {"quantization": "auto"}, "the engine's weights are quantized (--quantization)"),
+        (H200, {"compile": True}, "inductor rounds in other places (compile)"),
         (None, {"exact": "on"}, "there is no GPU"),
     ],
 )

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 import psutil
 import pytest
 import ray
-from conftest import ROOT, SYNC, Script, assert_removed, copy, cpu_only, metrics_of, shared_memory_of
+from conftest import ROOT, SYNC, Script, assert_removed, copy, cpu_only, metrics_of, settings_of, shared_memory_of
 from learners import build
 
 import trainer
@@ -59,11 +59,8 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
     assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "train", "sync"))
-    for phase in ("load", "rollout", "train", "sync"):
-        assert 0.1 < metrics[-1][f"memory/{phase}/trainer"] < 4
-        assert 0.1 < metrics[-1][f"memory/{phase}/engine"] < 16
     assert {p.name for p in folder.iterdir()} >= {
-        "args.json", "reward.png", "run.log", "tensorboard", "checkpoint-000020", "checkpoint-000030",
+        "args.json", "run.log", "tensorboard", "checkpoint-000020", "checkpoint-000030",
     }  # fmt: skip
     assert "(EngineCore pid=" in (folder / "run.log").read_text()  # what vLLM says
 
@@ -94,7 +91,7 @@ def test_run_on_separate_devices_learns_and_proves_every_sync(script, tmp_path):
 
 @pytest.mark.long
 def test_two_engines_on_a_device_serve_the_trainers_weights(script, tmp_path):
-    flags = "--engines-per-gpu", 2, "--steps", 3, "--save-every", 0, "--output", "run"
+    flags = *settings_of(tmp_path, engines_per_gpu=2), "--steps", 3, "--save-every", 0, "--output", "run"
     text = script("train_grpo.py", "--engines", 1, *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert neighbours_in(text) == [["cpu:0", "0", "0", "0"], ["cpu:0", "0", "1", "0"]]
@@ -224,13 +221,12 @@ def test_addition_rises_on_sums_that_no_step_learned_from(script, tmp_path):
         (["--reward", "nope:reward"], "error: --reward nope:reward cannot be imported"),
         (["--reward", "json:loads"], "error: --reward json:loads cannot be called as loads(prompts, completions, "),
         (["--resume", "nowhere"], "error: --resume nowhere: not a run folder"),
-        (["--resume", "here", "--output", "there"], "error: --resume continues in that run's folder"),
         (["--group-size", "1"], "error: argument --group-size: Input should be greater than or equal to 2, not 1"),
         (
             ["--gpu-memory-utilization", "80"],
             "error: argument --gpu-memory-utilization: Input should be less than or equal to 1",
         ),
-        (["--warmup-steps", "1.5"], "error: argument --warmup-steps: Input should be a valid integer"),
+        (["--save-every", "1.5"], "error: argument --save-every: Input should be a valid integer"),
         (["--timeout", "0"], "error: argument --timeout: Input should be greater than 0, not 0"),
         (["--report-to", "nobody"], "error: --report-to nobody is none of none, "),
     ],

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from conftest import ROOT, cpu_only, metrics_of
-from fakes import session_without_ray
+from conftest import ROOT, cpu_only, metrics_of, settings_of
+from fakes import local_rewards
 from learners import CPU, assert_same, config, on_ranks, use_sgd, weights_of
 from PIL import Image
 from test_multimodal import build, of_language_model
@@ -278,7 +278,7 @@ def test_rewards_that_take_no_images_decode_none_and_others_have_their_own(monke
         row = Row([user(PLACE, PLACE)], {"images": images}, "row 1", [], images)
         rewards = Rewards([f"graded:{name}" for name in names], None, [row])
         group = Group(row, [Rollout([1], [2], [], None, "") for _ in range(3)])
-        return [own.reward for own in rewards.compute(Batch([group]), 0, session_without_ray()).rollouts]
+        return [own.reward for own in local_rewards(rewards).compute(Batch([group]), 0).rollouts]
 
     assert scored(blind) == [0.0] * 3
     assert not opened
@@ -568,7 +568,8 @@ def test_engine_that_keeps_what_a_tower_made_is_found(script, tmp_path, data):
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     reward = "def length(completions, **_): return [len(messages[0]['content']) for messages in completions]"
     (tmp_path / "functions.py").write_text(reward)
-    task = ["--dataset", data, "--dataset-split", "train[:4]", "--reward", "functions:length", "--steps", 3]
+    rows = {"dataset": str(data), "dataset_split": "train[:4]", "reward": ["functions:length"]}
+    task = [*settings_of(tmp_path, **rows), "--steps", 3]
     model = build("Qwen2_5_VL", tmp_path / "model")
     flags = ["--topology", "separate", "--model", model, "--train-vision", "--learning-rate", 1e-2, *SIZE]
     text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT)).finish()

@@ -241,17 +241,17 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
     for change, message in (
         ({"lora_rank": 8}, "has adapters of rank 4, and --resume cannot go on with adapters of rank 8"),
         ({"lora_rank": None}, "has adapters of rank 4, and --resume cannot go on with a whole model"),
-        ({"lora_alpha": 5}, "has adapters of --lora-alpha 32, not 5"),
+        ({"lora_alpha": 5}, "has adapters of lora_alpha 32, not 5"),
     ):
         with pytest.raises(RunError, match=message):
             choose_models(run, args.run, replace(args.learner, **change), "cpu")
     with pytest.raises(RunError, match="has a whole model, and --resume cannot go on with adapters of rank 4"):
         choose_models(tmp_path / "whole", replace(args.run, resume=tmp_path / "whole"), args.learner, "cpu")
     fewer = GRPOLearner(model, config(lora_rank=4, lora_targets=["fc1"]), CPU)
-    with pytest.raises(RunError, match=r"has adapters of other --lora-targets: .*fc2"):
+    with pytest.raises(RunError, match=r"has adapters of other lora_targets: .*fc2"):
         fewer.load_state(last)
     write_checkpoint(tmp_path / "fewer", 7, fewer.save)
-    with pytest.raises(RunError, match=r"has adapters of other --lora-targets: .*fc2"):
+    with pytest.raises(RunError, match=r"has adapters of other lora_targets: .*fc2"):
         GRPOLearner(model, config(lora_rank=4), CPU).load_state(tmp_path / "fewer" / "checkpoint-000007")
     assert json.loads((last / "adapter_config.json").read_text())["base_model_name_or_path"] == model
 
@@ -282,7 +282,7 @@ def test_targets_are_layers(model, tmp_path):
         (model, ["lm_head"], "has no layer lm_head"),  # it is tied to the embeddings
         (str(tmp_path), ["w1"], "MixtralForCausalLM has no layer w1; its linear layers are k_proj, o_proj"),
     ):
-        with pytest.raises(RunError, match=f"--lora-targets: .*{message}"):
+        with pytest.raises(RunError, match=f"lora_targets: .*{message}"):
             GRPOLearner(path, config(lora_rank=2, lora_targets=targets), CPU)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import cpu_only, metrics_of
+from conftest import cpu_only, metrics_of, settings_of
 from learners import (
     APART,
     CPU,
@@ -225,7 +225,7 @@ BFLOAT16 = ["--max-mismatch", 0.02, "--engine-args", '{"dtype": "bfloat16", "ena
     ("family", "flags"),
     [
         pytest.param("Qwen2_5_VL", ["--tensor-parallel-size", 2], marks=pytest.mark.slow),
-        pytest.param("Qwen3VL", ["--lora-rank", 2, "--save-merged"], marks=pytest.mark.long),
+        pytest.param("Qwen3VL", ["--lora-rank", 2, "--task", "with_settings"], marks=pytest.mark.long),
         pytest.param("Gemma3", [], marks=pytest.mark.slow),
         pytest.param("Qwen3_5", BFLOAT16, marks=pytest.mark.slow),  # vLLM's linear attention for CPUs has no fp32
     ],
@@ -237,7 +237,8 @@ def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family,
     learner.save(tmp_path / "saved")
     size = ["--tensor-parallel-size", 1, "--steps", 2, "--prompts-per-step", 2, "--group-size", 2, "--max-tokens", 8]
     saved = tmp_path / "saved" / MERGED if adapters else tmp_path / "saved"
-    options = "--topology", "separate", "--model", saved, "--task", "uppercase", "--output", "run", *size, *flags
+    settings_of(tmp_path, save_merged=True)
+    options = "--topology", "separate", "--model", saved, "--output", "run", *size, *flags
     text = script("train_grpo.py", *options).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert f"first sync: {len(learner.model.named_tensors())} tensors" in text

@@ -164,7 +164,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     "topology", [pytest.param("separate", marks=pytest.mark.slow), pytest.param("shared", marks=pytest.mark.long)]
 )
 def test_run_quantizes_learns_and_proves_every_sync(script, tmp_path, topology):
-    flags = "--quantization", "torchao", "--topology", topology, "--output", "run"
+    flags = "--quantization", "auto", "--topology", topology, "--output", "run"
     text = script("train_grpo.py", *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
@@ -211,7 +211,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (None, r"neither torchao nor JSON nor a file: it takes what torchao.s config_to_dict\(config\) gives"),
+        (None, r"neither auto nor JSON nor a file: it takes what torchao.s config_to_dict\(config\) gives"),
         ("{", "Expecting property name"),
         ("[]", "Expected dictionary"),
         ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),

@@ -151,7 +151,6 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys
         assert run.summary(batch(1.0, 1.0, None), 1e-7) == (
             "OK: reward 0.500 -> 1.000 in 1 steps, 0.0200 s per sync (median), eval 0.250 -> 0.750"
         )
-        run.draw()
     started, before, line, *_ = capsys.readouterr().out.splitlines()
     assert started == "started in 7 s: models 7"
     assert [row.get("time/start") for row in run.rows] == [7, None]
@@ -161,14 +160,13 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys
     )
 
 
-def test_step_without_any_reward_is_shown_and_drawn_without_one(tmp_path, capsys):
+def test_step_without_any_reward_is_shown_without_one(tmp_path, capsys):
     args = arguments(tmp_path, "none")
     with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         unknown = {name: value for name, value in METRICS.items() if not name.startswith("reward")}
         run.log_step(1, batch(None, None), REPORT, unknown)
         assert run.summary(batch(1.0, 0.0), 1e-7).startswith("OK: reward nan -> 0.500 in 1 steps")
-        assert run.draw().exists()
     said = capsys.readouterr().out
     assert "\nstep 1/3  mismatch 1.0e-07" in said
     assert "\nstep 1: no completion has a reward, so nothing is learned\n" in said

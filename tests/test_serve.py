@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of
+from conftest import ROOT, Script, arguments_of, cpu_only, metrics_of, settings_of
 from torch.distributed import HashStore
 
 import train_grpo
@@ -156,6 +156,7 @@ class Trainer:
 def servers(monkeypatch):
     monkeypatch.setattr(server_pool, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(server_pool, "RETRY_SECONDS", 0.02)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: byte_tokenizer())
     servers = [Server(), Server()]
     yield servers
@@ -168,7 +169,7 @@ def servers(monkeypatch):
 
 def arguments(servers: list, **options) -> train_grpo.Arguments:
     urls = [server.url for server in servers]
-    defaults = {"engine_url": urls, "api_key": "secret", "engine_timeout": 20.0, "group_size": 2, "max_tokens": 8}
+    defaults = {"engine_url": urls, "engine_timeout": 20.0, "group_size": 2, "max_tokens": 8}
     return arguments_of(train_grpo, **defaults | options)
 
 
@@ -457,12 +458,14 @@ def test_wrongly_started_server_is_refused_with_how_to_start_it(servers, lacks, 
         pool_of(servers, sample)
 
 
-def test_missing_server_and_wrong_key_are_refused(servers):
+def test_missing_server_and_wrong_key_are_refused(servers, monkeypatch):
     servers[1].die()
     with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: nobody answers there .*; start it with"):
         pool_of(servers, sample)
-    with pytest.raises(RunError, match=r"^--engine-url \S+: it wants another --api-key$"):
-        pool_of(servers[:1], sample, api_key="other")
+    with monkeypatch.context() as other:
+        other.setenv("VLLM_API_KEY", "other")
+        with pytest.raises(RunError, match=r"^--engine-url \S+: it wants another key than \$VLLM_API_KEY$"):
+            pool_of(servers[:1], sample)
     servers[0].redirects = "/v1/models"
     with pytest.raises(RunError, match=r"^--engine-url \S+: it has no /v1/models"):
         pool_of(servers[:1], sample)
@@ -558,12 +561,9 @@ def test_options_of_an_engine_are_flags_of_a_server():
     assert flags_of(options) == ["--enforce-eager", "--no-enable-x", "--mode", '{"a": 1}', "--dtype", "float32"]
 
 
-def test_urls_may_be_repeated_and_no_key_is_saved(monkeypatch):
-    command = "train_grpo.py --engine-url http://a:1 --engine-url http://b:1 --api-key secret"
-    monkeypatch.setattr(sys, "argv", command.split())
-    args = parse(train_grpo.Arguments, "A script.")
-    assert (args.servers.engine_url, args.servers.api_key) == (["http://a:1", "http://b:1"], "secret")
-    assert "api_key" not in args.run.given
+def test_urls_may_be_repeated(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--engine-url", "http://a:1", "--engine-url", "http://b:1"])
+    assert parse(train_grpo.Arguments, "A script.").servers.engine_url == ["http://a:1", "http://b:1"]
 
 
 def test_resumed_run_may_have_another_topology(monkeypatch, tmp_path):
@@ -637,9 +637,9 @@ def test_run_outlives_its_servers_and_takes_them_in_again(script, tmp_path, faul
     for server in servers:
         server.wait_for("Application startup complete")
     urls = [word for port in ports for word in ("--engine-url", f"http://127.0.0.1:{port}")]
-    options = ["--model", model, "--learning-rate", 3e-3, "--reward", "slow:reward", "--api-key", "secret"]
-    options += ["--engine-timeout", 10, "--steps", 10_000, "--save-every", 0, "--output", "run", "--max-staleness", 2]
-    process = script("train_grpo.py", *urls, *options)
+    options = ["--model", model, "--learning-rate", 3e-3, "--reward", "slow:reward", "--max-staleness", 2]
+    options += ["--steps", 10_000, "--save-every", 0, "--output", "run", *settings_of(tmp_path, engine_timeout=10)]
+    process = script("train_grpo.py", *urls, *options, VLLM_API_KEY="secret")
     process.wait_for_step(run, 3)
     for fault in range(1, faults + 1):
         i, stops, receives = chance.randrange(2), chance.random() < 0.5, chance.random() < 0.5

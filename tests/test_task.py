@@ -26,7 +26,7 @@ import pandas
 import pytest
 import torch
 from conftest import code_of, task_of
-from fakes import Engines, session_without_ray
+from fakes import Engines, local_rewards
 from learners import CHAT_TEMPLATE, chat_tokenizer
 from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
@@ -34,10 +34,11 @@ from transformers import OPTConfig, TrainerState
 
 from train_grpo import Arguments
 from trainer.errors import TaskError
+from trainer.flags import flags_in, with_values
 from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
 from trainer.rollouts.rollouts import Rollouts
-from trainer.run.arguments import parse
+from trainer.run.arguments import parse, task_defaults
 from trainer.tasks.dataset import Row
 from trainer.tasks.gsm8k import final_number
 from trainer.tasks.rewards import Batch, Group, Rewards, completion_text, exact, reward_metrics
@@ -47,16 +48,16 @@ from trainer.tasks.uppercase import uppercase
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """A task as the flags describe it, in an empty working folder whose modules are this test's. If they name neither a
-    reward nor a task, there is a `reward`."""
+    """A task as flags and settings describe it, in an empty working folder whose modules are this test's. If they name
+    neither a reward nor a task, there is a `reward`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     modules = set(sys.modules)
 
-    def load_from_flags(*flags, reward="trainer.tasks.uppercase:uppercase"):
+    def load_from_flags(*flags, reward="trainer.tasks.uppercase:uppercase", **settings):
         own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
         monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, flags), *own])
-        return task_of(parse(Arguments, "a test"))
+        return task_of(with_values(parse(Arguments, "a test"), settings))
 
     yield load_from_flags
     for name in sys.modules.keys() - modules:
@@ -90,7 +91,8 @@ def rewards(monkeypatch):
 
 
 def score(rewards, *groups, steps_done=0):
-    return rewards.compute(Batch(list(groups)), steps_done, session_without_ray())
+    workers = local_rewards(rewards) if isinstance(rewards, Rewards) else rewards
+    return workers.compute(Batch(list(groups)), steps_done)
 
 
 def sums(batch):
@@ -233,7 +235,7 @@ def test_csv_is_the_text_that_is_in_its_fields(load, folder, separator):
 def test_blank_lines_are_no_rows(load, suffix):
     Path(f"rows.{suffix}").write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n \n{"prompt": "c"}\n\n')
     for split, prompts in (("train[:2]", "ab"), ("train[-1:]", "c"), ("train[67%:]", "c")):
-        rows = load("--dataset", f"rows.{suffix}", "--dataset-split", split).rows
+        rows = load("--dataset", f"rows.{suffix}", dataset_split=split).rows
         assert "".join(row.prompt for row in rows) == prompts
     assert rows[0].origin.endswith("row 0 of train[67%:]")
 
@@ -245,12 +247,12 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         frame.to_csv("rows.csv", index=False)
     else:
         frame.to_json(f"rows.{suffix}", orient="records", lines=suffix == "jsonl")
-    task = load("--dataset", f"rows.{suffix}", "--dataset-split", "train[:5]", "--eval-split", "train[7:]")
+    task = load("--dataset", f"rows.{suffix}", "--eval-split", "train[7:]", dataset_split="train[:5]")
     assert [row.prompt for row in task.rows] == list("01234")
     assert [row.prompt for row in task.eval_rows] == list("78")
-    for flag in ("--dataset-split", "--eval-split"):
+    for which in ("dataset_split", "eval_split"):
         with pytest.raises(TaskError, match=r"cannot load the dataset .*: ValueError: Unknown split .nosuchsplit."):
-            load("--dataset", f"rows.{suffix}", flag, "nosuchsplit")
+            load("--dataset", f"rows.{suffix}", **{which: "nosuchsplit"})
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         (["--dataset", "comma.csv"], r"comma.csv: ValueError: line 3 of .*comma.csv has more fields than its header"),
         (["--dataset", "twice.csv"], r"twice.csv has two columns of the same name"),
         (["--dataset", "open.csv"], r"open.csv: Error: unexpected end of data"),
-        (["--dataset", "rows.json", "--dataset-split", "dev"], r"rows.json: ValueError: Unknown split .dev."),
+        (["--dataset", "rows.json", "--eval-split", "dev"], r"rows.json: ValueError: Unknown split .dev."),
         (
             ["--dataset", "rows.json", "--map", "maps:fails"],
             r"row 0 of train: --map maps:fails raised KeyError: 'q'",
@@ -273,7 +275,6 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         (["--dataset", "maps:times"], r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"),
         (["--dataset", "maps:arrays"], "row 0 of train: no usable"),
         (["--dataset", "rows.json", "--eval-split", "train"], "no prompt is left to learn from"),
-        (["--dataset", "rows.json", "--eval-split", "train", "--eval-share", "0.5"], "--eval-share holds out a part"),
         (["--dataset", "rows.json", "--system-prompt", "Be brief."], "row 0 of train: --system-prompt is for chat"),
         (["--dataset", "rows.json", "--reward-weights", "1", "2"], "--reward-weights: 2 weights for 1 rewards"),
         (["--dataset", "rows.json", "--reward", "maps:fails", "maps:fails"], "one of them is there twice"),
@@ -316,8 +317,8 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
         (["--task", "dataset"], "dataset.py has no DEFAULTS"),
         (["--task", "typo"], "--task typo: DEFAULTS has datasets, for which there is no flag"),
         (["--task", "text"], "DEFAULTS of --task text: --reward: Input should be a valid list, not text:right"),
-        (["--chat-template-kwargs", "[]"], "argument --chat-template-kwargs: Value error, a JSON object is wanted"),
-        (["--chat-template-kwargs", "x=1"], "--chat-template-kwargs: Value error, a JSON object is wanted (Expecting"),
+        (["--engine-args", "[]"], "argument --engine-args: Value error, a JSON object is wanted"),
+        (["--engine-args", "x=1"], "argument --engine-args: Value error, a JSON object is wanted (Expecting"),
         (["--eval-share", "1"], "argument --eval-share: Input should be less than 1"),
     ],
 )
@@ -505,7 +506,7 @@ def test_every_prompt_has_one_bos_and_a_generation_prompt(load):
     save_model(tokenizer)
     messages = [{"role": "user", "content": "Hi"}]
     write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": messages}, {"prompt": [*messages, *messages]})
-    task = load("--prompts", "rows.jsonl", "--chat-template-kwargs", '{"think": false}', "--eval-share", 0.3)
+    task = load("--prompts", "rows.jsonl", "--eval-share", 0.3, chat_template_kwargs='{"think": false}')
     task.tokenize("model")
     rows = sorted([*task.rows, *task.eval_rows], key=lambda row: len(row.prompt_ids))
     assert [tokenizer.decode(row.prompt_ids) for row in rows] == [
@@ -840,32 +841,32 @@ def test_rewards_of_the_same_name_are_told_apart(load):
     assert rollout.rewards == {"one:reward": 3.0, "two:reward": 3.0, "uppercase": 1.0}
 
 
-def test_rewards_run_together_in_threads_and_one_event_loop(rewards):
-    """Each waits for all the others. A function has the same thread every time, as a database's connection wants."""
-    everyone, loops, threads = threading.Barrier(4), [], []
+def test_coroutines_run_together_in_one_event_loop_and_functions_one_by_one(rewards):
+    everyone, loops, running, threads = threading.Barrier(4), [], [], []
 
-    def first(completions, **_):
-        threads.append(threading.current_thread())
-        return [everyone.wait(timeout=20) * 0.0]
-
-    def second(completions, **_):
-        return [everyone.wait(timeout=20) * 0.0]
-
-    async def third(completions, **_):
+    async def first(completions, **_):
         loops.append(asyncio.get_running_loop())
         return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
 
-    class Fourth:
+    class Second:
         async def __call__(self, completions, **_):
             loops.append(asyncio.get_running_loop())
             return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
 
-    functions = rewards(third=third, first=first, second=second, fourth=Fourth())
+    def third(completions, **_):
+        threads.append(threading.current_thread())
+        running.append(1)
+        assert len(running) == 1
+        time.sleep(0.05)
+        running.pop()
+        return [0.0]
+
+    functions = local_rewards(rewards(third=third, first=first, fourth=third, second=Second()))
     for _ in range(2):  # the second time in the same loop
-        assert list(score(functions, group("a")).rollouts[0].rewards) == ["third", "first", "second", "fourth"]
-    assert len(loops) == 4
-    assert len(set(loops)) == 1
-    assert threads[0] is threads[1] is not threading.main_thread()
+        batch = score(functions, group("a"), group("b"))
+        assert list(batch.rollouts[0].rewards) == ["third", "first", "fourth", "second"]
+    assert (len(loops), len(threads)) == (8, 8)
+    assert len(set(loops)) == len(set(threads)) == 1
 
 
 def test_each_call_has_one_prompt_and_coroutines_run_at_once(rewards):
@@ -904,7 +905,7 @@ def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
         raise KeyError("no")
 
     with pytest.raises(TaskError, match=r"the reward mine raised SystemExit: 3 \(test_task.py, line"):
-        score(rewards(quick=quick, slow=slow, waiting=waiting, mine=leaves), group("a"))
+        score(rewards(quick=quick, waiting=waiting, mine=leaves, slow=slow), group("a"))
     with pytest.raises(TaskError, match=r"the reward mine raised KeyError: 'no' \(test_task.py, line"):
         score(rewards(quick=quick, slow=slow, waiting=waiting, mine=fails), group("a"))
     assert time.monotonic() - started < 30
@@ -986,6 +987,31 @@ def test_messages_give_conversational_completions_and_what_trl_passes(rewards):
         assert scored.metrics == {"longest": 1.5, "rewards/mine/mean": 1.0}
 
 
+def test_what_a_reward_logs_by_name_arrives(rewards):
+    """TRL's rewards may: log_extra(column=..., values=...)."""
+
+    def mine(log_extra, log_metric, **_):
+        log_extra(column="length", values=[7])
+        log_metric(name="longest", value=0.5)
+        return [1.0]
+
+    scored = score(rewards(mine=mine), group("x"))
+    assert (scored.rollouts[0].extra, scored.metrics["longest"]) == ({"length": 7}, 0.5)
+
+
+def test_only_rewards_that_name_environments_get_them(monkeypatch):
+    def takes(environments, **_):
+        raise AssertionError
+
+    module = SimpleNamespace(takes=takes, leaves=lambda **_: [], builtin=dict)
+    monkeypatch.setitem(sys.modules, "graded", module)
+    graded = Rewards([f"graded:{name}" for name in vars(module)], None, [Row("p", {}, "row 7")], environments=True)
+    own = group("x")
+    own.environments = [SimpleNamespace(instance="it")]
+    calls = {call.name: call.arguments.get("environments") for call in graded.calls(own, 0)}
+    assert calls == {"takes": ["it"], "leaves": None, "builtin": None}
+
+
 def test_trls_own_rewards_run_unchanged(load):
     Path("shaped.py").write_text(
         "from trl import rewards\n"
@@ -1062,10 +1088,12 @@ def test_rewards_are_called_as_trls_trainer_calls_them(rewards, monkeypatch):
 
 
 def test_code_of_the_documentation_runs_as_printed(load):
-    task, _, reward, shaped, _ = code_of("docs/tasks.md")
+    task, short, _, reward, shaped, _ = code_of("docs/tasks.md")
     Path("arithmetic.py").write_text(task)
     Path("logged.py").write_text(reward)
     Path("shaped.py").write_text(shaped)
+    Path("short.py").write_text(short)
+    assert task_defaults("short", flags_in(Arguments), {})["clip_high"] == 0.4
     task = load("--task", "arithmetic", "--reward", "arithmetic:right", "logged:reward", "shaped:overlong")
     assert {row.prompt for row in task.eval_rows}.isdisjoint(row.prompt for row in task.rows)
     row = task.rows[0]

@@ -76,8 +76,8 @@ def test_flags_choose_a_topology_and_the_run_says_why(chosen, flags, name, reaso
         ({"topology": "shared", "trainers": 2}, "shared: --trainers is for GPUs of their own"),
         ({"topology": "servers", "trainers": 2}, "servers: --trainers: one trainer sends to servers"),
         ({"topology": "separate", "engine_url": ["http://a:1"]}, "separate: --engine-url is for servers"),
-        ({"topology": "separate", "engines_per_gpu": 2}, "separate: --engines-per-gpu is for shared GPUs"),
-        ({"topology": "servers", "quantization": "torchao"}, "servers: --quantization: servers have their own"),
+        ({"topology": "separate", "engines_per_gpu": 2}, "separate: engines_per_gpu is for shared GPUs"),
+        ({"topology": "servers", "quantization": "auto"}, "servers: --quantization: servers have their own"),
     ],
 )
 def test_flags_that_a_topology_does_not_have_are_refused(chosen, flags, message):
@@ -366,9 +366,9 @@ def level_after(metrics, asked="auto", level="auto", step=2):
     """How engines sleep after this step, at which they slept at `level`, and what the run says of it."""
     said = []
     args, run = arguments_of(train_grpo, sleep=asked), SimpleNamespace(say=said.append)
-    topology = made(args=args, run=run, level=level, first_step=1, memory={"memory/load/trainer": 1.0})
+    topology = made(args=args, run=run, level=level, first_step=1)
     for _ in range(2):
-        assert topology.after_step(step, metrics) == {"memory/load/trainer": 1.0}
+        assert topology.after_step(step, metrics) == {}
     return topology.level, said
 
 

@@ -1,4 +1,7 @@
-"""Flags that are fields of dataclasses. A script's `Arguments` has a field for each dataclass whose flags it takes."""
+"""Flags that are fields of dataclasses. A script's `Arguments` has a field for each dataclass whose flags it takes.
+
+Some of these fields are settings: only the DEFAULTS of a task change them.
+"""
 
 import dataclasses
 import inspect
@@ -8,19 +11,25 @@ from functools import partial
 
 @dataclass
 class Flag:
-    """What the command line and --help need of a flag."""
+    """What the command line and --help need of a flag or a setting."""
 
     type: object
     default: object
     help: str
     alias: str
     title: str  # of its section in --help
+    is_setting: bool
 
 
-def arg(default, help: str, alias: str = ""):
+def arg(default, help: str, alias: str = "", is_setting: bool = False):
     """A field that is a flag; its type gives the bounds. A `default` that is a function makes the value."""
     value = {"default_factory" if callable(default) else "default": default}
-    return dataclasses.field(**value, metadata={"help": help, "alias": alias})
+    return dataclasses.field(**value, metadata={"help": help, "alias": alias, "is_setting": is_setting})
+
+
+def setting(default, help: str):
+    """As `arg`, for a field that is no flag."""
+    return arg(default, help, is_setting=True)
 
 
 def section(cls: type, **own):
@@ -33,7 +42,7 @@ def section(cls: type, **own):
 
 
 def flags_in(cls: type) -> dict[str, Flag]:
-    """The flags of a script's `Arguments`, by name."""
+    """The flags and settings of a script's `Arguments`, by name."""
     defaults, flags = cls(), {}
     sections = [field for field in dataclasses.fields(cls) if dataclasses.is_dataclass(field.type)]
     parts = [(getattr(defaults, field.name), field.metadata) for field in sections]
@@ -45,7 +54,8 @@ def flags_in(cls: type) -> dict[str, Flag]:
                 title = declaring.__doc__.splitlines()[0].rstrip(".")
                 help_text = own_help.get(field.name, field.metadata["help"])
                 default = getattr(part, field.name)
-                flags[field.name] = Flag(field.type, default, help_text, field.metadata["alias"], title)
+                alias, is_setting = field.metadata["alias"], field.metadata["is_setting"]
+                flags[field.name] = Flag(field.type, default, help_text, alias, title, is_setting)
     return flags
 
 

@@ -66,22 +66,23 @@ class Images:
 
 
 class ImagesOfCompletions(Sequence):
-    """For each of `count` completions of a prompt, the prompt's images: a list of PIL.Image.Images, in RGB. They are
-    decoded if somebody takes them, and are copies each time."""
+    """For each completion, its prompt's images: a list of PIL.Image.Images, in RGB; None for a prompt without. They are
+    decoded, once for a prompt, if somebody takes them, and are copies each time."""
 
-    def __init__(self, images: Images, count: int):
-        self.images, self.count = images, count
-
-    @cached_property
-    def decoded(self) -> list:
-        return self.images.decoded()
+    def __init__(self, images: list["Images | None"]):
+        self.images, self.decoded = images, {}
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.images)
 
     def __getitem__(self, index):
-        numbers = range(self.count)[index]  # raises IndexError, with which a loop ends
-        return [self[i] for i in numbers] if isinstance(index, slice) else [image.copy() for image in self.decoded]
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        if (images := self.images[index]) is None:
+            return None
+        if images.key not in self.decoded:
+            self.decoded[images.key] = images.decoded()
+        return [image.copy() for image in self.decoded[images.key]]
 
 
 def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:

@@ -25,9 +25,8 @@ def random_prompts(module) -> torch.Tensor:
 
 
 @torch.no_grad()
-def choose_attention(module, requested: str | None = None, forward: Callable | None = None) -> AttentionChoice:
-    """The attention that this fp32 model was loaded with, if that was requested or gives eager's logits of random
-    prompts; else eager.
+def choose_attention(module, forward: Callable | None = None) -> AttentionChoice:
+    """The attention that this fp32 model was loaded with, if that gives eager's logits of random prompts; else eager.
 
     The model is left with the attention that was tried last. `forward` computes the logits instead of the model's own
     forward pass; hidden states will do as well.
@@ -61,10 +60,7 @@ def choose_attention(module, requested: str | None = None, forward: Callable | N
     if distance <= MAX_ROUNDING * rounding:
         return AttentionChoice(loaded, f"{loaded}, whose logits are eager's but for rounding")
     difference = f"{distance:.1g} from eager's, {distance / rounding:.0f} times what rounding explains"
-    if requested:
-        return AttentionChoice(loaded, f"{loaded}, as asked for; its logits are {difference}")
-    override = f"--attention {loaded} takes it all the same"
-    return AttentionChoice("eager", f"eager, which is slower: {loaded}'s logits are {difference} ({override})")
+    return AttentionChoice("eager", f"eager, which is slower: {loaded}'s logits are {difference}")
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt
 from torch.distributed.tensor import DTensor
 
 from ..errors import MismatchError, RunError
-from ..flags import arg
+from ..flags import arg, setting
 from .layout import as_tensor
 from .lora import load_adapters, without_adapters
 from .model import Model, ModelConfig, RankBatch
@@ -29,7 +29,7 @@ from .saving import load_state, write_model, write_state
 from .sharding import Offload, stray_weights, whole
 
 WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
-MERGED = "merged"  # a checkpoint's folder with the whole model, of --save-merged
+MERGED = "merged"  # a checkpoint's folder with the whole model, of save_merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
 
 
@@ -40,16 +40,16 @@ class LearnerConfig(ModelConfig):
     learning_rate: Annotated[float | None, Gt(0)] = arg(
         None, help="AdamW's learning rate (default: 1e-6; adapters: 1e-5; the built-in model: 3e-3)"
     )
-    adam_eps: Annotated[float, Gt(0)] = arg(
+    adam_eps: Annotated[float, Gt(0)] = setting(
         1e-15, help="AdamW's epsilon; the default is from ScaleRL, arXiv:2510.13786"
     )
-    lr_scheduler: Literal["constant", "linear", "cosine"] = arg(
+    lr_scheduler: Literal["constant", "linear", "cosine"] = setting(
         "constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
     )
-    warmup_steps: Annotated[int, Ge(0)] = arg(
+    warmup_steps: Annotated[int, Ge(0)] = setting(
         0, help="number of steps at the start in which the learning rate rises from 0"
     )
-    max_grad_norm: Annotated[float, Gt(0)] = arg(
+    max_grad_norm: Annotated[float, Gt(0)] = setting(
         1.0, help="a gradient whose norm is larger is scaled down to this norm"
     )
     num_epochs: Annotated[int, Ge(1)] = arg(1, help="times that a step goes through its rollouts")
@@ -355,8 +355,8 @@ class PolicyLearner(Learner):
                 f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
                 f" {self.max_mismatch:g}. The two compute different functions or, if no digest proves what the engine"
                 " serves (rlhf_nccl.py), with different weights. Functions usually differ by the attention's"
-                " implementation (--attention) or soft-capping, the variant of GELU, or a scale that one side leaves"
-                " out. If docs/guarantees.md says so of this family of models, --max-mismatch raises the bound"
+                " soft-capping, the variant of GELU, or a scale that one side leaves out. If docs/guarantees.md says so"
+                " of this family of models, --max-mismatch raises the bound"
             )
         if self.exact == "off":
             return {"logprobs/mismatch": mismatch}

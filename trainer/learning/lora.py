@@ -19,7 +19,7 @@ from annotated_types import Ge
 from weight_sync.lora import LoRAWeight
 
 from ..errors import RunError
-from ..flags import arg
+from ..flags import arg, setting
 from .multimodal import learning_modules
 from .precision import freeze
 from .sharding import fuses_weights, whole
@@ -37,12 +37,12 @@ class LoRAArguments:
     lora_rank: Annotated[int | None, Ge(1)] = arg(
         None, help="train LoRA adapters of this rank, and freeze the model (default: train all weights)"
     )
-    lora_alpha: Annotated[int, Ge(1)] = arg(32, help="LoRA's alpha: adapters are scaled by alpha / rank")
-    lora_targets: list[str] = arg(
+    lora_alpha: Annotated[int, Ge(1)] = setting(32, help="LoRA's alpha: adapters are scaled by alpha / rank")
+    lora_targets: list[str] = setting(
         ALL_LINEAR.copy,
         help="names of the layers that get adapters, such as q_proj v_proj; all-linear: all linear layers but the head",
     )
-    save_merged: bool = arg(
+    save_merged: bool = setting(
         False, help="with --lora-rank: also write the model with merged adapters to each checkpoint"
     )
 
@@ -67,7 +67,7 @@ def add_adapters(model, args: LoRAArguments, dtype: torch.dtype, new_head: str |
     for target in targets or ALL_LINEAR:
         if not any(f".{layer}".endswith(f".{target}") for layer in layers):
             known = f"its linear layers are {', '.join(names)}" if names else "it has no linear layers that peft knows"
-            raise RunError(f"--lora-targets: {type(model).__name__} has no layer {target}; {known}")
+            raise RunError(f"lora_targets: {type(model).__name__} has no layer {target}; {known}")
     freeze(model, dtype, *[head] if new_head else [])
     options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
     options |= {"modules_to_save": [new_head]} if new_head else {}
@@ -135,7 +135,7 @@ def load_adapters(model, folder: Path) -> None:
 
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
     if unmatched := weights.keys() ^ get_peft_model_state_dict(model).keys():
-        raise RunError(f"{folder} has adapters of other --lora-targets: {min(unmatched)} is not in both")
+        raise RunError(f"{folder} has adapters of other lora_targets: {min(unmatched)} is not in both")
     set_peft_model_state_dict(model, weights, ADAPTER_NAME)
 
 
@@ -153,4 +153,4 @@ def check_adapters(checkpoint: Path, args: LoRAArguments) -> None:
         has, asked = (f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved["r"], args.lora_rank))
         raise RunError(f"{checkpoint} has {has}, and --resume cannot go on with {asked}: --lora-rank must be the same")
     if args.lora_rank and saved["lora_alpha"] != args.lora_alpha:
-        raise RunError(f"{checkpoint} has adapters of --lora-alpha {saved['lora_alpha']}, not {args.lora_alpha}")
+        raise RunError(f"{checkpoint} has adapters of lora_alpha {saved['lora_alpha']}, not {args.lora_alpha}")

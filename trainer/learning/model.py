@@ -18,7 +18,7 @@ import torch.distributed as dist
 from annotated_types import Ge
 
 from ..errors import RunError
-from ..flags import arg
+from ..flags import arg, setting
 from . import exact
 from .attention import AttentionChoice, can_share_prompts, choose_attention, random_prompts
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
@@ -52,17 +52,14 @@ class ModelConfig(LoRAArguments, SamplingConfig):
         help="largest number of tokens in one of the trainer's forward passes, padding included; a longer sequence"
         " passes alone",
     )
-    gradient_checkpointing: Literal["auto", "true", "false"] = arg(
+    gradient_checkpointing: Literal["auto", "true", "false"] = setting(
         "auto",
         help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
         " memory, up to a third more time (auto: unless the first step finds memory for the rest, with smaller"
         " micro-batches if need be)",
     )
     train_vision: bool = arg(False, help="of a multimodal model, all weights learn, and not the language model's alone")
-    compile: bool = arg(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
-    attention: Literal["sdpa", "eager"] | None = arg(
-        None, help="the trainer's attention implementation (default: sdpa, or eager if sdpa's logits differ)"
-    )
+    compile: bool = setting(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
 
 
 @dataclass
@@ -224,7 +221,7 @@ class Model:
             self.checkpointing.measure()
 
     def settle_checkpointing(self) -> str:
-        """After the first step, with --gradient-checkpointing auto: keep all activations and logits from now on, in
+        """After the first step, with gradient_checkpointing auto: keep all activations and logits from now on, in
         micro-batches for which every rank has memory, with a tenth of the GPU to spare. Returns what to tell the user,
         if this changes anything."""
         if not (self.checkpointing and self.checkpointing.block_bytes):
@@ -317,7 +314,6 @@ class Model:
         `frozen` weights are bf16 there."""
         mixed_precision = mixed_precision and self.device.type == "cuda"
         options = {"dtype": torch.bfloat16 if mixed_precision and frozen else torch.float32}
-        options["attn_implementation"] = self.config.attention
         return load_model(auto_class, path, config, self.device, mixed_precision, **options)
 
     def _choose_computation(self, module) -> None:
@@ -325,7 +321,7 @@ class Model:
         if module.get_decoder() is module:
             name = type(module).__name__
             raise RunError(f"the trainer calls a model's trunk and its head separately, and {name} has no such trunk")
-        self.attention = choose_attention(module, self.config.attention)
+        self.attention = choose_attention(module)
         if self.attention.name == "sdpa" and as_forward(module, can_share_prompts)(random_prompts(module)):
             self.attention = self.attention._replace(name=SHARED)
 

@@ -20,7 +20,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from annotated_types import Ge, Gt, Le
 
-from ..flags import arg
+from ..flags import arg, setting
 from .sampling import SamplingConfig
 
 CLIP = {  # by --loss: how far below and above 1 the ratio is clipped
@@ -40,10 +40,10 @@ class PolicyLossConfig(SamplingConfig):
     """The loss of the policy."""
 
     loss: ClassVar[str] = "ppo"
-    clip_low: Annotated[float | None, Gt(0), Le(1)] = arg(
+    clip_low: Annotated[float | None, Gt(0), Le(1)] = setting(
         None, help="the loss clips the probability ratio at 1 minus this (default: 0.2; gspo: 3e-4; cispo: 1)"
     )
-    clip_high: Annotated[float | None, Gt(0)] = arg(
+    clip_high: Annotated[float | None, Gt(0)] = setting(
         None, help="the loss clips the probability ratio at 1 plus this (default: 0.28; PPO: 0.2; gspo: 4e-4; cispo: 4)"
     )
     mismatch_correction: Literal["tis", "icepop", "sequence_mask", "none"] = arg(
@@ -52,10 +52,10 @@ class PolicyLossConfig(SamplingConfig):
         " drop tokens (icepop) or whole completions (sequence_mask) that are out of bounds, or leave it out (none); not"
         " with --loss cispo",
     )
-    importance_cap: Annotated[float | None, Ge(1)] = arg(
+    importance_cap: Annotated[float | None, Ge(1)] = setting(
         None, help="upper bound of the importance weight (default: tis 2, icepop 5, sequence_mask 3)"
     )
-    importance_floor: Annotated[float, Ge(0), Le(1)] = arg(
+    importance_floor: Annotated[float, Ge(0), Le(1)] = setting(
         0.5, help="lower bound of the importance weight, with --mismatch-correction icepop"
     )
 
@@ -70,7 +70,7 @@ class ObjectiveConfig(PolicyLossConfig):
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = arg(
         "dapo", help="the loss of a token, and its weight in the sum of all tokens (docs/objectives.md)"
     )
-    mask_truncated_completions: bool = arg(
+    mask_truncated_completions: bool = setting(
         False, help="learn nothing from completions that were cut off, such as at --max-tokens"
     )
     kl_coef: Annotated[float, Ge(0)] = arg(

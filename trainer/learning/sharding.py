@@ -163,7 +163,7 @@ class Checkpointing:
     """
 
     def __init__(self, model):
-        self.forwards = {block: block.forward for block in _blocks(model, "--gradient-checkpointing")}
+        self.forwards = {block: block.forward for block in _blocks(model, "gradient_checkpointing")}
         self.last_block = next(reversed(self.forwards))  # of the language model: towers come first
         self.block_bytes = 0.0  # of what a block keeps for backward, per token; 0: not measured
 
@@ -198,7 +198,7 @@ class Checkpointing:
 
 def compile_blocks(model) -> None:
     """Compile each block in place, for batches and sequences of any size. Equal blocks are compiled once."""
-    for block in _blocks(model, "--compile"):
+    for block in _blocks(model, "compile"):
         block.forward = torch.compile(block.forward, dynamic=True)
 
 

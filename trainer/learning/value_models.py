@@ -39,7 +39,7 @@ class ValueModel(Model):
         return module
 
     def _choose_computation(self, module) -> None:
-        self.attention = choose_attention(module, self.config.attention, as_forward(module, _trunk))
+        self.attention = choose_attention(module, as_forward(module, _trunk))
 
 
 def _trunk(module, **inputs) -> torch.Tensor:

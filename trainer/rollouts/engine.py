@@ -254,11 +254,3 @@ class EngineActor:
         if same and self.slept and digests != self.from_disk:
             raise RunError("this model's layers keep tensors that vLLM loses in its sleep: --sleep weights cannot work")
         return same
-
-    async def memory(self) -> dict[str, float]:
-        """Memory in GB: on CPU, that of this process and of vLLM's, its children. `measure` finds a GPU's."""
-        from vllm.platforms import current_platform
-
-        own = psutil.Process()
-        processes = [own, *own.children(recursive=True)] if current_platform.is_cpu() else []  # takes 10 ms
-        return {"actor": sum(process.memory_info().rss for process in processes) / 1e9}

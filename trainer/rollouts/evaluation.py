@@ -31,7 +31,7 @@ def evaluate(rollouts: Rollouts, step: int) -> dict[str, float]:
     at_once = max(1, args.prompts_per_step * config.group_size // samples) if task.tools else len(rows)
     for part, first in enumerate(range(0, len(rows), at_once)):
         batch = rollouts.complete(rows[first : first + at_once], sampling, part)
-        groups += task.rewards.compute(batch, step, rollouts.session).groups
+        groups += task.rewards.compute(batch, step).groups
     rollouts.engines.call("evaluating", EngineActor.drop_caches)  # a run that is resumed here has none
     known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
     rewards = [reward for group in known for reward in group]

@@ -44,8 +44,7 @@ def settle_exactness(
         "prompts have images": images,
         "the engine's weights are quantized (--quantization)": args.quantization,
         "others have started the engines (--engine-url)": engine_url,
-        "inductor rounds in other places (--compile)": config.compile,
-        "trainers would not use the attention that was asked for (--attention)": config.attention is not None,
+        "inductor rounds in other places (compile)": config.compile,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):

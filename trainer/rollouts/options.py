@@ -45,7 +45,6 @@ class EngineArguments:
     max_model_len: Annotated[int | None, Ge(1)] = arg(
         None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
     )
-    enforce_eager: bool = arg(False, help="decode without CUDA graphs (CPU: always)")
     exact: Literal["auto", "on", "off"] = arg(
         "auto",
         help="whether trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto),"
@@ -53,7 +52,7 @@ class EngineArguments:
     )
     quantization: Annotated[str | None, AfterValidator(torchao_config)] = arg(
         None,
-        help="quantize the engines' weights as they arrive: torchao (FP8; CPU: int8), or the JSON of a torchao"
+        help="quantize the engines' weights as they arrive: auto (FP8; CPU: int8), or the JSON of a torchao"
         " configuration, or a file with it",
     )
     engine_args: Annotated[str, AfterValidator(engine_options)] = arg(
@@ -101,7 +100,7 @@ def llm_options(
             environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
             environment["VLLM_RAY_PER_WORKER_GPUS"] = str(setting.gpu_share)
         options |= {"dtype": "bfloat16", "gpu_memory_utilization": args.gpu_memory_utilization}
-        options |= {"kv_cache_memory_bytes": setting.kv_cache_bytes, "enforce_eager": args.enforce_eager}
+        options["kv_cache_memory_bytes"] = setting.kv_cache_bytes
         options["compilation_config"] = DECODE_GRAPHS | {"cudagraph_capture_sizes": graph_sizes(setting.sequences)}
     else:
         # vLLM has no Ray executor on CPU. One worker computes in its engine's process: that starts sooner. Several are

@@ -3,20 +3,20 @@
 import json
 from pathlib import Path
 
-TORCHAO = "torchao"  # the value of --quantization for the default
+AUTO = "auto"  # the value of --quantization for the default
 
 
 def torchao_config(value: str) -> str:
-    """ "torchao", or the JSON of a torchao configuration, as `json.dumps(config_to_dict(config))` makes it. `value` is
+    """ "auto", or the JSON of a torchao configuration, as `json.dumps(config_to_dict(config))` makes it. `value` is
     one of them, or a file with the JSON. Raises ValueError if torchao cannot read it.
     """
     from torchao.core.config import AOBaseConfig, config_from_dict
 
-    if value == TORCHAO:
+    if value == AUTO:
         return value
     is_json = value.lstrip().startswith("{")
     if not is_json and not Path(value).is_file():
-        raise ValueError(f"neither {TORCHAO} nor JSON nor a file: it takes what torchao's config_to_dict(config) gives")
+        raise ValueError(f"neither {AUTO} nor JSON nor a file: it takes what torchao's config_to_dict(config) gives")
     try:
         text = value if is_json else Path(value).read_text()
         if not isinstance(config_from_dict(json.loads(text)), AOBaseConfig):
@@ -26,20 +26,20 @@ def torchao_config(value: str) -> str:
     return text
 
 
-def quantize_by_torchao(config: str = TORCHAO) -> tuple[dict, str]:
-    """vLLM's options for weights quantized by `config`, from `torchao_config`, and the quantization's name. The default
+def quantize_by_torchao(config: str = AUTO) -> tuple[dict, str]:
+    """vLLM's options for weights quantized by `config`, from `torchao_config`, and the quantization's name. `AUTO`
     is FP8 if the hardware has it, else int8."""
     from torchao import quantization
     from torchao.core.config import config_to_dict
     from vllm.platforms import current_platform
 
     remark = ""
-    if config == TORCHAO and current_platform.supports_fp8():
+    if config == AUTO and current_platform.supports_fp8():
         default = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-    elif config == TORCHAO:
+    elif config == AUTO:
         default = quantization.Int8DynamicActivationInt8WeightConfig()
         remark = ": FP8 takes a GPU of compute capability 8.9"
-    if config == TORCHAO:
+    if config == AUTO:
         config = json.dumps(config_to_dict(default))
     options = {"quantization": "torchao", "hf_overrides": {"quantization_config_dict_json": config}}
     return options, json.loads(config)["_type"] + remark

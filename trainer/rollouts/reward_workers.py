@@ -1,33 +1,37 @@
-"""Rewards in other processes: functions as Ray tasks on any node, and a reward model's ranks as Ray actors."""
+"""Where rewards are computed: functions in Ray actors on any node, a reward model by its ranks.
 
-import itertools
-import json
-from concurrent.futures import wait
+Functions are called in the main threads of a few processes, so that `signal.alarm` works. All coroutine functions are
+in one process, which makes their calls at the same time. Only a function that takes the environments of --environment
+is called in this process, where they live.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated
+from functools import partial
 
 import ray
-from annotated_types import Ge
-from pydantic import AfterValidator
 
 from ..errors import RunError, TaskError
 from ..flags import arg
-from ..functions import json_object
 from ..learning.value_models import RewardModel
 from ..run.actors import ActorGroup
 from ..run.session import RaySession
 from ..tasks.dataset import without_parts
-from ..tasks.environment import together
-from ..tasks.rewards import Batch, RewardCall, Rewards, reward_metrics
-from .sampling import in_parts
+from ..tasks.environment import UserThread, is_async, together
+from ..tasks.rewards import Batch, CoroutineWorker, Group, Returned, RewardCall, Rewards, RewardWorker, reward_metrics
 
 REWARD_MODEL = "reward_model"  # the name of its scores among the rewards
+CPUS_PER_WORKER, MAX_WORKERS = 4, 8  # a process for each so many CPUs of the cluster, and at most so many
+AT_ONCE = 1000  # calls of coroutine functions: Ray's limit for an actor
+OPTIONS = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": 3, "scheduling_strategy": "SPREAD"}
+
+Caller = Callable[[RewardCall], Awaitable[Returned]]
 
 
 @dataclass
 class RewardArguments:
-    """A reward model, and where rewards are computed."""
+    """A reward model."""
 
     reward_model: str | None = arg(
         None,
@@ -35,96 +39,93 @@ class RewardArguments:
         " called with (folder, seed) and writes one there; its score is one more reward beside those of --reward, and"
         " its weight is the last of --reward-weights",
     )
-    reward_workers: Annotated[int, Ge(1)] = arg(
-        1, help="Ray tasks, on any node, for each --reward; the prompts of a step are divided among them"
-    )
-    reward_resources: Annotated[str, AfterValidator(json_object)] = arg(
-        '{"CPU": 0}', help="the Ray resources of each of --reward-workers, as JSON"
-    )
 
 
 class RewardWorkers:
-    """Calls the functions of `rewards` and the reward model, if there is one, outside of this process.
+    """Computes these rewards, and the scores of the reward model's ranks, if there are any. Its processes begin at once
+    to import the functions.
 
-    If a task dies with its process or node, Ray runs it again, on another node if need be, up to three times. After
-    that, and if a function raises, the run ends.
+    If a process dies, alone or with its node, Ray starts another one and repeats the call, up to three times.
     """
 
-    def __init__(self, rewards: Rewards, reward_model: ActorGroup | None, args: RewardArguments):
-        self.rewards, self.reward_model = rewards, reward_model
-        self.workers = args.reward_workers
-        resources = {name: float(amount) for name, amount in json.loads(args.reward_resources).items()}
-        offers = [node["Resources"] for node in ray.nodes() if node["Alive"]] if any(resources.values()) else [{}]
-        if not any(all(0 <= amount <= offer.get(name, 0) for name, amount in resources.items()) for offer in offers):
-            raise RunError(f"--reward-resources {args.reward_resources}: no node has these, so no reward could begin")
-        cpus, gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
-        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "scheduling_strategy": "SPREAD"}
-        self.task = ray.remote(run_reward).options(**options)
+    def __init__(self, rewards: Rewards, session: RaySession, reward_model: ActorGroup | None = None):
+        self.rewards, self.session, self.reward_model = rewards, session, reward_model
+        # By reward: what may make its next call. What makes several at a time is there as often.
+        self.idle: dict[str, asyncio.Queue[Caller]] = {}
+        elsewhere = {False: [], True: []}  # rewards that other processes compute, by whether they are coroutines
+        for name, function in rewards.functions.items():
+            if name in rewards.with_environments:
+                thread = partial(self._by_thread, UserThread())
+                self.idle[name] = _queue([thread] * (AT_ONCE if is_async(function) else 1))
+            else:
+                elsewhere[is_async(function)].append(name)
+        for cls, own in ((RewardWorker, elsewhere[False]), (CoroutineWorker, elsewhere[True])):
+            self.idle |= dict.fromkeys(own, _queue(self._start(cls, own) if own else ()))
 
-    def compute(self, batch: Batch, steps_done: int, session: RaySession) -> Batch:
-        """As `Rewards.compute`."""
-        calls = [RewardCall(self.rewards, group, steps_done) for group in batch.groups]
-        returned = self.call([call.arguments for call in calls], session)
-        groups = [call.rewarded(values) for call, values in zip(calls, returned, strict=True)]
+    def _start(self, cls: type, names: list[str]) -> list[Caller]:
+        """Start the processes that compute these rewards."""
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        count = 1 if cls is CoroutineWorker else min(MAX_WORKERS, max(1, cpus // CPUS_PER_WORKER))
+        full_names = [self.rewards.names[name] for name in names]
+        actors = [ray.remote(**OPTIONS)(cls).remote(full_names) for _ in range(count)]
+        return [partial(self._by_actor, actor) for actor in actors] * (AT_ONCE if cls is CoroutineWorker else 1)
+
+    def compute(self, batch: Batch, steps_done: int) -> Batch:
+        """This batch, with all rewards and their metrics. The main thread calls this."""
+        computing = together(self.compute_group(group, steps_done) for group in batch.groups)
+        self.session.wait_for_thread(computing, lambda: "rewarding")
+        groups = self.score(computing.result())
         return Batch(groups, batch.metrics | reward_metrics(groups))
 
-    def call(self, groups: list[dict], session: RaySession) -> list[dict[str, list]]:
-        """For each group of completions, given as the arguments of its rewards: the values of each reward, by name."""
-        plain = [{name: value for name, value in group.items() if not callable(value)} for group in groups]
-        parts = in_parts(plain, min(self.workers, len(groups)))
-        calls = {
-            f"reward {name}" + f" (part {i} of {len(parts)})" * (len(parts) > 1): self.task.remote(
-                full_name, self.rewards.timeout, part
-            )
-            for name, full_name in self.rewards.names.items()
-            for i, part in enumerate(parts, 1)
-        }
-        scoring = {}
-        if self.reward_model:
-            texts = [
-                [without_parts(text) for own in groups for text in own[name]] for name in ("prompts", "completions")
-            ]
-            scoring = self.reward_model.begin(RewardModel.rewards, *texts)
-        results, scores_of_ranks = session.wait("rewarding", calls, scoring)
-        values_of_groups = [{} for _ in groups]
-        parts_of_rewards = [results[i : i + len(parts)] for i in range(0, len(calls), len(parts))]
-        for name, results_of_parts in zip(self.rewards.names, parts_of_rewards, strict=True):
-            answers = itertools.chain(*results_of_parts)
-            for group, values_of, (values, logged) in zip(groups, values_of_groups, answers, strict=True):
-                values_of[name] = values
-                for log, *arguments in logged:
-                    try:
-                        group[log](*arguments)
-                    except Exception as error:  # of what a user's function gave it
-                        raise TaskError(f"the reward {name}: {log}: {error}") from error
-        if scoring:
-            scores = iter(scores_of_ranks[0])
-            for group, values_of in zip(groups, values_of_groups, strict=True):
-                values_of[REWARD_MODEL] = [next(scores) for _ in group["prompts"]]
-        return values_of_groups
+    async def compute_group(self, group: Group, steps_done: int) -> Group:
+        """This group, with the rewards of all functions, in the event loop of `together`.
+
+        Raises TaskError if one fails, returns anything but a finite number or None for each completion, or takes longer
+        than --reward-timeout.
+        """
+        calls = self.rewards.calls(group, steps_done)
+        returned = await asyncio.gather(*map(self._answer, calls))
+        return self.rewards.rewarded(group, {call.name: own for call, own in zip(calls, returned, strict=True)})
+
+    def score(self, groups: list[Group]) -> list[Group]:
+        """These groups, with the reward model's scores, if there is one. The main thread calls this."""
+        if not self.reward_model or not groups:
+            return groups
+        prompts = [without_parts(prompt) for group in groups for prompt in group.prompts]
+        completions = [without_parts(completion) for group in groups for completion in group.completions]
+        scores = iter(self.reward_model.agreed("rewarding", RewardModel.rewards, prompts, completions))
+        scored = []
+        for group in groups:
+            own = [next(scores) for _ in group.rollouts]
+            call = RewardCall(REWARD_MODEL, {}, [rollout.text for rollout in group.rollouts], group.row.origin)
+            scored.append(self.rewards.rewarded(group, {REWARD_MODEL: call.make(lambda own=own, **_: own)}))
+        return scored
+
+    async def _answer(self, call: RewardCall) -> Returned:
+        idle, timeout = self.idle[call.name], self.rewards.timeout
+        caller = await idle.get()
+        try:
+            return await asyncio.wait_for(caller(call), timeout)
+        except TimeoutError as error:
+            late = f"the reward {call.name} took longer than {timeout:g} s for one prompt's completions"
+            raise TaskError(f"{late}: --reward-timeout") from error
+        finally:
+            idle.put_nowait(caller)
+
+    async def _by_actor(self, actor: ray.actor.ActorHandle, call: RewardCall) -> Returned:
+        if self.session.ending:
+            raise RunError("the run has ended")  # the call would start Ray anew
+        answer = actor.call.remote(self.rewards.names[call.name], call)
+        return (await self.session.answers("rewarding", {f"reward {call.name}": answer}))[0]
+
+    async def _by_thread(self, thread: UserThread, call: RewardCall) -> Returned:
+        function = self.rewards.functions[call.name]
+        make = call.make_async if is_async(function) else call.make
+        return await asyncio.wrap_future(thread.begin(make, function=function))
 
 
-def run_reward(name: str, timeout: float, groups: list[dict]) -> list[tuple[list, list[tuple]]]:
-    """For each group: the values of the reward `name` ("module:function"), and its calls of `log_extra` and
-    `log_metric`."""
-    rewards, logs = _rewards_of(name, timeout), [[] for _ in groups]
-    calling = together(
-        rewards.call(
-            group
-            | {
-                "log_extra": lambda column, values, log=log: log.append(("log_extra", column, values)),
-                "log_metric": lambda name, value, log=log: log.append(("log_metric", name, value)),
-            }
-        )
-        for group, log in zip(groups, logs, strict=True)
-    )
-    while not calling.done():
-        rewards.phase()
-        wait([calling], timeout=1)
-    return [(*values.values(), log) for values, log in zip(calling.result(), logs, strict=True)]
-
-
-@cache
-def _rewards_of(name: str, timeout: float) -> Rewards:
-    """The reward of this name, whose thread calls it in one task after another."""
-    return Rewards([name], None, [], timeout=timeout)
+def _queue(callers: Iterable[Caller]) -> asyncio.Queue[Caller]:
+    queue = asyncio.Queue()
+    for caller in callers:
+        queue.put_nowait(caller)
+    return queue

@@ -28,7 +28,7 @@ import numpy as np
 from annotated_types import Ge
 
 from ..errors import RunError
-from ..flags import arg
+from ..flags import arg, setting
 from ..learning.rollout import Rollout
 from ..learning.sampling import SamplingConfig
 from ..run.actors import ActorGroup
@@ -51,7 +51,7 @@ class AheadArguments:
     max_staleness: Annotated[int, Ge(0)] = arg(
         0, help="how many steps old the weights that sampled a token may be when a step learns from it; 0: on-policy"
     )
-    in_flight: Annotated[int | None, Ge(1)] = arg(
+    in_flight: Annotated[int | None, Ge(1)] = setting(
         None,
         help="with --max-staleness, limit of the prompts whose completions are generated at a time (default: two"
         " steps')",
@@ -89,8 +89,8 @@ class Rollouts:
     def take(self, step: int) -> Batch:
         """The prompts of this step, with completions and their rewards. The engines serve version `step` - 1 by now.
 
-        So they may begin with the prompts of step `step` + `max_staleness`. Raises what the reward raised; TaskError if
-        it takes too long; RunError as `_with_staleness` does.
+        So they may begin with the prompts of step `step` + `max_staleness`. Raises what `compute_group` of the rewards
+        raises, and RunError as `_with_staleness` does.
         """
         while self.last_begun < max(step, min(step + self.args.max_staleness, self.task.steps)):
             self.last_begun += 1
@@ -171,11 +171,10 @@ class Rollouts:
         return request.result.result()
 
     def _phase(self, request: "_Request") -> str:
-        """The phase to show. Raises TaskError if rewards have been computed for too long; they may never be done."""
-        rewarding = self.task.rewards.phase() if self.rewarded else ""
+        """The phase to show."""
         if any(self.in_flight.values()):
             return "evaluating" if request.evaluation else "generating"
-        return rewarding
+        return "rewarding"
 
     def _begin(self, request: "_Request") -> "_Request":
         """Begin with this request's groups: at once or, if they are for a later step, when fewer are in flight."""

@@ -6,7 +6,6 @@ engines, even where there is one of each. So the loop of a run is the same on on
 
 import inspect
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Protocol
 
-import psutil
 import ray
 import torch
 from annotated_types import Ge
@@ -241,17 +239,15 @@ class LearnerActor:
     def device_id(self) -> str:
         return device_id_of(self.model.device)
 
-    def memory(self) -> dict[str, float | str]:
-        """Memory in GB. On CPU, "actor" is what this process takes. On a GPU, it is the most that torch has reserved
-        since the last call, and "reserved" what it has now; "in_use" is what all processes take of this GPU, "gpu" its
-        size, and "device" its id."""
+    def memory(self) -> dict[str, float]:
+        """Memory of this rank's GPU, in GB: the most that torch has reserved here since the last call ("trainer"), what
+        all other processes take ("engine"), and the GPU's size ("gpu"). On CPU, {}."""
         if self.model.device.type == "cpu":
-            return {"actor": psutil.Process().memory_info().rss / 1e9}
+            return {}
         free, total = torch.cuda.mem_get_info()
-        sizes = {"actor": torch.cuda.max_memory_reserved(), "reserved": torch.cuda.memory_reserved()}
+        sizes = {"trainer": torch.cuda.max_memory_reserved(), "engine": total - free - torch.cuda.memory_reserved()}
         torch.cuda.reset_peak_memory_stats()
-        sizes |= {"in_use": total - free, "gpu": total}
-        return {"device": self.device_id()} | {name: size / 1e9 for name, size in sizes.items()}
+        return {name: size / 1e9 for name, size in (sizes | {"gpu": total}).items()}
 
     def resume(self, checkpoint: Path | None) -> tuple[int, str]:
         """Go on from this checkpoint's training state, if there is one. Returns the number of steps done, and lines to
@@ -282,50 +278,21 @@ def in_turn(method: Callable) -> Callable:
 
 @dataclass
 class StepClock:
-    """The seconds of each phase of a step and, with a session whose actors share devices, the memory in it."""
+    """The seconds of each phase of a step and, with trainers that share GPUs with engines, the memory in it."""
 
-    session: RaySession | None = None
+    trainers: ActorGroup | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     phase_began: float = field(default_factory=time.perf_counter)
 
     def end(self, phase: str) -> None:
-        """End a phase, and begin the next one. Its metrics are `time/PHASE`, in seconds, and those of `measure`."""
+        """End a phase, and begin the next one. Its metrics are `time/PHASE`, in seconds, and on GPUs
+        `memory/PHASE/trainer` and `memory/PHASE/engine`, in GB, of the GPU where it is most, and `memory/gpu`, the size
+        of the smallest."""
         self.metrics[f"time/{phase}"] = time.perf_counter() - self.phase_began
-        if self.session:
-            self.metrics |= measure(self.session, phase)
+        of_ranks = self.trainers.call("measuring", LearnerActor.memory) if self.trainers else []
+        for memory in filter(None, of_ranks):
+            for name in ("trainer", "engine"):
+                metric = f"memory/{phase}/{name}"
+                self.metrics[metric] = max(memory[name], self.metrics.get(metric, 0.0))
+            self.metrics["memory/gpu"] = min(memory["gpu"], self.metrics.get("memory/gpu", memory["gpu"]))
         self.phase_began = time.perf_counter()  # measuring is in no phase
-
-
-def measure(session: RaySession, phase: str) -> dict[str, float]:
-    """Memory in GB at the end of a phase: `memory/PHASE/GROUP`, of the largest actor of each group, and `memory/gpu`,
-    the size of the smallest GPU. Every actor has a method `memory`; that of an engine with its own GPUs returns {}.
-
-    Of a GPU that is shared, the engine has all that is in use beside the ranks' tensors, so CUDA's and NCCL's memory as
-    well. torch caches freed memory, so this is also the engine's peak.
-    """
-    calls = {name: actor.memory.remote() for name, actor in session.actors.items()}
-    memories = dict(zip(calls, *session.wait("measuring", calls), strict=True))
-    sizes = [(name.split()[0], memory["actor"]) for name, memory in memories.items() if memory]
-    on_gpus = [memory for memory in memories.values() if "gpu" in memory]
-    if all(memories.values()):
-        beside_ranks = {memory["device"]: memory["in_use"] for memory in on_gpus}
-        for memory in on_gpus:
-            beside_ranks[memory["device"]] -= memory["reserved"]
-        sizes += [("engine", size) for size in beside_ranks.values()]
-    metrics = {}
-    for group, size in sizes:
-        name = f"memory/{phase}/{group}"
-        metrics[name] = max(size, metrics.get(name, 0.0))
-    if on_gpus:
-        metrics["memory/gpu"] = min(memory["gpu"] for memory in on_gpus)
-    return metrics
-
-
-def memory_table(metrics: dict[str, float]) -> str:
-    """What `measure` returned, which is among these metrics, as a table: a line for each phase."""
-    sizes = {tuple(name.split("/")[1:]): size for name, size in metrics.items() if re.match("memory/.*/", name)}
-    phases = list(dict.fromkeys(phase for phase, _ in sizes))
-    groups = list(dict.fromkeys(group for _, group in sizes))
-    lines = [f"  {'GB':10}" + "".join(f"  {group:>12}" for group in groups)]
-    lines += [f"  {phase:10}" + "".join(f"  {sizes[phase, group]:12.1f}" for group in groups) for phase in phases]
-    return "\n".join(lines)

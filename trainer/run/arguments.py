@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin
@@ -11,37 +12,37 @@ from typing import Annotated, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from ..errors import TaskError
+from ..errors import RunError, TaskError
 from ..flags import Flag, arg, flags_in, flat, with_values
 from ..functions import import_module
 
-NOT_SAVED = {"resume", "output", "ray_address", "remarks", "api_key"}  # arguments that a resumed run does not inherit
+NOT_SAVED = {"resume", "output", "ray_address", "remarks"}  # arguments that a resumed run does not inherit
 OF_A_TOPOLOGY = ("trainers", "engines_per_gpu", "engine_url")  # flags that others refuse, and that cannot be unset
 PATHS = ("model", "critic_model", "reward_model", "teacher", "dataset", "eval_dataset")  # may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
-NEEDS = [  # flags that do nothing alone: what they need, in words, and whether these arguments have it
-    (("lora_alpha", "lora_targets", "save_merged"), "--lora-rank", lambda a: a.lora_rank),
-    (("eval_samples", "pass_reward"), "--eval-every", lambda a: a.eval_every),
+REFUSED = [  # flags, what each of them is told, and whether these arguments are wrong for it
+    (("eval_samples",), "needs --eval-every", lambda a: not a.eval_every),
+    (("eval_share",), "is no share of --eval-dataset or --eval-split", lambda a: a.eval_dataset or a.eval_split),
+    (("max_tool_iterations",), "needs --tools or --environment", lambda a: not (a.tools or a.environment)),
+    (("mismatch_correction",), "does nothing with --loss cispo, which clips the ratio", lambda a: a.loss == "cispo"),
+    (("kl_target",), "multiplies --kl-coef, which is 0", lambda a: not a.kl_coef),
+    (("reward_coef",), "needs a --group-size of 2 or more", lambda a: a.group_size == 1),
     (
-        ("tool_parser", "max_tool_iterations", "tool_timeout"),
-        "--tools or --environment",
-        lambda a: a.tools or a.environment,
+        ("engines", "engine_args", "gpu_memory_utilization"),
+        "is for a run's own servers: --engine-url names others",
+        lambda a: a.engine_url,
     ),
-    (
-        ("mismatch_correction", "importance_cap"),
-        "another --loss: cispo clips the ratio",
-        lambda a: getattr(a, "loss", "") != "cispo",  # PPO has one loss, and no flag for it
-    ),
-    (("importance_cap",), "a --mismatch-correction", lambda a: a.mismatch_correction != "none"),
-    (("importance_floor",), "--mismatch-correction icepop", lambda a: a.mismatch_correction == "icepop"),
-    (
-        ("engines", "engine_args", "gpu_memory_utilization", "enforce_eager"),
-        "servers of the run's own: --engine-url names others",
-        lambda a: not getattr(a, "engine_url", None),
-    ),
-    (("kl_horizon",), "--kl-target", lambda a: a.kl_target),
-    (("reward_coef",), "a --group-size of 2 or more", lambda a: a.group_size > 1),
+    (("output",), "is another folder than that of --resume", lambda a: a.resume),
 ]
+# Flags that are gone: the value that they have now, and what to do instead.
+GONE = {
+    "enforce_eager": (False, "--engine-args '{\"enforce_eager\": true}' does that"),
+    "attention": (None, "the trainer finds out which attention is right"),
+    "reward_workers": (1, "as many processes as the CPUs allow compute rewards"),
+    "reward_resources": ('{"CPU": 0}', "a reward asks Ray for what it needs"),
+}
+# By a flag that only one of the scripts before train_grpo.py had: its topology. The others had separate devices.
+TOPOLOGIES = {"engine_url": "servers", "engines_per_gpu": "shared"}
 
 
 @dataclasses.dataclass
@@ -77,18 +78,29 @@ class RunArguments:
     remarks: list[str] = dataclasses.field(default_factory=list)
 
 
+class Known(SimpleNamespace):
+    """The values of a script's flags; None for those that other scripts have."""
+
+    def __getattr__(self, _):
+        return None
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of these flags. --help groups them under the first lines of the classes that declare them."""
 
     def __init__(self, flags: dict[str, Flag], description: str):
+        settings = ", ".join(f"{name} ({each.default})" for name, each in flags.items() if each.is_setting)
         super().__init__(
             description=description,
             usage="%(prog)s [--flag value ...]",
+            epilog=f"DEFAULTS of a task (docs/tasks.md) may also set: {settings}".replace("%", "%%"),
             argument_default=argparse.SUPPRESS,  # what is not given is not there
             allow_abbrev=False,
         )
         self.flags, groups = flags, {}
         for name, each in flags.items():
+            if each.is_setting:
+                continue
             if each.title not in groups:
                 groups[each.title] = self.add_argument_group(each.title)
             options = {"dest": name}
@@ -115,7 +127,8 @@ class Parser(argparse.ArgumentParser):
                 checked[name] = validated(self.flags[name], value)
             except ValidationError as invalid:
                 error = invalid.errors()[0]
-                self.error(f"{source} {flag(name)}: {error['msg']}, not {error['input']}")
+                label = name if self.flags[name].is_setting else flag(name)
+                self.error(f"{source} {label}: {error['msg']}, not {error['input']}")
         return checked
 
 
@@ -135,12 +148,13 @@ def parse(cls: type, description: str):
     paths = [name for name in PATHS if os.path.exists(given.get(name, ""))]
     given |= {name: os.path.abspath(given[name]) for name in paths}  # actors, and --resume, have another working folder
     if folder := given.get("resume"):
-        if "output" in given:
-            parser.error("--resume continues in that run's folder: it takes no --output")
         try:
-            given, remarks = resumed(flags, json.loads((folder / "args.json").read_text()), given)
+            saved = of_today(flags, json.loads((folder / "args.json").read_text()))
+            given, remarks = resumed(flags, saved, given)
         except (OSError, ValueError, KeyError) as error:
             parser.error(f"--resume {folder}: not a run folder, which has args.json and checkpoints ({error!r})")
+        except RunError as error:
+            parser.error(f"--resume {folder}: {error}")
     task = given.get("task", flags["task"].default if "task" in flags else "")
     try:
         defaults = task_defaults(task, flags, given)
@@ -149,13 +163,36 @@ def parse(cls: type, description: str):
     values = parser.check(defaults, f"DEFAULTS of --task {task}:") | given
     saved = {name: value for name, value in given.items() if name not in NOT_SAVED}
     args = with_values(cls(), values | {"given": saved, "remarks": remarks})
-    for names, need, has_it in NEEDS:
-        idle = [name for name in names if name in now]  # now: a saved flag cannot be dropped
-        if idle and not has_it(SimpleNamespace(**flat(args))):
-            parser.error(f"{flag(idle[0])} needs {need}")
-    if options := json.loads(now.get("engine_args", "{}")).keys() & flags.keys():
+    for names, told, is_wrong in REFUSED:
+        wrong = [name for name in names if name in now]  # now: a saved flag cannot be dropped
+        if wrong and is_wrong(Known(**flat(args))):
+            parser.error(f"{flag(wrong[0])} {told}")
+    own = {name for name, each in flags.items() if not each.is_setting}
+    if options := json.loads(now.get("engine_args", "{}")).keys() & own:
         parser.error(f"--engine-args: {min(options)} has a flag of its own, {flag(min(options))}")
     return args
+
+
+def of_today(flags: dict[str, Flag], saved: dict) -> dict:
+    """The arguments `saved` in args.json, by the names of today. Raises RunError for a flag that is gone, if that run
+    had it with another value than it has now."""
+    saved = json.loads(re.sub(r'"recipe\.(?=[\w.]+:)', '"trainer.', json.dumps(saved)))  # as the package was called
+    for name in set(saved["given"]) & GONE.keys():
+        constant, advice = GONE[name]
+        if saved[name] != constant:
+            go_on = f'without "{name}" among those "given" in args.json, the run goes on'
+            raise RunError(f"that run had {flag(name)} {saved[name]}. The flag is gone: {advice}; {go_on}")
+    changes = {}
+    if "topology" in flags and "dynamic_sampling" in saved and "topology" not in saved:  # a script before train_grpo.py
+        changes["topology"] = next((value for name, value in TOPOLOGIES.items() if name in saved), "separate")
+        if "max_staleness" in saved:
+            changes["max_staleness"] = saved["max_staleness"]  # whose default was 2
+        if "quantization_config" in saved:
+            changes["quantization"] = saved["quantization_config"] or "auto"
+    if "placement" in saved:  # PPO's
+        changes["topology"] = {"colocated": "shared", "split": "separate"}[saved["placement"]]
+    given = [name for name in saved["given"] if name not in {*GONE, "quantization_config", "placement"}]
+    return saved | changes | {"given": [*given, *changes]}
 
 
 def resumed(flags: dict[str, Flag], saved: dict, now: dict) -> tuple[dict, list[str]]:

@@ -190,8 +190,6 @@ def choose_ppo_models(
     reward model that a function makes is in the run's folder. Raises RunError for models that do not fit each other, or
     prompts that are chat messages (`is_chat`).
     """
-    if config.kl_target and not config.kl_coef:
-        raise RunError("--kl-target multiplies --kl-coef, which is 0 and stays 0: give --kl-coef a value above 0")
     models, config = choose_models(run_folder, args, config, device)
     critic = critic or models.initial
     states = {"trainer": models.checkpoint} if models.checkpoint else {}

@@ -1,11 +1,10 @@
-"""The folder of a run: its arguments, metrics, picture, log and checkpoints.
+"""The folder of a run: its arguments, metrics, log and checkpoints.
 
 args.json             the arguments, and the names of those given, which are the defaults of --resume
 metrics.jsonl         one line per step; step 0 is the evaluation before the first
 completions.jsonl     one line per completion: step, prompt, text, messages of a conversation, rewards, advantage (none
                       with PPO or a teacher, where each token has its own)
 tensorboard/          metrics as TensorBoard events; with --report-to wandb also wandb/
-reward.png            reward, evaluation, a teacher's reverse KL, mismatch and sync time over the steps
 run.log               what vLLM and other libraries log, in all processes
 lock                  locked during a run
 checkpoint-000010/    model or adapters in Hugging Face format, and trainer_state.pt for --resume; each trainer rank
@@ -13,7 +12,6 @@ checkpoint-000010/    model or adapters in Hugging Face format, and trainer_stat
 """
 
 import fcntl
-import gc
 import json
 import logging
 import math
@@ -175,8 +173,8 @@ class RunFolder:
         self.say(f"started in {self.start_seconds['time/start']:.0f} s: {parts}")
 
     def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
-        """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does. Draw reward.png, if
-        the step has a checkpoint. That is saved before: nothing that fails here may lose it.
+        """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does. Its
+        checkpoint is saved before: nothing that fails here may lose it.
 
         Adds the metrics of the batch and of the sync; `time/step`, the seconds since the last step was logged, but for
         evaluation; and `tokens/s`, those of the batch's completions over that. Shows completions of the first step and
@@ -195,8 +193,6 @@ class RunFolder:
             self.say(f"step {step}: no completion has a reward, so nothing is learned")
         if step in (self.steps_done + 1, self.args.steps):
             self.show(batch)
-        if self.saves(step):
-            self.draw()
 
     def _completions(self, step: int, batch: Batch) -> list[dict]:
         rows = []
@@ -243,12 +239,11 @@ class RunFolder:
 
     def summary(self, batch: Batch, mismatch: float) -> str:
         """The last line of a run, to print when its processes have ended. Shows the mismatch that proves the last sync,
-        and completions of the last weights. Draws reward.png if no checkpoint did."""
+        and completions of the last weights."""
         self.say(f"generated again with the last weights: mismatch {mismatch:.1e}")
         self.show(batch)
-        if not self.args.save_every:
-            self.draw()
-        steps, evaluations = self._steps_and_evaluations()
+        steps = [row for row in self.rows if row["step"]]  # 0: the evaluation before the first
+        evaluations = [row for row in self.rows if "eval/reward" in row]
         first, last = steps[0].get("reward/mean", math.nan), float(known_rewards(batch.rollouts).nanmean())
         seconds = sorted(row["time/sync"] for row in steps)[len(steps) // 2]
         learned = f"reward {first:.3f} -> {last:.3f}"
@@ -259,56 +254,6 @@ class RunFolder:
         if evaluations:
             line += f", eval {evaluations[0]['eval/reward']:.3f} -> {evaluations[-1]['eval/reward']:.3f}"
         return line
-
-    def _steps_and_evaluations(self) -> tuple[list[dict], list[dict]]:
-        """The rows of metrics with a learning step, and the rows with an evaluation, such as step 0."""
-        return [row for row in self.rows if row["step"]], [row for row in self.rows if "eval/reward" in row]
-
-    def draw(self) -> Path:
-        """Write reward.png: reward, evaluation, a teacher's reverse KL, mismatch and sync time over the steps."""
-        picture = self.path / "reward.png"
-        with disk_errors(self.path):
-            self._figure().savefig(picture, dpi=120)
-        gc.collect()  # figures contain reference cycles and take megabytes each
-        return picture
-
-    def _figure(self):
-        from matplotlib.figure import Figure
-
-        rows, evaluations = self._steps_and_evaluations()
-        steps = [row["step"] for row in rows]
-        mean, std, reverse_kl, mismatch, sync = (
-            [row.get(name, math.nan) for row in rows]
-            for name in ("reward/mean", "reward/std", REVERSE_KL, "logprobs/mismatch", "time/sync")
-        )
-        has_teacher = any(REVERSE_KL in row for row in rows)
-        figure = Figure(figsize=(8, 8))
-        panels = figure.subplots(3 + has_teacher, 1, sharex=True, height_ratios=(2, *[1] * (2 + has_teacher)))
-        top, *of_teacher, middle, bottom = panels
-        top.plot(steps, mean, color="tab:blue", label="mean")
-        low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
-        top.fill_between(steps, low, high, color="tab:blue", alpha=0.15, linewidth=0, label="± 1 std of the batch")
-        if evaluations:
-            held_out = [row["eval/reward"] for row in evaluations]
-            top.plot([row["step"] for row in evaluations], held_out, "o-", color="tab:orange", label="held-out prompts")
-        top.set_ylabel("reward")
-        top.legend(loc="lower right", frameon=False)
-        for axes in of_teacher:
-            axes.plot(steps, reverse_kl, color="tab:purple")
-            axes.set_ylabel("reverse KL\nfrom the teacher")
-        middle.semilogy(steps, mismatch, color="tab:red")
-        middle.set_ylabel("mean |Δ logprob|\nengine - trainer")
-        bottom.plot(steps, [1e3 * seconds for seconds in sync], color="tab:green")
-        bottom.set_ylim(bottom=0)
-        bottom.set_ylabel("weight sync (ms)")
-        bottom.set_xlabel("step")
-        bottom.xaxis.get_major_locator().set_params(integer=True)
-        for axes in panels:
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-        top.set_title(self.path.name)
-        figure.tight_layout()
-        return figure
 
 
 def _line(text: str) -> str:

@@ -43,7 +43,7 @@ class RaySession:
     """
 
     def __init__(self, args: RunArguments, progress: Callable[[str, int], None]):
-        self.address, self.timeout, self.progress = args.ray_address, args.timeout, progress
+        self.address, self.timeout, self.progress, self.ending = args.ray_address, args.timeout, progress, False
         self.actors: dict[str, ray.actor.ActorHandle] = {}  # the death of one of these ends every wait
         self.pings: dict[str, ray.ObjectRef] = {}  # the last call of each actor, which fails if it has died
 
@@ -52,6 +52,7 @@ class RaySession:
         script_folder = os.path.dirname(getattr(sys.modules["__main__"], "__file__", ""))
         paths = filter(None, [str(ROOT), script_folder, os.environ.get("PYTHONPATH")])
         variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        variables |= {name: os.environ[name] for name in ("VLLM_API_KEY",) if name in os.environ}  # of the servers
         variables[WORKING_FOLDER] = os.getcwd()
         runtime_env = {"env_vars": variables, "worker_process_setup_hook": "trainer.run.resource_tracker.set_up_worker"}
         options = {"runtime_env": runtime_env, "logging_level": "error"}
@@ -85,6 +86,7 @@ class RaySession:
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
+        self.ending = True
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}  # the run is ending already
         family = [*self.started]  # and not what others have started in this process, such as W&B
         for process in self.started:

@@ -15,7 +15,7 @@ MARK = re.compile("\ue000(\\d+)\ue001")  # in Unicode's private use area: stands
 
 
 class ChatTemplate:
-    """The chat template of this tokenizer, with the template's own `options` (--chat-template-kwargs)."""
+    """The chat template of this tokenizer, with the template's own `options` (chat_template_kwargs)."""
 
     def __init__(self, tokenizer, options: dict):
         self.tokenizer, self.options = tokenizer, options
@@ -73,8 +73,8 @@ class ChatTemplate:
                 ids = whole[len(prefix) :]
                 return ids[1:] if ids[:1] == [end] else ids  # GLM ends a turn by the token that answers begin with
         raise TaskError(
-            f"the chat template cannot add a tool's answer to a conversation ({problem}): --chat-template-kwargs takes"
-            ' another one, as {"chat_template": "..."}'
+            f"the chat template cannot add a tool's answer to a conversation ({problem}): chat_template_kwargs of a"
+            ' task\'s DEFAULTS takes another one, as {"chat_template": "..."}'
         )
 
     def check_tools(self) -> None:

@@ -7,6 +7,8 @@ Each call has the completions of one prompt. If the prompt is a list of chat mes
 dataset, a reward gets `trainer_state` (`global_step`, `max_steps`), `log_extra(column, values)`,
 `log_metric(name, value)` and, if there are any, `environments`. It may be `async`, or an object with `__call__`. Each
 completion's entries are its own, in each call: a reward may change them.
+
+This module says what a reward is. trainer/rollouts/reward_workers.py calls rewards, most of them in other processes.
 """
 
 import asyncio
@@ -14,24 +16,26 @@ import copy
 import inspect
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import TaskError
 from ..functions import failed, named_function
 from ..images import ImagesOfCompletions
-from ..learning.rollout import Rollout
 from .dataset import Row, content_text
-from .environment import Environment, UserThread, is_async, together
+from .environment import Environment
+
+if TYPE_CHECKING:  # it imports torch, and a reward's process starts sooner without it
+    from ..learning.rollout import Rollout
 
 OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
+COPIES = {"completion_ids": np.ndarray.tolist}  # of entries that `copy.deepcopy` would take longer for
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -41,9 +45,21 @@ class Group:
     `environments` are the completions' environments, until the rewards are known."""
 
     row: Row
-    rollouts: list[Rollout]
+    rollouts: list["Rollout"]
     logged: dict[str, list[float]] = field(default_factory=dict)
     environments: list[Environment] = field(default_factory=list)
+
+    @property
+    def prompts(self) -> list[str | list[dict]]:
+        """The prompt of each completion, with what the environment's reset has returned."""
+        return [rollout.prompt or self.row.prompt for rollout in self.rollouts]
+
+    @property
+    def completions(self) -> list[str | list[dict]]:
+        """The completions as rewards get them: texts, or messages if the prompt is."""
+        if isinstance(self.row.prompt, str):
+            return [rollout.text for rollout in self.rollouts]
+        return [own.messages or [{"role": "assistant", "content": own.text}] for own in self.rollouts]
 
     @property
     def is_equal(self) -> bool:
@@ -59,11 +75,11 @@ class Batch:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
-    def rollouts(self) -> list[Rollout]:
+    def rollouts(self) -> list["Rollout"]:
         """All completions. Those of one prompt stand together."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
-    def known_rollouts(self) -> list[Rollout]:
+    def known_rollouts(self) -> list["Rollout"]:
         """The completions whose rewards are known. Raises TaskError if there is none."""
         known = [rollout for rollout in self.rollouts if rollout.reward is not None]
         if not known:
@@ -91,12 +107,117 @@ def exact(completions: list, answer: list, **_) -> list[float | None]:
     return [None if right is None else score(text, right) for text, right in pairs]
 
 
+@dataclass
+class Returned:
+    """The values that a reward has returned for a prompt's completions, and what it has logged."""
+
+    extra: list[dict]  # each completion's columns
+    logged: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    values: list[float | None] = field(default_factory=list)
+
+    def log_extra(self, column: str, values: list) -> None:
+        if column in OWN_COLUMNS:
+            raise ValueError(f"log_extra: completions have a column {column!r} already")
+        try:
+            json.dumps(values, default=str)
+        except (TypeError, ValueError) as error:  # keys of a dict, say
+            raise ValueError(f"log_extra: JSON cannot have the column {column!r}: {error}") from error
+        for extra, value in zip(self.extra, values, strict=True):
+            extra[column] = value
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.logged[name].append(float(value))
+
+
+@dataclass
+class RewardCall:
+    """A call of the reward `name` for a prompt's completions, which another process may make.
+
+    It raises TaskError, with the reward's name, for what the function raises, and if that returns anything but a finite
+    number or None for each completion.
+    """
+
+    name: str
+    arguments: dict
+    texts: list[str]  # of the completions
+    origin: str  # of the prompt
+
+    def make(self, function: Callable) -> Returned:
+        with self._named_errors() as returned:
+            return self._checked(function(**self._own_arguments(returned)), returned)
+
+    async def make_async(self, function: Callable) -> Returned:
+        with self._named_errors() as returned:
+            return self._checked(await function(**self._own_arguments(returned)), returned)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[Returned]:
+        try:
+            yield Returned([{} for _ in self.texts])
+        except TaskError:
+            raise
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # all that the users' code may raise
+            raise failed(f"the reward {self.name}", error) from error
+
+    def _own_arguments(self, returned: Returned) -> dict:
+        """The arguments, with each completion's entries copied: what a reward changes reaches no other completion, no
+        other reward and no later step."""
+        own = self.arguments | {"log_extra": returned.log_extra, "log_metric": returned.log_metric}
+        for name, entries in self.arguments.items():
+            if name == "images":
+                own[name] = ImagesOfCompletions(entries)
+            elif isinstance(entries, list) and name != "environments":
+                copy_of = COPIES.get(name, copy.deepcopy)
+                try:
+                    own[name] = [copy_of(entry) for entry in entries]
+                except Exception as error:  # of an object in a row that a function has made
+                    raise TaskError(f"the column {name!r} cannot be copied for each completion ({error})") from error
+        return own
+
+    def _checked(self, values, returned: Returned) -> Returned:
+        what = f"the reward {self.name} returned"
+        if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping, Set)):
+            raise TaskError(f"{what} {values!r}, and not a list with a number or None for each completion")
+        returned.values = list(values)
+        if len(returned.values) != len(self.texts):
+            raise TaskError(f"{what} {len(returned.values)} values for {len(self.texts)} completions")
+        for i, (value, text) in enumerate(zip(returned.values, self.texts, strict=True)):
+            try:
+                returned.values[i] = number = None if value is None else float(value)
+            except (TypeError, ValueError) as error:
+                raise TaskError(f"{what} {value!r}, which is not a number, for {text!r} ({self.origin})") from error
+            except OverflowError as error:  # of an integer; Python may refuse to print it
+                where = f"for {text!r} ({self.origin})"
+                raise TaskError(f"{what} a number that is too large for a float {where}") from error
+            if number is not None and not math.isfinite(number):
+                raise TaskError(f"{what} {number} for {text!r} ({self.origin})")
+        return returned
+
+
+class RewardWorker:
+    """Calls functions by their names, one at a time; in a Ray actor, in its process' main thread."""
+
+    def __init__(self, names: list[str]):
+        for name in names:
+            named_function("--reward", name)  # imports it, before the first call
+
+    def call(self, name: str, call: RewardCall) -> Returned:
+        return call.make(named_function("--reward", name))
+
+
+class CoroutineWorker(RewardWorker):
+    """Calls coroutine functions, all at the same time in one event loop: a web service's client belongs to a loop."""
+
+    async def call(self, name: str, call: RewardCall) -> Returned:
+        return await call.make_async(named_function("--reward", name))
+
+
 class Rewards:
     """The reward functions of these names ("module:function"), and the sum of what they return, by `weights`.
 
-    `models` are names of rewards that are not functions; their weights come last. `more_arguments` are names of
-    arguments that functions get besides the usual ones. `timeout` is --reward-timeout, in seconds. Raises TaskError if
-    a function cannot be imported, or cannot be called with the columns of one of these rows.
+    `models` are names of rewards that are not functions; their weights come last. `environments` says whether functions
+    get those of the completions. `timeout` is --reward-timeout, in seconds. Raises TaskError if a function cannot be
+    imported, or cannot be called with the columns of one of these rows.
     """
 
     def __init__(
@@ -106,7 +227,7 @@ class Rewards:
         rows: Iterable[Row],
         steps: int = 1,
         models: Iterable[str] = (),
-        more_arguments: Iterable[str] = (),
+        environments: bool = False,
         timeout: float = math.inf,
     ):
         if weights and len(weights) != len(names) + len(models):
@@ -118,124 +239,69 @@ class Rewards:
         }
         if len(self.functions) < len(names):
             raise TaskError(f"--reward {' '.join(names)}: one of them is there twice")
-        self.names, self.steps = dict(zip(self.functions, names, strict=True)), steps
-        self.threads: defaultdict[str, UserThread] = defaultdict(UserThread)  # of each function
-        self.timeout, self.last_done = timeout, 0.0
-        self.running: list[dict[str, Future]] = []  # the calls for each prompt, the oldest first
+        self.names, self.steps, self.timeout = dict(zip(self.functions, names, strict=True)), steps, timeout
+        self.with_environments: set[str] = set()  # rewards that take environments, which live in this process
         weighted = [*self.functions, *models]
         self.weights = dict(zip(weighted, weights or [1.0] * len(weighted), strict=True))
+        given = [*FROM_THE_RUN, "environments"] if environments else FROM_THE_RUN
         for row in rows:
-            for name, function in zip(names, self.functions.values(), strict=True):
-                _check_signature(name, function, [*FROM_THE_RUN, *more_arguments, *row.columns])
+            for name, function in self.functions.items():
+                parameters = _parameters(self.names[name], function, [*given, *row.columns])
+                if environments and "environments" in parameters:
+                    self.with_environments.add(name)
 
     def add(self, name: str, function: Callable) -> None:
-        """One more reward, of weight 1."""
+        """One more reward, of weight 1: an environment's own."""
         if name in self.functions:
             raise TaskError(f"--reward {name}: an environment's own reward has this name")
         self.functions[name], self.weights[name] = function, 1.0
+        self.with_environments.add(name)
 
     def __str__(self) -> str:
         return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items()) or "none"
 
-    def compute(self, batch: Batch, steps_done: int, session) -> Batch:
-        """This batch, with rewards and their metrics. The main thread waits by `session`, a RaySession.
-
-        If a function returns None for a completion, the others' results are added. If all do, its reward is None.
-        Raises TaskError if a function fails, returns anything but a finite number or None for each completion, or takes
-        longer than --reward-timeout.
-        """
-        computing = together(self.compute_group(group, steps_done) for group in batch.groups)
-        session.wait_for_thread(computing, self.phase)
-        groups = computing.result()
-        return Batch(groups, batch.metrics | reward_metrics(groups))
-
-    async def compute_group(self, group: Group, steps_done: int) -> Group:
-        """This group, with rewards."""
-        call = RewardCall(self, group, steps_done)
-        return call.rewarded(await self.call(call.arguments))
-
-    async def call(self, arguments: dict) -> dict[str, list]:
-        """The values that each function returns, by name. Coroutines run in one event loop, each other function in a
-        thread of its own, which calls it for one prompt after another."""
-        calls = {
-            name: self.threads[name].begin(_call_of(name, function), arguments=arguments)
-            for name, function in self.functions.items()
+    def calls(self, group: Group, steps_done: int) -> list[RewardCall]:
+        """The call of each function for this group."""
+        count, images = len(group.rollouts), group.row.images
+        arguments = {column: [value] * count for column, value in group.row.columns.items()}
+        arguments |= {
+            "prompts": group.prompts,
+            "completions": group.completions,
+            "completion_ids": [np.asarray(rollout.completion_ids) for rollout in group.rollouts],
+            "trainer_state": SimpleNamespace(global_step=steps_done, max_steps=self.steps),
         }
-        if not self.running:
-            self.last_done = time.monotonic()
-        self.running.append(calls)
-        try:
-            values = await asyncio.gather(*map(asyncio.wrap_future, calls.values()))
-        finally:
-            self.running.remove(calls)
-            self.last_done = time.monotonic()
-        return dict(zip(calls, values, strict=True))
+        if images:
+            arguments["images"] = [rollout.images or images for rollout in group.rollouts]
+        live = {"environments": [environment.instance for environment in group.environments]}
+        texts, origin = [rollout.text for rollout in group.rollouts], group.row.origin
+        return [
+            RewardCall(name, arguments | (live if name in self.with_environments else {}), texts, origin)
+            for name in self.functions
+        ]
 
-    def phase(self) -> str:
-        """The phase of a run that waits for rewards. Raises TaskError if those of one prompt take too long."""
-        for calls in self.running[:1]:
-            late = [name for name, call in calls.items() if not call.done()]
-            if late and time.monotonic() - self.last_done > self.timeout:
-                raise TaskError(
-                    f"the reward {' and '.join(late)} took longer than {self.timeout:g} s for one prompt's completions:"
-                    " --reward-timeout"
-                )
-        return "rewarding"
+    def rewarded(self, group: Group, returned: dict[str, Returned]) -> Group:
+        """The group with what rewards have returned, by name, in addition to those it has.
+
+        If one returned None for a completion, the others' values are added. If all did, its reward is None.
+        """
+        logged, rollouts = defaultdict(list, group.logged), []
+        for own in returned.values():
+            for name, values in own.logged.items():
+                logged[name] = logged[name] + values
+        for i, rollout in enumerate(group.rollouts):
+            rewards = rollout.rewards | {name: own.values[i] for name, own in returned.items()}
+            extra = dict(rollout.extra)
+            for own in returned.values():
+                extra |= own.extra[i]
+            rollouts.append(replace(rollout, rewards=rewards, reward=self.sum(rewards), extra=extra))
+        for environment in group.environments:
+            environment.release()
+        return Group(group.row, rollouts, dict(logged))
 
     def sum(self, rewards: dict[str, float | None]) -> float | None:
         """The weighted sum of the rewards that are known; None if none is."""
         parts = [self.weights[name] * value for name, value in rewards.items() if value is not None]
         return sum(parts) if parts else None
-
-
-class RewardCall:
-    """The rewards of one group: the `arguments` of the functions, and what these log."""
-
-    def __init__(self, rewards: Rewards, group: Group, steps_done: int):
-        self.rewards, self.group = rewards, group
-        self.extra, self.logged = [{} for _ in group.rollouts], defaultdict(list, group.logged)
-        row, rollouts = group.row, group.rollouts
-        self.arguments = {column: [value] * len(rollouts) for column, value in row.columns.items()}
-        self.arguments |= {
-            "prompts": [rollout.prompt or row.prompt for rollout in rollouts],
-            "completions": [_completion(row, rollout) for rollout in rollouts],
-            "completion_ids": [np.asarray(rollout.completion_ids).tolist() for rollout in rollouts],
-            "trainer_state": SimpleNamespace(global_step=steps_done, max_steps=rewards.steps),
-            "log_extra": self._log_extra,
-            "log_metric": lambda name, value: self.logged[name].append(float(value)),
-        }
-        if row.images:
-            self.arguments["images"] = ImagesOfCompletions(row.images, len(rollouts))
-        if group.environments:
-            self.arguments["environments"] = [environment.instance for environment in group.environments]
-
-    def rewarded(self, returned: dict[str, list]) -> Group:
-        """The group with these rewards, by name."""
-        by_name = {name: _checked(name, values, self.group) for name, values in returned.items()}
-        by_rollout = [{name: values[i] for name, values in by_name.items()} for i in range(len(self.group.rollouts))]
-        rollouts = [
-            replace(rollout, rewards=rewards, reward=self.rewards.sum(rewards), extra=extra)
-            for rollout, rewards, extra in zip(self.group.rollouts, by_rollout, self.extra, strict=True)
-        ]
-        for environment in self.group.environments:
-            environment.release()
-        return Group(self.group.row, rollouts, dict(self.logged))
-
-    def _log_extra(self, column: str, values: list) -> None:
-        if column in OWN_COLUMNS:
-            raise ValueError(f"log_extra: completions have a column {column!r} already")
-        try:
-            json.dumps(values, default=str)
-        except (TypeError, ValueError) as error:  # keys of a dict, say
-            raise ValueError(f"log_extra: JSON cannot have the column {column!r}: {error}") from error
-        for extra, value in zip(self.extra, values, strict=True):
-            extra[column] = value
-
-
-def _completion(row: Row, rollout: Rollout) -> str | list[dict]:
-    if isinstance(row.prompt, str):
-        return rollout.text
-    return rollout.messages or [{"role": "assistant", "content": rollout.text}]
 
 
 def reward_metrics(groups: list[Group]) -> dict[str, float]:
@@ -250,73 +316,14 @@ def reward_metrics(groups: list[Group]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in values_of.items() if values}
 
 
-def _check_signature(name: str, function: Callable, arguments: list[str]) -> None:
+def _parameters(name: str, function: Callable, arguments: list[str]) -> Iterable[str]:
+    """The names of this function's parameters. Raises TaskError if it cannot be called with these arguments."""
     try:
-        inspect.signature(function).bind(**dict.fromkeys(arguments))
+        signature = inspect.signature(function)
+        signature.bind(**dict.fromkeys(arguments))
     except TypeError as error:
         call = f"{name.rpartition(':')[2]}({', '.join(arguments)})"
         raise TaskError(f"--reward {name} cannot be called as {call}, all by name: {error}") from error
-    except ValueError:
-        pass  # a builtin without a signature
-
-
-def _call_of(name: str, function: Callable) -> Callable[[dict], list]:
-    """A function that calls this one with copies of its arguments, and returns a list. Its errors have the reward's
-    name."""
-
-    def call(arguments: dict) -> list:
-        with _named_errors(name):
-            return _listed(name, function(**_copied(arguments)))
-
-    async def call_async(arguments: dict) -> list:
-        with _named_errors(name):
-            return _listed(name, await function(**_copied(arguments)))
-
-    return call_async if is_async(function) else call
-
-
-@contextmanager
-def _named_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except TaskError:
-        raise
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # all that the users' code may raise
-        raise failed(f"the reward {name}", error) from error
-
-
-def _copied(arguments: dict) -> dict:
-    """Arguments for one call, with each completion's entries copied: what a reward changes reaches no other completion,
-    no other reward and no later step."""
-    copied = dict(arguments)
-    for name, entries in arguments.items():
-        if isinstance(entries, list) and name != "environments":
-            copy_of = list if name == "completion_ids" else copy.deepcopy  # of so many numbers, ten times as fast
-            try:
-                copied[name] = [copy_of(entry) for entry in entries]
-            except Exception as error:  # of an object in a row that a function has made
-                raise TaskError(f"the column {name!r} cannot be copied for each completion ({error})") from error
-    return copied
-
-
-def _listed(name: str, returned) -> list:
-    if not isinstance(returned, Iterable) or isinstance(returned, (str, bytes, Mapping, Set)):
-        wanted = "a list with a number or None for each completion"
-        raise TaskError(f"the reward {name} returned {returned!r}, and not {wanted}")
-    return list(returned)
-
-
-def _checked(name: str, values: list, group: Group) -> list[float | None]:
-    if len(values) != len(group.rollouts):
-        raise TaskError(f"the reward {name} returned {len(values)} values for {len(group.rollouts)} completions")
-    for i, value in enumerate(values):
-        where = f"for {group.rollouts[i].text!r} ({group.row.origin})"
-        try:
-            values[i] = None if value is None else float(value)
-        except (TypeError, ValueError) as error:
-            raise TaskError(f"the reward {name} returned {value!r}, which is not a number, {where}") from error
-        except OverflowError as error:  # of an integer; Python may refuse to print it
-            raise TaskError(f"the reward {name} returned a number that is too large for a float {where}") from error
-        if value is not None and not math.isfinite(values[i]):
-            raise TaskError(f"the reward {name} returned {values[i]} {where}")
-    return values
+    except ValueError:  # a builtin has no signature
+        return ()
+    return signature.parameters

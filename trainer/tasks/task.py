@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import AfterValidator
 
 from ..errors import TaskError
-from ..flags import arg
+from ..flags import arg, setting
 from ..functions import json_object
 from ..learning.multimodal import image_tokens, is_multimodal, load_tokenizer
 from .chat_template import ChatTemplate
@@ -39,8 +39,8 @@ class TaskArguments:
         help="a file (.jsonl, .ndjson, .csv, .tsv, .json, .parquet), a folder, a dataset on the Hugging Face hub, or"
         " module:function, which gets the split and returns rows",
     )
-    dataset_config: str | None = arg(None, help="configuration of a dataset on the hub")
-    dataset_split: str = arg("train", help='split to learn from; a slice as well: "train[:1000]"')
+    dataset_config: str | None = setting(None, help="configuration of a dataset on the hub")
+    dataset_split: str = setting("train", help='split to learn from; a slice as well: "train[:1000]"')
     map: str | None = arg(
         None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'
     )
@@ -50,7 +50,7 @@ class TaskArguments:
     )
     eval_share: Annotated[float, Ge(0), Lt(1)] = arg(0.0, help="share of the prompts that is held out to evaluate on")
     system_prompt: str | None = arg(None, help="system message of chats that begin without one")
-    chat_template_kwargs: Annotated[str, AfterValidator(json_object)] = arg(
+    chat_template_kwargs: Annotated[str, AfterValidator(json_object)] = setting(
         "{}", help="arguments of the chat template, as JSON: '{\"enable_thinking\": false}'"
     )
     reward: list[str] | None = arg(
@@ -71,7 +71,7 @@ class TaskArguments:
     eval_samples: Annotated[int, Ge(0)] = arg(
         0, help="completions to sample for each prompt of an evaluation, for pass@k; 0: one greedy completion"
     )
-    pass_reward: float = arg(1.0, help="a completion passes an evaluation if its reward is at least this")
+    pass_reward: float = setting(1.0, help="a completion passes an evaluation if its reward is at least this")
     prompts_per_step: Annotated[int, Ge(1)] = arg(8, help="prompts of a step, each with --group-size completions")
 
 
@@ -256,14 +256,13 @@ def load_task(
     if not train_rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
     first_rows = [train_rows[0], *eval_rows[:1]]
-    more_arguments = ["environments"] if environment else []
     rewards = Rewards(
         args.reward or [],
         args.reward_weights,
         first_rows,
         steps,
         reward_models,
-        more_arguments,
+        bool(environment),
         args.reward_timeout,
     )
     for name, function in tools.rewards.items() if tools else ():
@@ -279,8 +278,6 @@ def load_task(
 def _load_eval_rows(args: TaskArguments, rows: list[Row], seed: int, environment: str | None) -> list[Row]:
     """The rows to evaluate on: of another dataset or split, or a part of these rows. Equal prompts stay together."""
     if args.eval_dataset or args.eval_split:
-        if args.eval_share:
-            raise TaskError("--eval-share holds out a part of --dataset: not with --eval-dataset or --eval-split")
         name = args.eval_dataset or args.dataset
         return _load(args, name, args.eval_split or ("train" if file_ending(name) else "test"), environment)
     if not args.eval_share:

@@ -24,7 +24,7 @@ from annotated_types import Ge, Gt
 from transformers.utils import get_json_schema
 
 from ..errors import TaskError
-from ..flags import arg
+from ..flags import arg, setting
 from ..functions import failed, named_function, named_value
 from .chat_template import ChatTemplate
 from .dataset import Row
@@ -45,7 +45,7 @@ class ToolArguments:
     max_tool_iterations: Annotated[int | None, Ge(0)] = arg(
         None, help="turns of a conversation whose calls are answered (default: no limit but --max-tokens)"
     )
-    tool_timeout: Annotated[float, Gt(0)] = arg(60.0, help="seconds that a call of a tool may take")
+    tool_timeout: Annotated[float, Gt(0)] = setting(60.0, help="seconds that a call of a tool may take")
 
 
 class Tools:

@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from rlhf_utils import Comparison, SyncReport, WeightSyncError
 
-from ..flags import arg
+from ..flags import arg, setting
 from ..learning.exact import GPU
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
@@ -39,7 +39,7 @@ class TopologyArguments:
         None,
         help="engines; the prompts of a step are divided among them (default: 1; shared: as many as the GPUs hold)",
     )
-    engines_per_gpu: Annotated[int | None, Ge(1)] = arg(
+    engines_per_gpu: Annotated[int | None, Ge(1)] = setting(
         None,
         help="engines where there would be one, on shared GPUs, with a part of its prompts each: while one computes,"
         " another prepares its next step (default: 2 if each has one GPU and the model is small, else 1)",

@@ -31,7 +31,7 @@ def choose_topology(args, task: Task, run: RunFolder, session: RaySession) -> To
         and placement.trainers,
         "--trainers: one trainer sends to servers": name == "servers" and (placement.trainers or 1) > 1,
         "--engine-url is for servers": name != "servers" and servers,
-        "--engines-per-gpu is for shared GPUs": name != "shared" and placement.engines_per_gpu,
+        "engines_per_gpu is for shared GPUs": name != "shared" and placement.engines_per_gpu,
         "--quantization: servers have their own": name == "servers" and args.engine.quantization,
     }
     if message := next((message for message, holds in refused.items() if holds), ""):

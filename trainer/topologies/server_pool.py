@@ -7,7 +7,7 @@ read. Calls that change a server are never repeated: a replica that was lost and
 joins a new group and gets the trainer's weights. Once it has proven that it serves them, it gets work. With no server
 left, the run waits for one.
 
-A replica is lost if it closes a connection, answers with an error of its own, or is silent for --engine-timeout
+A replica is lost if it closes a connection, answers with an error of its own, or is silent for `engine_timeout`
 seconds. To notice silence, the pool asks every half second for something that vLLM's engine core has to answer.
 """
 
@@ -33,7 +33,7 @@ from annotated_types import Gt
 from rlhf_utils import SyncReport
 
 from ..errors import EngineError, RunError
-from ..flags import arg
+from ..flags import arg, setting
 from ..learning.rollout import Rollout
 from ..rollouts.engine import logged_reason, unlink_shared_memory
 from ..rollouts.options import EngineArguments, EngineSetting, llm_options
@@ -66,10 +66,9 @@ class ServerArguments:
     engine_url: list[str] = arg(
         list, help="URL of a vLLM server; may be given several times (default: the run starts --engines servers)"
     )
-    engine_timeout: Annotated[float, Gt(0)] = arg(
+    engine_timeout: Annotated[float, Gt(0)] = setting(
         60.0, help="seconds of silence after which a server counts as lost; a sync must take less"
     )
-    api_key: str | None = arg(None, help="the servers' --api-key (default: $VLLM_API_KEY)")
 
 
 class ReplicaError(Exception):
@@ -150,7 +149,7 @@ class Replica:
         try:
             models = await self.client.get("/v1/models")
             if models.status_code == httpx.codes.UNAUTHORIZED:
-                raise RunError(f"--engine-url {self.url}: it wants another --api-key")
+                raise RunError(f"--engine-url {self.url}: it wants another key than $VLLM_API_KEY")
             if not models.is_success:
                 raise refuse("it has no /v1/models, as a server of vLLM has below http://HOST:PORT")
             world_size = await self.client.get("/get_world_size")
@@ -243,7 +242,7 @@ class ServerPool:
         from transformers import AutoTokenizer
 
         self.trainer, self.timeout, self.engine_timeout = trainer, timeout, args.engine_timeout
-        key = args.api_key or os.environ.get("VLLM_API_KEY")
+        key = os.environ.get("VLLM_API_KEY")
         urls = list(dict.fromkeys(url.rstrip("/") for url in args.engine_url)) or [
             self._start_server(model, engine, setting, i, key) for i in range(setting.engines)
         ]

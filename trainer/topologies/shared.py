@@ -8,7 +8,7 @@ from weight_sync.groups import refuse_expandable_segments
 
 from ..errors import RunError
 from ..rollouts.options import EngineSetting
-from ..run.actors import StepClock, engine_seat, measure, on_one_node, reserve, seat
+from ..run.actors import StepClock, engine_seat, on_one_node, reserve, seat
 from ..run.checkpoint import Models
 from .base import Topology
 from .link import TrainerActor, connect_by_memory
@@ -40,8 +40,8 @@ class Shared(Topology):
         wanted, available = engines * tp, gpus or on_one_node("CPU")
         if wanted > available:
             raise RunError(
-                f"--topology shared wants {wanted} {'GPUs' if gpus else 'CPU cores'} of one node for the TP={tp} workers"
-                f" of {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
+                f"--topology shared wants {wanted} {'GPUs' if gpus else 'CPU cores'} of one node, for the TP={tp}"
+                f" workers of {engines} engines, and there are {available}: lower --engines or --tensor-parallel-size"
             )
         sleep = args.placement.sleep if gpus else "none"  # on CPU, vLLM has no sleep mode
         args.placement, self.level = replace(args.placement, engines=engines, sleep=sleep), sleep
@@ -94,10 +94,9 @@ class Shared(Topology):
     def first_sync(self, steps_done: int) -> None:
         super().first_sync(steps_done)
         self.first_step = steps_done + 1
-        self.memory = measure(self.session, "load")
 
     def clock(self) -> StepClock:
-        return StepClock(self.session)
+        return StepClock(self.trainers)
 
     def after_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Settles how engines sleep from now on. With --sleep auto: not at all as long as, by the metrics of memory,
@@ -111,7 +110,7 @@ class Shared(Topology):
                 self.level = level
                 reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of {gpu:.1f}"
                 self.run.say(f"--sleep {level} from now on: {reason}")
-        return self.memory
+        return {}
 
     def _engines_per_gpu(self, model: str) -> int:
         """How many engines there are on each GPU unless a flag says it. Says why if there are more than one."""
@@ -121,5 +120,5 @@ class Shared(Topology):
         if parameters >= SMALL_MODEL:
             return 1
         size = f"{parameters / 1e6:.0f} million parameters"
-        self.run.say(f"--engines-per-gpu 2: with {size}, one engine would often leave its GPU idle between steps")
+        self.run.say(f"two engines per GPU: with {size}, one engine would often leave its GPU idle between steps")
         return 2
