@@ -22,7 +22,6 @@ from learners import build
 
 import trainer
 from trainer.errors import RunError
-from trainer.rollouts.options import set_environment
 from trainer.run.arguments import RunArguments
 from trainer.run.checkpoint import last_checkpoint, write_checkpoint
 from trainer.run.session import RaySession
@@ -277,19 +276,19 @@ def test_resume_refuses_another_model(tmp_path):
 
 def test_trainer_of_the_user_in_the_working_folder_does_not_win(tmp_path, monkeypatch):
     def trainers():
-        """What an engine's actor imports, and its processes."""
-        set_environment({})
+        """What an actor imports, its processes, and the servers that it starts."""
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return trainer.__file__, pool.submit(eval, "__import__('trainer').__file__").result()
+            of_process = pool.submit(eval, "__import__('trainer').__file__").result()
+        server = SERVER[: SERVER.index("runpy.run_module")] + "import trainer; print(trainer.__file__)"
+        of_server = subprocess.check_output([sys.executable, "-c", server], text=True).strip()
+        return trainer.__file__, of_process, of_server
 
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise ImportError('of the user')")
     monkeypatch.chdir(tmp_path)
     with RaySession(RunArguments(), lambda *_: None):
-        found = {*ray.get(ray.remote(trainers).remote(), timeout=120)}
-    server = SERVER[: SERVER.index("runpy.run_module")] + "print(sys.modules['trainer'].__file__)"
-    found.add(subprocess.check_output([sys.executable, "-c", server], text=True).strip())
-    assert found == {str(ROOT / "trainer" / "__init__.py")}
+        found = ray.get(ray.remote(trainers).remote(), timeout=120)
+    assert {*found} == {str(ROOT / "trainer" / "__init__.py")}
     assert subprocess.check_output([sys.executable, ROOT / "train_grpo.py", "--help"]).startswith(b"usage: ")
 
 

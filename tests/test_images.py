@@ -551,13 +551,13 @@ import train_grpo
 from trainer.rollouts.engine import EngineActor
 from trainer.run.arguments import parse
 from trainer.run.session import run_main
-from trainer.topologies import base
+from trainer.topologies.base import Topology
 
 class Forgetful(EngineActor):
     async def _reset_caches(self):
         await self.llm.reset_prefix_cache()
 
-base.EngineActor = Forgetful
+Topology.engine_class = Forgetful
 run_main(train_grpo.main, parse(train_grpo.Arguments, "forgetful"))
 """
 
@@ -565,14 +565,15 @@ run_main(train_grpo.main, parse(train_grpo.Arguments, "forgetful"))
 @cpu_only
 @pytest.mark.slow
 def test_engine_that_keeps_what_a_tower_made_is_found(script, tmp_path, data):
-    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "forgetful.py").write_text(FORGETFUL)
     reward = "def length(completions, **_): return [len(messages[0]['content']) for messages in completions]"
     (tmp_path / "functions.py").write_text(reward)
     rows = {"dataset": str(data), "dataset_split": "train[:4]", "reward": ["functions:length"]}
     task = [*settings_of(tmp_path, **rows), "--steps", 3]
     model = build("Qwen2_5_VL", tmp_path / "model")
     flags = ["--topology", "separate", "--model", model, "--train-vision", "--learning-rate", 1e-2, *SIZE]
-    text = script(tmp_path / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT)).finish()
+    text = script(tmp_path / "scripts" / "forgetful.py", *task, *flags, PYTHONPATH=str(ROOT)).finish()
     assert text.splitlines()[-1].startswith("error: the engine's log-probabilities are "), text
 
 

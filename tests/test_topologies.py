@@ -17,9 +17,10 @@ import train_grpo
 from rlhf_utils import WeightSyncError
 from trainer.errors import RunError, TaskError
 from trainer.rollouts.engine import EngineActor
+from trainer.rollouts.options import EngineSetting
 from trainer.run.actors import StepClock
 from trainer.run.checkpoint import Models
-from trainer.topologies import choose, link, separate, servers, shared
+from trainer.topologies import choose, link, separate, servers
 from trainer.topologies.base import Topology
 from trainer.topologies.choose import choose_topology
 from trainer.topologies.link import TrainerActor, connect_by_memory, say_first_sync
@@ -31,8 +32,14 @@ from trainer.topologies.shared import GPU_SHARE, Shared
 def made(cls=Shared, **attributes):
     """A topology with these attributes, which has placed nothing."""
     topology = object.__new__(cls)
-    vars(topology).update(attributes)
+    vars(topology).update({"args": arguments_of(train_grpo)} | attributes)
     return topology
+
+
+def placed_for(cls, **arguments):
+    """A topology of this class that has placed its actors."""
+    args = arguments_of(train_grpo, **arguments)
+    return cls(args, SimpleNamespace(args=args.task, eval_rows=[]), None, None)
 
 
 # --- Which topology ---------------------------------------------------------------------------------------------------
@@ -105,55 +112,65 @@ def ray_with_four_gpus():
     ray.shutdown()
 
 
-def place(**arguments):
-    """The topology on shared devices, with its arguments settled."""
-    topology = Shared(arguments_of(train_grpo, **arguments), None, None)
-    assert topology.device == "cuda"
-    return topology
+@pytest.fixture
+def place(ray_with_four_gpus, monkeypatch):
+    """A topology on shared devices that has chosen the seats. They are free again after the test."""
+    placed = []
+    monkeypatch.setattr(Topology, "start_actors", lambda *_: None)
+
+    def place_for(**arguments):
+        placed.append(placed_for(Shared, **arguments))
+        assert placed[-1].device == "cuda"
+        placed[-1].start_actors(None, "model")
+        return placed[-1]
+
+    yield place_for
+    for topology in placed:
+        ray.util.remove_placement_group(topology.placement)
 
 
-def group_of(seats):
-    return seats[0].options["scheduling_strategy"].placement_group
-
-
-def test_ranks_and_workers_of_the_same_bundles_share_gpus(ray_with_four_gpus):
+@pytest.mark.parametrize("given", [{}, {"tensor_parallel_size": 1, "engines_per_gpu": 2}])
+def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, given):
     @ray.remote
     class Actor:
         def gpus(self):
             return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
-    topology = place()
-    assert (topology.args.placement.engines, topology.args.engine.tensor_parallel_size) == (2, 2)
+    def start_worker(bundle):
+        """As vLLM's Ray executor does."""
+        where = PlacementGroupSchedulingStrategy(topology.placement, bundle)
+        return Actor.options(scheduling_strategy=where, num_gpus=GPU_SHARE, num_cpus=0).remote()
+
+    topology = place(**given)
     trainers = [Actor.options(**seat.options).remote() for seat in topology.trainer_seats]
-    group = group_of(topology.trainer_seats)
-    # As vLLM's Ray executor places its workers.
-    workers = [
-        Actor.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle), num_gpus=GPU_SHARE, num_cpus=0
-        ).remote()
-        for seat in topology.engine_seats
-        for bundle in seat.bundles
-    ]
+    if given:  # the only worker is on the GPU of the engine's actor
+        workers = [Actor.options(**seat.options).remote() for seat in topology.engine_seats]
+    else:
+        assert {seat.options["num_gpus"] for seat in topology.engine_seats} == {0}
+        workers = [start_worker(bundle) for seat in topology.engine_seats for bundle in seat.bundles]
     seen = ray.get([actor.gpus.remote() for actor in trainers + workers], timeout=60)
-    assert seen[:4] == seen[4:]
+    assert seen[4:] == seen[:4] * given.get("engines_per_gpu", 1)
     assert len({gpu for (gpu,) in seen}) == 4
     for actor in trainers + workers:
         ray.kill(actor)
-    ray.util.remove_placement_group(group)
 
 
 @pytest.mark.parametrize(
-    ("given", "settled"), [({"tensor_parallel_size": 1}, (4, 1)), ({"engines": 1, "tensor_parallel_size": 4}, (1, 4))]
+    ("given", "settled"),
+    [
+        ({}, (2, 2)),
+        ({"tensor_parallel_size": 1, "engines_per_gpu": 1}, (4, 1)),
+        ({"engines": 1, "tensor_parallel_size": 4}, (1, 4)),
+    ],
 )
-def test_topology_is_what_was_asked_for(ray_with_four_gpus, given, settled):
+def test_topology_is_what_was_asked_for(place, given, settled):
     topology = place(**given)
     args, engines = topology.args, topology.engine_seats
     assert (args.placement.engines, args.engine.tensor_parallel_size) == settled
-    assert args.engine.gpu_memory_utilization == 0.4
+    assert args.engine.gpu_memory_utilization == topology.memory_share == 0.4
     assert len(topology.trainer_seats) == 4
     assert [len(seat.bundles) for seat in engines] == [settled[1]] * settled[0]
     assert sorted(bundle for seat in engines for bundle in seat.bundles) == [0, 1, 2, 3]
-    ray.util.remove_placement_group(group_of(topology.trainer_seats))
 
 
 @pytest.mark.parametrize(
@@ -168,41 +185,81 @@ def test_small_models_get_two_engines_on_each_gpu(tmp_path, device, workers, siz
     assert bool(said) == (engines == 2)
 
 
-def test_engines_of_a_gpu_start_one_after_another(monkeypatch):
-    """Ray begins a call once the answers among its arguments are there."""
+def shared_by_engines(kv_cache_bytes):
+    """A topology with two engines on each of two pairs of GPUs, and their actors, which answer with their number."""
 
     def engine(number):
         return SimpleNamespace(start=SimpleNamespace(remote=lambda *args: (number, *args[1:])))
 
-    def group(session, name, cls, seats):
-        assert (name, seats) == ("engine", ["seat 0", "seat 1"] * 2)
-        return SimpleNamespace(actors={f"engine {i}": engine(i) for i in range(4)}, bundles=[([0, 1],), ([2, 3],)] * 2)
+    def begin(method, *args, each):
+        calls = zip(actors.items(), each, strict=True)
+        return {name: getattr(actor, method.__name__).remote(*args, *own) for (name, actor), own in calls}
 
-    calls = {}
-    session = SimpleNamespace(wait=lambda phase, started: calls.update({phase: started}) or [[(3, "remarks")]])
-    monkeypatch.setattr(shared, "ActorGroup", group)
-    given = {"engines": 2, "engines_per_gpu": 2, "tensor_parallel_size": 2, "gpu_memory_utilization": 0.4}
-    topology = made(args=arguments_of(train_grpo, **given), session=session, device="cuda", level="kv")
-    topology.engine_seats, topology.load_trainers = ["seat 0", "seat 1"], lambda models: {"trainer": "loading"}
-    assert topology.start(Models("model", "model", None)) == (3, "remarks", (3, "remarks"))
-    assert list(calls) == ["starting", "loading"]  # vLLM measures the free memory
-    assert list(calls["starting"]) == [f"engine {i}" for i in range(4)]
-    started = [*calls["starting"].values()]
+    actors, bundles = {f"engine {i}": engine(i) for i in range(4)}, [([0, 1],), ([2, 3],)] * 2
+    args = arguments_of(train_grpo, engines=2, engines_per_gpu=2, tensor_parallel_size=2)
+    return made(
+        args=args,
+        engines=SimpleNamespace(actors=actors, bundles=bundles, begin=begin),
+        gpu=SimpleNamespace(memory=80e9),
+        size=SimpleNamespace(kv_cache_bytes=lambda memory, workers: kv_cache_bytes and kv_cache_bytes(memory, workers)),
+        setting=EngineSetting("cuda"),
+        memory_share=0.2,
+        level="kv",
+    )
+
+
+def test_engines_of_a_gpu_start_one_after_another_if_vllm_measures_free_memory():
+    """Ray begins a call once the answers among its arguments are there."""
+    starting = shared_by_engines(None).start_engines("model")
+    assert list(starting) == [f"engine {i}" for i in range(4)]
+    started = [*starting.values()]
     numbers, engines, settings, levels, bundles, before = zip(*started, strict=True)
     assert numbers == (0, 1, 2, 3)
     assert bundles == ([0, 1], [2, 3], [0, 1], [2, 3])
     assert before == (None, None, started[0], started[1])
     assert {args.gpu_memory_utilization for args in engines} == {0.2}
-    assert {(setting.engines, setting.gpu_share) for setting in settings} == {(4, GPU_SHARE / 2)}
+    assert {setting.kv_cache_bytes for setting in settings} == {None}
     assert set(levels) == {"kv"}
 
 
-def test_more_workers_than_gpus_is_an_error_with_both_numbers(ray_with_four_gpus):
+def test_engines_whose_kv_cache_is_reckoned_start_at_once():
+    starting = shared_by_engines(lambda memory, workers: (memory, workers)).start_engines("model")
+    assert [(number, bundles) for number, *_, bundles in starting.values()] == [
+        (0, [0, 1]), (1, [2, 3]), (2, [0, 1]), (3, [2, 3]),
+    ]  # fmt: skip
+    assert {setting.kv_cache_bytes for _, _, setting, *_ in starting.values()} == {(0.2 * 80e9, 2)}
+
+
+@pytest.mark.parametrize(
+    ("level", "fits", "phases"),
+    [
+        ("none", False, [("starting", ["trainer 0", "engine 0"])]),
+        ("kv", True, [("starting", ["trainer 0", "engine 0"])]),
+        ("kv", False, [("starting", ["engine 0"]), ("loading", ["trainer 0"])]),
+    ],
+)
+def test_trainers_load_after_engines_unless_there_is_room_for_both(level, fits, phases):
+    def wait(phase, *groups):
+        waited.append((phase, [name for calls in groups for name in calls]))
+        return [[*calls.values()] for calls in groups]
+
+    waited = []
+    size = SimpleNamespace(loads_beside=lambda engines, gpu: fits and (engines, gpu) == (0.4 * 80e9, 80e9))
+    args = arguments_of(train_grpo, gpu_memory_utilization=0.4)
+    topology = made(args=args, gpu=SimpleNamespace(memory=80e9), size=size, level=level)
+    topology.session = SimpleNamespace(wait=wait)
+    topology.load_trainers = lambda models: {"trainer 0": (3, "remarks")}
+    topology.start_engines = lambda model: {"engine 0": 64}
+    assert topology.start(Models("model", "model", None)) == (3, "remarks", 64)
+    assert waited == phases
+
+
+def test_more_workers_than_gpus_is_an_error_with_both_numbers(place):
     with pytest.raises(RunError, match=r"wants 6 GPUs.* 3 engines, and there are 4"):
         place(engines=3, tensor_parallel_size=2)
 
 
-def test_expandable_segments_are_refused_before_anything_starts(ray_with_four_gpus, monkeypatch):
+def test_expandable_segments_are_refused_before_anything_starts(place, monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
         place()
@@ -220,7 +277,7 @@ def placed(monkeypatch):
         monkeypatch.setattr(module.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
         monkeypatch.setattr(module, "reserve", lambda bundles, strategy: reserved.append((bundles, strategy)))
         monkeypatch.setattr(module, "by_node", lambda _: order or list(range(gpus)), raising=False)
-        return reserved, cls(arguments_of(train_grpo, **arguments), None, None)
+        return reserved, placed_for(cls, **arguments)
 
     return place
 
@@ -237,7 +294,9 @@ def test_every_rank_and_every_worker_has_a_gpu(placed):
     assert [seat.bundles for seat in topology.engine_seats] == [[3, 4], [5, 6]]
     assert [bundle_of(seat) for seat in topology.engine_seats] == [3, 5]
     assert {seat.options["num_gpus"] for seat in topology.trainer_seats} == {1}
-    assert not any("num_gpus" in seat.options for seat in topology.engine_seats)  # its workers have them
+    assert {seat.options["num_gpus"] for seat in topology.engine_seats} == {0}  # its workers have them
+    _, alone = placed(Separate, 2, tensor_parallel_size=1)
+    assert [seat.options["num_gpus"] for seat in alone.engine_seats] == [1]  # for the worker, its child
 
 
 def test_workers_of_an_engine_are_on_one_node(placed):
@@ -306,7 +365,7 @@ def recorded_engine():
 
 
 RESET = "reset_prefix_cache True True, reset_mm_cache, reset_encoder_cache"
-KV = "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, PAUSE, SYNC, wake_up ['kv_cache'], RESUME"
+KV = "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, SYNC, wake_up ['kv_cache'], RESUME"
 
 
 @pytest.mark.parametrize(
@@ -314,17 +373,18 @@ KV = "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, PAUSE, SYNC,
     [
         ("auto", KV),
         ("kv", KV),
-        ("weights", "sleep 2, PAUSE, wake_up ['weights'], SYNC, wake_up ['kv_cache'], RESUME"),
-        ("none", "PAUSE, SYNC, RESUME"),
+        ("weights", "sleep 2, wake_up ['weights'], SYNC, wake_up ['kv_cache'], RESUME"),
+        ("none", "sleep 0, SYNC, RESUME"),  # which pauses it
     ],
 )
 def test_engine_sleeps_and_wakes_in_the_order_of_least_memory(level, expected):
     engine = recorded_engine()
 
-    async def sync() -> str:
+    async def sync(sleeps: bool) -> str:
         engine.llm.calls.clear()
         engine.cached = True  # as after rollouts
-        await engine.sleep(level)
+        if sleeps:
+            await engine.sleep(level)
         assert await engine.receive_weights(7, {"GPU-a": "/a"}, 60.0)
         calls = ", ".join(engine.llm.calls)
         sync = "collective_rpc receive_weights ({'GPU-a': '/a'}, 60.0), collective_rpc check_weights_changed"
@@ -332,10 +392,8 @@ def test_engine_sleeps_and_wakes_in_the_order_of_least_memory(level, expected):
         return calls.replace("pause_scheduler_async keep", "PAUSE").replace("resume_generation", "RESUME")
 
     for _ in range(2):
-        assert asyncio.run(sync()) == f"{RESET}, {expected}"
-    engine.llm.calls.clear()
-    asyncio.run(engine.receive_weights(8, {}, 60.0))  # without a sleep before
-    assert not any("wake_up" in call for call in engine.llm.calls)
+        assert asyncio.run(sync(sleeps=True)) == f"{RESET}, {expected}"
+    assert asyncio.run(sync(sleeps=False)) == f"PAUSE, {RESET}, SYNC, RESUME"
 
 
 @pytest.mark.parametrize("sleep_weights", [False, True])

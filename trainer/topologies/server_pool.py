@@ -38,12 +38,10 @@ from ..learning.rollout import Rollout
 from ..rollouts.engine import logged_reason, unlink_shared_memory
 from ..rollouts.options import EngineArguments, EngineSetting, llm_options
 from ..rollouts.sampling import rollouts_of
-from ..run.session import ROOT, one_line
+from ..run.session import one_line
 
 EXTENSION = "rlhf_utils.WorkerExtension"
-SERVER = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})  # before the working folder
+SERVER = """
 import runpy
 from trainer.run.resource_tracker import start_tracker
 start_tracker()
