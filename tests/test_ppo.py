@@ -465,6 +465,12 @@ def test_weights_are_for_functions_and_the_reward_model():
 SEPARATE = {"topology": "separate"}
 
 
+def set_resources(monkeypatch, resources):
+    """Ray has one node, with these resources."""
+    monkeypatch.setattr(train_ppo.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(train_ppo.ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
+
+
 @pytest.mark.parametrize(
     ("gpus", "changes", "expected"),
     [
@@ -484,7 +490,7 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
         return SimpleNamespace(wait=lambda timeout_seconds: True)
 
     monkeypatch.setattr("trainer.run.actors.placement_group", group)
-    monkeypatch.setattr(train_ppo.ray, "cluster_resources", lambda: {"GPU": float(gpus)} if gpus else {"CPU": 2.0})
+    set_resources(monkeypatch, {"GPU": float(gpus)} if gpus else {"CPU": 2.0})
     args = arguments_of(train_ppo, **changes)
     device, shared, settled, seats = train_ppo.place(args)
     assert device == ("cuda" if gpus else "cpu")
@@ -509,13 +515,13 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
     ],
 )
 def test_too_few_gpus_is_an_error_that_says_what_fits(monkeypatch, gpus, changes, message):
-    monkeypatch.setattr(train_ppo.ray, "cluster_resources", lambda: {"GPU": float(gpus)})
+    set_resources(monkeypatch, {"GPU": float(gpus)})
     with pytest.raises(RunError, match=f"{message}.*lower --tensor-parallel-size"):
         train_ppo.place(arguments_of(train_ppo, **changes))
 
 
 def test_expandable_segments_are_refused_on_shared_gpus(monkeypatch):
-    monkeypatch.setattr(train_ppo.ray, "cluster_resources", lambda: {"GPU": 1.0})
+    set_resources(monkeypatch, {"GPU": 1.0})
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
         train_ppo.place(train_ppo.Arguments())
