@@ -71,24 +71,27 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
 
 
 @pytest.mark.parametrize(
-    ("topology", "seen", "extension", "share"),
-    [("nccl", None, "PeerExtension", 1.0), ("ipc", "3", "ColocatePeerExtension", 0.4)],
+    ("topology", "extension", "bundles", "executor", "share"),
+    [("nccl", "PeerExtension", [1, 2], "ray", "1"), ("ipc", "ColocatePeerExtension", [1, 2], "ray", "0.4")]
+    + [("ipc", "ColocatePeerExtension", [1], "mp", "")],
 )
-def test_engine_beside_the_trainer_keeps_rays_gpu(sync, monkeypatch, topology, seen, extension, share):
+def test_engines_worker_is_on_the_gpu_that_ray_chose(sync, monkeypatch, topology, extension, bundles, executor, share):
     found = []
     engine = sync.BenchEngine(0)
 
     async def load(model, options):
-        share = os.environ["VLLM_RAY_PER_WORKER_GPUS"]
-        found.append((os.environ.get("CUDA_VISIBLE_DEVICES"), options["worker_extension_cls"], float(share)))
+        names = ("distributed_executor_backend", "worker_extension_cls")
+        variables = ("CUDA_VISIBLE_DEVICES", "VLLM_RAY_PER_WORKER_GPUS")
+        found.append((*map(options.get, names), *map(os.environ.get, variables)))
 
     engine.load, engine.llm = load, MagicMock()
+    monkeypatch.setattr("trainer.rollouts.engine.ray.get_gpu_ids", lambda: [3] if executor == "mp" else [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     for name in ("VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS"):
         monkeypatch.setenv(name, "")
-    args = arguments_of(sync, topology=topology, tensor_parallel_size=1)
-    asyncio.run(engine.start("model", args, "cuda", [1]))
-    assert found == [(seen, f"peers.{extension}", share)]
+    args = arguments_of(sync, topology=topology, tensor_parallel_size=len(bundles))
+    asyncio.run(engine.start("model", args, "cuda", bundles))
+    assert found == [(executor, f"peers.{extension}", "3" if executor == "mp" else None, share)]
 
 
 def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monkeypatch):
