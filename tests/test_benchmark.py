@@ -72,8 +72,11 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
 
 @pytest.mark.parametrize(
     ("topology", "extension", "bundles", "executor", "share"),
-    [("nccl", "PeerExtension", [1, 2], "ray", "1"), ("ipc", "ColocatePeerExtension", [1, 2], "ray", "0.4")]
-    + [("ipc", "ColocatePeerExtension", [1], "mp", "")],
+    [
+        ("nccl", "PeerExtension", [1, 2], "ray", "1"),
+        ("ipc", "ColocatePeerExtension", [1, 2], "ray", "0.4"),
+        ("ipc", "ColocatePeerExtension", [1], "mp", ""),
+    ],
 )
 def test_engines_worker_is_on_the_gpu_that_ray_chose(sync, monkeypatch, topology, extension, bundles, executor, share):
     found = []
