@@ -128,7 +128,7 @@ print("OK", flush=True)
 @pytest.mark.slow
 def test_readmes_sync_of_an_async_llm_within_a_completion(tmp_path):
     path, folder = build_tiny_model(tmp_path / "model"), copy(tmp_path / "project", *SYNC)
-    (snippet,) = (code for code in code_of("README.md") if code.startswith("async def sync("))
+    (snippet,) = (code for code in code_of("docs/sync.md") if code.startswith("async def sync("))
     (folder / "main.py").write_text(PRELUDE + snippet + ASYNC)
     text = Script(folder, sys.executable, "main.py", str(path), **ENVIRONMENT, PYTHONPATH=str(folder)).finish()
     assert "\nOK\n" in text, text[-3000:]

@@ -353,10 +353,9 @@ class PolicyLearner(Learner):
                 raise MismatchError(f"log-probabilities of engine or trainer are not numbers: {cause}")
             raise MismatchError(
                 f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
-                f" {self.max_mismatch:g}. The two compute different functions or, if no digest proves what the engine"
-                " serves (rlhf_nccl.py), with different weights. Functions usually differ by the attention's"
-                " soft-capping, the variant of GELU, or a scale that one side leaves out. If docs/guarantees.md says so"
-                " of this family of models, --max-mismatch raises the bound"
+                f" {self.max_mismatch:g}. The two compute different functions: these usually differ by the attention's"
+                " implementation or soft-capping, the variant of GELU, or a scale that one side leaves out. If"
+                " docs/guarantees.md says so of this family of models, --max-mismatch raises the bound"
             )
         if self.exact == "off":
             return {"logprobs/mismatch": mismatch}

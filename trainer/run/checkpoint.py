@@ -182,7 +182,7 @@ def choose_ppo_models(
     device: str,
     is_chat: bool = False,
 ) -> tuple[dict[str, str], dict[str, Path], PPOConfig]:
-    """Returns the model that each actor of rlhf_ppo.py loads, by the actor's name; the folders whose training state
+    """Returns the model that each actor of train_ppo.py loads, by the actor's name; the folders whose training state
     trainer and critic go on from, by the same names; and the learner's config, as `choose_models` does.
 
     The critic is that of the checkpoint, if it has one, or this `critic`, or the initial policy. With --lora-rank,
@@ -210,7 +210,7 @@ def choose_ppo_models(
 def choose_teacher(
     run_folder: Path, args: RunArguments, teacher: str | None, temperature: float, model: str, device: str
 ) -> str:
-    """The teacher of rlhf_distill.py: a name on the hub, or a folder. One that a function makes is in the run's folder.
+    """The teacher of train_distill.py: a name on the hub, or a folder. One that a function makes is in the run's folder.
 
     Raises RunError if there is none, if it cannot be loaded or cannot read all that this model may sample, or if the
     student would sample at another temperature than the teacher's log-probabilities have.

@@ -1,11 +1,11 @@
 """`--task addition`: a small model learns to carry, as seen on sums that no step learns from.
 
-    python rlhf.py --task addition
-    python rlhf_distill.py --task addition --teacher trainer.tasks.addition:build_teacher --steps 300
+    python train_grpo.py --task addition
+    python train_distill.py --task addition --teacher trainer.tasks.addition:build_teacher --steps 300
 
 The model is made on the spot: the built-in one (tiny_model.py), taught by supervised steps. Nearly all of them are on
 sums without a carry in the ones, such as 12+34. Of the others, such as 17+25, it gets few right, and learns them from
-the reward alone; in rlhf_distill.py from a teacher, whom supervised steps have taught all sums. No step of any kind
+the reward alone; in train_distill.py from a teacher, whom supervised steps have taught all sums. No step of any kind
 sees a sum that the model is evaluated on, in either order.
 """
 

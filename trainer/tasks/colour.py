@@ -1,6 +1,6 @@
 """`--task colour`: a small model learns to say which colour a square has, as seen on images that no step learns from.
 
-    python rlhf.py --task colour
+    python train_grpo.py --task colour
 
 An image has a square of one of six colours somewhere on a grey background. The model is made on the spot: a Qwen2.5-VL
 of two layers with a tower of two. Supervised steps have taught it three of the colours, and mixed the others up. It

@@ -1,6 +1,6 @@
 """GSM8K (Cobbe et al. 2021, arXiv:2110.14168): word problems whose answer is a number. Take a chat model.
 
-    python rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
+    python train_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k
 
 A solution in the dataset ends with "#### 42".
 """

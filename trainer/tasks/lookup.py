@@ -1,6 +1,6 @@
 """`--task lookup`: a small model learns to look a number up, as seen on drawers that no step learns from.
 
-    python rlhf.py --task lookup
+    python train_grpo.py --task lookup
 
 A prompt names one of a hundred drawers. Each row draws the number in it anew, so only the tool `look` knows it. The
 model is made on the spot: the built-in one (tiny_model.py), taught by supervised steps to guess a number. It can also

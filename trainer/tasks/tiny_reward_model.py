@@ -1,4 +1,4 @@
-"""The default task of rlhf_ppo.py: the prompts of uppercase.py, and a small reward model that is made on the spot.
+"""The default task of train_ppo.py: the prompts of uppercase.py, and a small reward model that is made on the spot.
 
 The model is an OPT of one layer that reads bytes. In seconds, it is taught to count the upper-case letters A to Z of a
 completion. Like any reward model, it estimates the score from the text.
