@@ -71,24 +71,22 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
 
 
 @pytest.mark.parametrize(
-    ("topology", "seen", "extension", "share"),
-    [("nccl", None, "PeerExtension", 1.0), ("ipc", "3", "ColocatePeerExtension", 0.4)],
+    ("topology", "extension", "share"), [("nccl", "PeerExtension", "1"), ("ipc", "ColocatePeerExtension", "0.4")]
 )
-def test_engine_beside_the_trainer_keeps_rays_gpu(sync, monkeypatch, topology, seen, extension, share):
+def test_engine_has_what_its_topology_needs(sync, monkeypatch, topology, extension, share):
     found = []
-    engine = sync.BenchEngine(0)
+
+    async def prepare():
+        monkeypatch.setattr(os, "environ", dict(os.environ))
 
     async def load(model, options):
-        share = os.environ["VLLM_RAY_PER_WORKER_GPUS"]
-        found.append((os.environ.get("CUDA_VISIBLE_DEVICES"), options["worker_extension_cls"], float(share)))
+        backend = options["weight_transfer_config"]["backend"]
+        found.append((options["worker_extension_cls"], backend, os.environ["VLLM_RAY_PER_WORKER_GPUS"]))
 
-    engine.load, engine.llm = load, MagicMock()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    for name in ("VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS"):
-        monkeypatch.setenv(name, "")
-    args = arguments_of(sync, topology=topology, tensor_parallel_size=1)
-    asyncio.run(engine.start("model", args, "cuda", [1]))
-    assert found == [(seen, f"peers.{extension}", share)]
+    engine = sync.BenchEngine(0)
+    engine.prepare, engine.load, engine.llm = prepare, load, MagicMock()
+    asyncio.run(engine.start("model", arguments_of(sync, topology=topology), "cuda", [1, 2]))
+    assert found == [(f"peers.{extension}", topology, share)]
 
 
 def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monkeypatch):
