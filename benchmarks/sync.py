@@ -19,7 +19,7 @@ begins with naming the trainer's tensors, and ends when both sides' calls have r
 train_grpo.py's trainer learns, and the workers wait already; train_grpo.py calls them in the sync, which takes longer.
 The output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With
 vLLM's native engine, which is timed on GPUs, the last call resets the prefix cache. There, the engine has captured CUDA
-graphs, as in the scripts, unless --enforce-eager is given.
+graphs, as in the scripts.
 
 With several trainers or engines, or with adapters, vLLM's engine does not apply: only the ceiling and ours are timed.
 The ceiling is one broadcast from rank 0 to all workers, or one copy on the first device. Several ranks and workers can
