@@ -201,8 +201,7 @@ def start(
     address = trainers.call_rank_0("starting", LearnerActor.address)
     loading = trainers.begin(Trainer.load, address, len(trainers), models, args, device, False)
     # The teacher before the engines, which may be on the same GPUs: vLLM measures the free memory.
-    options = {"enforce_eager": True}  # it does not decode
-    setting = EngineSetting(device, engines=len(teachers), gpu_share=GPU_SHARE, options=options)
+    setting = EngineSetting(device, None, len(teachers), GPU_SHARE, options={"enforce_eager": True})  # no decoding
     scoring = (teacher, args.engine, setting, "none")
     teacher_lengths = teachers.call("starting", TeacherActor.start, *scoring, each=teachers.bundles)
     setting = EngineSetting(device, "WorkerExtension", len(engines), GPU_SHARE)

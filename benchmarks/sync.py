@@ -139,8 +139,7 @@ class BenchEngine(EngineActor):
         options |= {"dtype": "bfloat16"} if quantization else {}
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
-        share = GPU_SHARE if ipc else 1
-        setting = EngineSetting(device, engines=args.actors.engines, gpu_share=share, options=options)
+        setting = EngineSetting(device, None, args.actors.engines, GPU_SHARE if ipc else 1, options=options)
         options, environment = llm_options(args.engine, model, setting, bundles)
         await self.prepare()
         os.environ.update(environment)

@@ -187,7 +187,7 @@ def sampled(**changes):
 
 
 def test_engines_share_the_prompts_and_sample_what_one_would():
-    """In the order of the data, and the same in every run. All begin at once: --in-flight is for what is generated
+    """In the order of the data, and the same in every run. All begin at once: in_flight is for what is generated
     ahead."""
     rows = [Row(f"{i}", {}, "", [ord(f"{i}")]) for i in range(5)]
     args = TaskArguments(prompts_per_step=1)

@@ -1024,7 +1024,8 @@ ASYNC = GRPO | {"max_staleness": 2, "in_flight": None}
             ["quantization_config"],
             {"topology": "separate", "quantization": INT8},
         ),
-        ({"placement": "colocated", "group_size": 4}, [], {}),  # rlhf_ppo.py
+        ({"placement": "colocated", "group_size": 4}, [], {"topology": "shared"}),  # rlhf_ppo.py
+        ({"placement": "split", "group_size": 4}, ["placement"], {"topology": "separate"}),
         (GRPO | {"topology": "shared", "max_staleness": 0}, ["topology"], {"topology": "shared"}),  # train_grpo.py
         (
             GRPO | {"reward": ["recipe.tasks.gsm8k:correct", "mine:recipe"], "map": "recipe.tasks.gsm8k:to_chat"},

@@ -465,10 +465,10 @@ def test_weights_are_for_functions_and_the_reward_model():
 SEPARATE = {"topology": "separate"}
 
 
-def there_are(monkeypatch, gpus):
-    """So many GPUs, on one node."""
-    monkeypatch.setattr(train_ppo, "on_one_node", lambda resource: gpus)
-    monkeypatch.setattr(train_ppo.ray, "cluster_resources", lambda: {"GPU": float(gpus)} if gpus else {"CPU": 2.0})
+def set_resources(monkeypatch, resources):
+    """Ray has one node, with these resources."""
+    monkeypatch.setattr(train_ppo.ray, "cluster_resources", lambda: resources)
+    monkeypatch.setattr(train_ppo.ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
         return SimpleNamespace(wait=lambda timeout_seconds: True)
 
     monkeypatch.setattr("trainer.run.actors.placement_group", group)
-    there_are(monkeypatch, gpus)
+    set_resources(monkeypatch, {"GPU": float(gpus)} if gpus else {"CPU": 2.0})
     args = arguments_of(train_ppo, **changes)
     device, shared, settled, seats = train_ppo.place(args)
     assert device == ("cuda" if gpus else "cpu")
@@ -502,10 +502,9 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
     (bundles, _) = made[0]
     assert len(bundles) == 1 + max(bundle for own in taken.values() for bundle in own)
     every = [seat for own in seats.values() for seat in own]
-    several = len(seats["engine"][0].bundles) > 1  # workers, which on shared GPUs ask for as much as the others
-    for bundle in range(len(bundles)):
+    for bundle in range(len(bundles)):  # engine workers on shared GPUs ask for as much as the others
         there = [seat.options.get("num_gpus", 0) for seat in every if bundle in seat.bundles]
-        assert sum(there) + train_ppo.GPU_SHARE * (shared and several) <= 1 + 1e-9
+        assert sum(there) + train_ppo.GPU_SHARE * shared <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -516,13 +515,13 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
     ],
 )
 def test_too_few_gpus_is_an_error_that_says_what_fits(monkeypatch, gpus, changes, message):
-    there_are(monkeypatch, gpus)
+    set_resources(monkeypatch, {"GPU": float(gpus)})
     with pytest.raises(RunError, match=f"{message}.*lower --tensor-parallel-size"):
         train_ppo.place(arguments_of(train_ppo, **changes))
 
 
 def test_expandable_segments_are_refused_on_shared_gpus(monkeypatch):
-    there_are(monkeypatch, gpus=1)
+    set_resources(monkeypatch, {"GPU": 1.0})
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(WeightSyncError, match="PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"):
         train_ppo.place(train_ppo.Arguments())

@@ -50,6 +50,7 @@ class RewardWorkers:
 
     def __init__(self, rewards: Rewards, session: RaySession, reward_model: ActorGroup | None = None):
         self.rewards, self.session, self.reward_model = rewards, session, reward_model
+        self.functions = rewards.functions
         # By reward: what may make its next call. What makes several at a time is there as often.
         self.idle: dict[str, asyncio.Queue[Caller]] = {}
         elsewhere = {False: [], True: []}  # rewards that other processes compute, by whether they are coroutines

@@ -170,7 +170,7 @@ class RunFolder:
         self.began = self.logged = time.perf_counter()
         parts = ", ".join(f"{name.rpartition('/')[2]} {seconds:.0f}" for name, seconds in self.start_seconds.items())
         self.start_seconds["time/start"] = sum(self.start_seconds.values())
-        self.say(f"started in {self.start_seconds['time/start']:.0f} s: {parts}")
+        self.say(f"started in {self.start_seconds['time/start']:.0f} s: {parts}" if parts else "")
 
     def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
         """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does. Its
