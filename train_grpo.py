@@ -28,7 +28,7 @@ from trainer.learning.grpo import GRPOConfig, GRPOLearner
 from trainer.learning.learner import Proof
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
-from trainer.rollouts.options import EngineArguments
+from trainer.rollouts.options import QuantizedEngineArguments
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import RunArguments, parse
@@ -50,7 +50,7 @@ class Arguments:
     run: RunArguments = section(RunArguments)
     placement: TopologyArguments = section(TopologyArguments)
     servers: ServerArguments = section(ServerArguments)
-    engine: EngineArguments = section(EngineArguments)
+    engine: QuantizedEngineArguments = section(QuantizedEngineArguments)
     ahead: AheadArguments = section(AheadArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)

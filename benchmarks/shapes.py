@@ -3,7 +3,7 @@
 import subprocess
 from dataclasses import dataclass, field
 
-from trainer.rollouts.options import EngineArguments
+from trainer.rollouts.options import QuantizedEngineArguments
 from trainer.run.arguments import RunArguments
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
@@ -72,7 +72,7 @@ class BenchmarkArguments(RunArguments):
 
 
 @dataclass
-class BenchmarkEngineArguments(EngineArguments):
+class BenchmarkEngineArguments(QuantizedEngineArguments):
     """An engine whose log-probabilities nobody compares, so this is no flag."""
 
     exact: str = field(default="off", init=False)

@@ -4,7 +4,7 @@
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc              # 1 GPU, which trainer and engine share
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc --trainers 4 --tensor-parallel-size 1   # 4 such GPUs
     python benchmarks/sync.py --shape qwen2.5-7b --trainer-dtype float32     # from fp32 master weights
-    python benchmarks/sync.py --shape qwen2.5-7b --quantization torchao      # into an engine that torchao quantizes
+    python benchmarks/sync.py --shape qwen2.5-7b --quantization auto         # into an engine that torchao quantizes
     python benchmarks/sync.py --shape qwen2.5-7b --topology ipc --lora-rank 32    # adapters, which arrive merged
     python benchmarks/sync.py --shape qwen2.5-7b --trainers 4 --engines 2    # 8 GPUs: FSDP2 shards -> 2 x TP=2, NCCL
     python benchmarks/sync.py                                                # no GPU: a small shape over gloo
@@ -19,7 +19,7 @@ begins with naming the trainer's tensors, and ends when both sides' calls have r
 train_grpo.py's trainer learns, and the workers wait already; train_grpo.py calls them in the sync, which takes longer.
 The output also says how long the transfer alone took, until the workers had told the trainer (`sync/transfer`). With
 vLLM's native engine, which is timed on GPUs, the last call resets the prefix cache. There, the engine has captured CUDA
-graphs, as in the scripts, unless --enforce-eager is given.
+graphs, as in the scripts.
 
 With several trainers or engines, or with adapters, vLLM's engine does not apply: only the ceiling and ours are timed.
 The ceiling is one broadcast from rank 0 to all workers, or one copy on the first device. Several ranks and workers can

@@ -71,30 +71,22 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
 
 
 @pytest.mark.parametrize(
-    ("topology", "extension", "bundles", "executor", "share"),
-    [
-        ("nccl", "PeerExtension", [1, 2], "ray", "1"),
-        ("ipc", "ColocatePeerExtension", [1, 2], "ray", "0.4"),
-        ("ipc", "ColocatePeerExtension", [1], "mp", ""),
-    ],
+    ("topology", "extension", "share"), [("nccl", "PeerExtension", "1"), ("ipc", "ColocatePeerExtension", "0.4")]
 )
-def test_engines_worker_is_on_the_gpu_that_ray_chose(sync, monkeypatch, topology, extension, bundles, executor, share):
+def test_engine_has_what_its_topology_needs(sync, monkeypatch, topology, extension, share):
     found = []
-    engine = sync.BenchEngine(0)
+
+    async def prepare():
+        monkeypatch.setattr(os, "environ", dict(os.environ))
 
     async def load(model, options):
-        names = ("distributed_executor_backend", "worker_extension_cls")
-        variables = ("CUDA_VISIBLE_DEVICES", "VLLM_RAY_PER_WORKER_GPUS")
-        found.append((*map(options.get, names), *map(os.environ.get, variables)))
+        backend = options["weight_transfer_config"]["backend"]
+        found.append((options["worker_extension_cls"], backend, os.environ["VLLM_RAY_PER_WORKER_GPUS"]))
 
-    engine.load, engine.llm = load, MagicMock()
-    monkeypatch.setattr("trainer.rollouts.engine.ray.get_gpu_ids", lambda: [3] if executor == "mp" else [])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    for name in ("VLLM_RAY_BUNDLE_INDICES", "VLLM_RAY_PER_WORKER_GPUS"):
-        monkeypatch.setenv(name, "")
-    args = arguments_of(sync, topology=topology, tensor_parallel_size=len(bundles))
-    asyncio.run(engine.start("model", args, "cuda", bundles))
-    assert found == [(executor, f"peers.{extension}", "3" if executor == "mp" else None, share)]
+    engine = sync.BenchEngine(0)
+    engine.prepare, engine.load, engine.llm = prepare, load, MagicMock()
+    asyncio.run(engine.start("model", arguments_of(sync, topology=topology), "cuda", [1, 2]))
+    assert found == [(f"peers.{extension}", topology, share)]
 
 
 def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monkeypatch):

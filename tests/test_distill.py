@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from trainer.errors import RunError
 from trainer.learning.distill import DistillConfig, DistillLearner
 from trainer.learning.objectives import reverse_kl, token_losses
 from trainer.learning.rollout import Rollout
+from trainer.rollouts.options import llm_options
 from trainer.rollouts.teacher import TeacherActor, check_lengths, differing_ends
 from trainer.run.arguments import RunArguments
 from trainer.run.checkpoint import choose_teacher
@@ -189,6 +191,37 @@ def test_teacher_has_its_own_gpus_or_half_of_the_engines(placed):
     assert placed(3, tensor_parallel_size=2) == (3, 0.4, [[0]], [[1, 2]], [[2]])
     with pytest.raises(RunError, match=r"wants 2 GPUs, 1 for the trainer and 1 that engines and teacher share, .* 1$"):
         placed(1)
+
+
+def test_teacher_does_not_decode_and_is_no_engine_of_a_sync():
+    """On a GPU that it may share, beside the student's engines."""
+    started = []
+
+    def group(name, answer):
+        def begin(method, *args, each=None):
+            started.append((name, *args))
+            return {name: answer}
+
+        def call(phase, *call, **options):
+            return [*begin(*call, **options).values()]
+
+        session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])
+        address = SimpleNamespace(call_rank_0=lambda *_: ("127.0.0.1", 1)).call_rank_0
+        return SizedGroup(begin=begin, call=call, session=session, call_rank_0=address, bundles=[([1],)])
+
+    args, models = arguments_of(train_distill), SimpleNamespace(loaded="student")
+    groups = group("trainer", (3, "remarks")), group("engine", 64), group("teacher", 128)
+    assert train_distill.start(*groups, models, "teacher", args, "cuda") == ((3, "remarks"), (64, 128))
+    asked = {}
+    for name, model, engine, setting, _ in started[1:]:
+        options, _ = llm_options(replace(engine, exact="off"), model, setting, [1])
+        asked[name] = (model, options.get("worker_extension_cls"), options.get("enforce_eager", False))
+    assert asked == {"teacher": ("teacher", None, True), "engine": ("student", "rlhf_utils.WorkerExtension", False)}
+
+
+class SizedGroup(SimpleNamespace):
+    def __len__(self):
+        return 1
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------

@@ -50,13 +50,20 @@ class EngineArguments:
         help="whether trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto),"
         " or else the run ends (on), or not (off)",
     )
+    engine_args: Annotated[str, AfterValidator(engine_options)] = arg(
+        "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
+    )
+    quantization: str | None = None  # no flag: a run that takes one compares what its engines serve
+
+
+@dataclass
+class QuantizedEngineArguments(EngineArguments):
+    """How an engine's weights are quantized."""
+
     quantization: Annotated[str | None, AfterValidator(torchao_config)] = arg(
         None,
         help="quantize the engines' weights as they arrive: auto (FP8; CPU: int8), or the JSON of a torchao"
         " configuration, or a file with it",
-    )
-    engine_args: Annotated[str, AfterValidator(engine_options)] = arg(
-        "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
 
 

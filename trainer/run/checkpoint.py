@@ -210,7 +210,7 @@ def choose_ppo_models(
 def choose_teacher(
     run_folder: Path, args: RunArguments, teacher: str | None, temperature: float, model: str, device: str
 ) -> str:
-    """The teacher of train_distill.py: a name on the hub, or a folder. One that a function makes is in the run's folder.
+    """The teacher of train_distill.py: a name on the hub, or a folder, which is the run's if a function makes it.
 
     Raises RunError if there is none, if it cannot be loaded or cannot read all that this model may sample, or if the
     student would sample at another temperature than the teacher's log-probabilities have.
