@@ -233,6 +233,7 @@ def run_four_steps(script, tmp_path):
     return run.finish(), tmp_path / "run"
 
 
+@pytest.mark.slow
 @cpu_only
 def test_student_comes_closer_to_its_teacher_without_any_reward(script, tmp_path):
     text, run = run_four_steps(script, tmp_path)

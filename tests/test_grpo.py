@@ -274,6 +274,7 @@ def test_resume_refuses_another_model(tmp_path):
         last_checkpoint(tmp_path / "run", str(tmp_path / "other"))
 
 
+@pytest.mark.slow
 def test_trainer_of_the_user_in_the_working_folder_does_not_win(tmp_path, monkeypatch):
     def trainers():
         """What an actor imports, its processes, and the servers that it starts."""
