@@ -40,7 +40,8 @@ recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each 
 completion, and 6 * layers * hidden size * length for the attention of each token. Of a mixture's experts, only the
 share counts that a token chooses. With adapters, weights take 4, since they get no gradient. With `--mean-tokens` and
 with images there is no MFU: lengths differ, and towers are not counted. Memory is the peak of what is in use on all
-GPUs together; on CPU, of the processes' resident memory. Writes a table, step.json and step.png.
+GPUs together; on CPU, of the processes' resident memory. "start" is the seconds from the command to the end of the
+first step. Writes a table, step.json and step.png.
 """
 
 import importlib.util
@@ -247,8 +248,8 @@ def resident_memory(pid: int) -> float:
 
 
 def our_step(folder: Path, args: Arguments, gpus: str, more: Sequence[str]) -> tuple[list[dict], float]:
-    """Run train_grpo.py with `more` flags. Returns its steps but the first, with seconds by part, tokens and idle
-    shares, and the peak of memory."""
+    """Run train_grpo.py with `more` flags. Returns its steps but the first, with seconds by part, tokens, idle shares
+    and the run's start, and the peak of memory."""
     model = folder.parent / "model"
     flags = {"model": model, "dataset": model / "prompts.jsonl", "prompts-per-step": args.prompts, "steps": args.steps}
     flags |= {"group-size": args.completions, "max-tokens": args.tokens, "reward": "step_trl:reward", "save-every": 0}
@@ -267,7 +268,8 @@ def our_step(folder: Path, args: Arguments, gpus: str, more: Sequence[str]) -> t
         step |= {"tokens": step_tokens(folder.name, row["completions/mean_length"], args)}
         if args.topology == "separate":
             step |= idle_shares(step, row)
-        steps.append(step)
+        start = steps[0]["start"] if steps else row["time/start"] + row["time/step"]
+        steps.append(step | {"start": start})
     return steps[1:], peak
 
 
@@ -297,7 +299,7 @@ def trl_step(folder: Path, args: Arguments, gpus: str) -> tuple[list[dict], floa
         peak = run_way(folder, command, gpus)
     result = json.loads((folder / "steps.json").read_text())
     for step, length in zip(result["steps"], result["lengths"], strict=True):
-        step["tokens"] = step_tokens(folder.name, length, args)
+        step |= {"tokens": step_tokens(folder.name, length, args), "start": result["start"]}
         if args.topology == "separate":
             step.update(idle_shares(step, logged={}))
     return result["steps"][1:], peak
@@ -376,7 +378,7 @@ def main(args: Arguments) -> None:
     idle = f"{'engine idle':>13}{'trainer idle':>14}" if args.topology == "separate" else ""
     print(
         f"{title}\n{'':15}{'rollout':>10}{'learn':>10}{'sync':>10}{'rest':>10}{'step':>10}"
-        f"{'tokens/s':>12}{'MFU':>8}{'memory':>10}{idle}"
+        f"{'tokens/s':>12}{'MFU':>8}{'memory':>10}{'start':>8}{idle}"
     )
     rows, failed, peak_flops = [], {}, args.trainers * PEAK_FLOPS.get(device, 0)
     for way, measure in ways.items():
@@ -407,7 +409,8 @@ def line(row: dict) -> str:
     parts = "".join(f"{row[name]:8.3f} s" for name in (*PARTS, "whole"))
     mfu = "" if row["MFU"] is None else f"{100 * row['MFU']:.1f} %"
     idle = f"{100 * row['engine_idle']:11.1f} %{100 * row['trainer_idle']:12.1f} %" if "engine_idle" in row else ""
-    return f"{row['way']:15}{parts}{row['tokens_per_second']:12,.0f}{mfu:>8}{row['peak_GB']:7.1f} GB{idle}"
+    more = f"{row['tokens_per_second']:12,.0f}{mfu:>8}{row['peak_GB']:7.1f} GB{row['start']:6.0f} s"
+    return f"{row['way']:15}{parts}{more}{idle}"
 
 
 def draw(rows: list[dict], title: str, path: Path) -> None:

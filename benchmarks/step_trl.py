@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 
 def reward(prompts: list, completions: list, **columns) -> list[float]:
     """Rewards that depend on the completions alone, and differ among those of a prompt."""
@@ -23,10 +25,12 @@ DEFAULTS = {"compile": True}  # of the way "compiled", for which this is the tas
 
 
 class Parts:
-    """The seconds of each step of a trainer, and of the step's parts."""
+    """The seconds of each step of a trainer, and of the step's parts; and `start`, of this process until the end of the
+    first step."""
 
     def __init__(self, synchronize: Callable):
         self.synchronize, self.seconds, self.steps, self.began = synchronize, Counter(), [], None
+        self.start = 0.0
 
     def time(self, owner, name: str) -> None:
         """Time this method of `owner` from now on."""
@@ -50,6 +54,7 @@ class Parts:
             learn = parts["training_step"] - generating - parts["_calculate_rewards"] + parts["step"]
             step = {"whole": now - self.began, "rollout": generating - sync, "learn": learn, "sync": sync}
             self.steps.append(step)
+            self.start = self.start or time.time() - psutil.Process().create_time()
         self.began = now
         self.seconds.clear()
 
@@ -113,7 +118,8 @@ def main(workload: dict) -> None:
     trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     if trainer.accelerator.is_main_process:
-        Path("steps.json").write_text(json.dumps({"steps": parts.steps, "lengths": lengths}) + "\n")
+        results = {"start": parts.start, "steps": parts.steps, "lengths": lengths}
+        Path("steps.json").write_text(json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

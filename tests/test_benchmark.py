@@ -158,6 +158,7 @@ def test_whole_step_is_timed_beside_trls(script, tmp_path, images):
             assert min(one["rollout"], one["learn"], one["rest"]) > 0
             assert one["rollout"] + one["learn"] + one["sync"] + one["rest"] == pytest.approx(one["whole"])
         assert 0.2 < row["peak_GB"] < 20
+        assert 5 < row["start"] < 300
         assert row["tokens_per_second"] == pytest.approx(2 * 4 * 8 / row["whole"])
     assert results["ways"][0]["steps"][0]["sync"] > 0
     assert (tmp_path / "run" / "step.png").read_bytes().startswith(b"\x89PNG")
@@ -218,7 +219,7 @@ def test_flops_of_learning_are_of_matrices_and_attention(step):
 
 
 def test_summary_has_medians_and_what_is_in_no_part(step):
-    parts = {"whole": 10.0, "rollout": 3.0, "learn": 2.0, "sync": 1.0, "tokens": 60}
+    parts = {"whole": 10.0, "rollout": 3.0, "learn": 2.0, "sync": 1.0, "tokens": 60, "start": 9}
     steps = [{name: i * value for name, value in parts.items()} for i in (1, 2, 9)]
     row = step.summary("ours", steps, 1.0, flops=8e12, peak_flops=1e13)
     assert {name: row[name] for name in ("whole", "rollout", "learn", "sync", "rest")} == {
@@ -330,7 +331,7 @@ def no_model(step, monkeypatch):
 
 
 def test_mfu_is_of_all_gpus_that_learn(step, monkeypatch, tmp_path, no_model):
-    parts = {"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5, "tokens": 8, "engine_idle": 0.5}
+    parts = {"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5, "tokens": 8, "start": 60.0, "engine_idle": 0.5}
     monkeypatch.setattr(step, "our_step", lambda *_, **__: ([parts | {"trainer_idle": 0.5}], 1.0))
     monkeypatch.setattr(step, "device_kind", lambda: "NVIDIA H200")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
@@ -347,7 +348,7 @@ def test_trl_that_fails_is_a_result_only_beside_ours(step, monkeypatch, tmp_path
         def run(folder, **_):
             if way == failing:
                 raise RunError(f"{way}: out of memory")
-            return [{"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5, "tokens": 8}], 1.0
+            return [{"whole": 4.0, "rollout": 2.0, "learn": 1.0, "sync": 0.5, "tokens": 8, "start": 9.0}], 1.0
 
         return run
 
