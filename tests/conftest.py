@@ -219,10 +219,12 @@ def script(tmp_path):
 
 @pytest.fixture(autouse=True)
 def no_script_outlives_its_test():
-    """A test that fails leaves no run to slow the ones after it."""
+    """A test that fails leaves no run to slow the ones after it; and none leaves its files in the temporary folder."""
     yield
     while Script.running:
-        Script.running.pop().kill()
+        script = Script.running.pop()
+        script.kill()
+        shutil.rmtree(script.temporary, ignore_errors=True)
 
 
 @pytest.fixture
