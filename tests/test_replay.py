@@ -38,7 +38,6 @@ from trainer.rollouts.engine import EngineActor
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel, computes_with_copy, expected_writes, pack_experts_when_loaded
-from weight_sync.staging import Staging
 
 PADDED = VOCABULARY // RANKS + PADDING
 
@@ -467,7 +466,7 @@ def test_parameter_that_its_loader_registers_anew_is_served_where_it_was(layer):
     receiving, sender = Receiving(Worker(engine, worker), syncs=4), WeightSender(trainer)
     for sync in range(4):
         if sync == 2:  # the first two syncs replay, the last two reload
-            sender.metadata, sender.sources, sender.replay = None, (), False
+            sender.weights, sender.replay = None, False
         sent = weights()
         loader = sender.send_weights(sent.items()).loader
         assert loader.startswith("replay" if sync < 2 else "reload")
@@ -660,7 +659,7 @@ def test_reload_hands_over_one_bucket_at_a_time(monkeypatch):
     metadata = [(n, "float32", shape, [0, torch.Size(shape).numel()]) for n, shape in MODEL_SHAPES.items()]
     planned = plan_buckets(metadata, 1 << 20)
     assert len(planned) == 1
-    batches = receiver._batches(Staging(planned, [[torch.zeros(1 << 20, dtype=torch.uint8)]]), range(1))
+    batches = receiver._batches(planned, lambda piece: torch.zeros(piece.count, dtype=piece.dtype), range(1))
     loaded = [sum(weight.nbytes for _, weight in batch) for batch in batches]
     largest = max(torch.Size(shape).numel() * 4 for shape in MODEL_SHAPES.values())
     assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in MODEL_SHAPES.values())

@@ -25,7 +25,7 @@ import rlhf_utils
 from rlhf_utils import LoRAWeight, WeightSender, WeightSyncError
 from weight_sync import buckets, receiver
 from weight_sync.lora import materialized
-from weight_sync.sender import Packing
+from weight_sync.sending import Packing
 from weight_sync.staging import Staging
 
 RANKS, ENGINES, WORKERS = 2, 2, 2

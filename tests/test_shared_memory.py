@@ -57,8 +57,10 @@ class LoadingEngine(Engine, EngineModel):
 def test_adapters_that_each_sync_wraps_anew_take_one_handshake(monkeypatch):
     channel = SharedMemoryChannel(CPU)
     receiving, sender = Receiving(ColocatedWorker(Engine(), channel.handles), syncs=3), WeightSender(channel)
-    handshakes, preflight = [], sender._preflight
-    monkeypatch.setattr(sender, "_preflight", lambda metadata: handshakes.append(metadata) or preflight(metadata))
+    handshakes, preflight = [], receiving.worker.weight_model.preflight
+    monkeypatch.setattr(
+        receiving.worker.weight_model, "preflight", lambda metadata: handshakes.append(metadata) or preflight(metadata)
+    )
     tensors = torch.randn(6, 4).t(), torch.randn(2, 6), torch.randn(4, 2)  # a base that does not lie in one piece
     for scaling in (0.5, 0.5, 2.0):
         tensors[1].add_(1)

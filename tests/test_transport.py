@@ -37,6 +37,7 @@ from weight_sync.groups import Wire
 from weight_sync.link import BUSY_POLL_SECONDS
 from weight_sync.lora import LoRAWeight, materialized
 from weight_sync.ranks import Ranks, ranks_of
+from weight_sync.sending import Packing
 from weight_sync.staging import Staging
 
 
@@ -88,29 +89,31 @@ def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
 
 
 @pytest.mark.parametrize("side", ["trainer", "worker"])
-@pytest.mark.parametrize(("bucket", "piece"), [(0, 0), (0, -1), (-1, -1)])
-def test_flipped_bit_on_the_way_ends_both_sides_sync(monkeypatch, side, bucket, piece):
+@pytest.mark.parametrize(("bucket", "byte"), [(0, 0), (0, -1), (-1, -1)])
+def test_flipped_bit_on_the_way_ends_both_sides_sync(monkeypatch, side, bucket, byte):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
     trainer, *others = groups(3)
     receiving = [Receiving(Worker(Engine(), other), syncs=2) for other in others]
     sender, tensors = WeightSender(trainer), random_tensors()
     sender.send_weights(tensors.items())
-    staging = sender.whole if side == "trainer" else receiving[1].worker.weight_staging
-    start, bucket = staging.start, bucket % len(staging.steps)
-    flipped = staging.steps[bucket][piece]
+    end = trainer if side == "trainer" else others[1]
+    start, broadcasts = end.start, []
 
-    def flip():
-        staging.view(bucket, flipped).view(torch.uint8)[-1] ^= 1
-        return True
+    def starts(kind, tensor, peer):  # the last pass of the first sync had as many
+        broadcasts.append(tensor)
+        flips = len(broadcasts) - 1 == bucket % count
+        if flips and side == "trainer":
+            tensor[byte] ^= 1
+        arriving = start(kind, tensor, peer)
+        if flips and side == "worker":
+            arriving.result()
+            tensor[byte] ^= 1
+        return arriving
 
-    def starts(i):
-        if side == "trainer":
-            assert i != bucket or flip()
-            return start(i)
-        arrived = start(i)
-        return lambda: arrived() and (i != bucket or flip())
-
-    staging.start = starts
+    count = len(
+        plan_buckets([(n, dtype_name(t.dtype), tuple(t.shape), [0, t.numel()]) for n, t in tensors.items()], 1024)
+    )
+    end.start = starts
     with pytest.raises(WeightSyncError, match=r"engine worker \d .* what arrived is not what the trainer sent"):
         sender.send_weights(tensors.items())
     receiving[1].join(10)
@@ -598,7 +601,7 @@ def test_buffer_is_filled_again_only_after_its_bucket_was_read(monkeypatch):
     count = 2 * buckets.STAGING_BUFFERS
     planned = plan_buckets([(str(i), "uint8", (ALIGN_BYTES,), [0, ALIGN_BYTES]) for i in range(count)], ALIGN_BYTES)
     begun = []
-    staging = Staging(planned, [])
+    staging = Staging(planned, [], [])
     staging.in_flight = buckets.STAGING_BUFFERS
     staging.start, staging.digest = lambda i: begun.append(i) or (lambda: True), lambda i, total: None
     for i in receiver._arrivals(staging, [], None):
@@ -609,21 +612,17 @@ def test_buffer_is_filled_again_only_after_its_bucket_was_read(monkeypatch):
     receiving, sender = Receiving(Worker(Engine(), other), syncs=2), WeightSender(trainer)
     tensors = [(str(i), torch.full((ALIGN_BYTES,), i, dtype=torch.uint8)) for i in range(count)]
     sender.send_weights(tensors)
-    packing = sender.packings[sender.whole]
-    start, pack, gone = sender.whole.start, packing.pack, set()
+    start, pack, sending = trainer.start, Packing.pack, []
 
-    def starts(i):
-        arrived = start(i)
-        return lambda: arrived() and (gone.add(i) or True)
+    def packs(packing, i):
+        assert all(each.done() for each in sending[: max(0, i - buckets.STAGING_BUFFERS + 1)])
+        pack(packing, i)
 
-    def packs(i, *rest):
-        assert gone >= set(range(i - buckets.STAGING_BUFFERS + 1))
-        pack(i, *rest)
-
-    sender.whole.start, packing.pack = starts, packs
+    monkeypatch.setattr(trainer, "start", lambda *transfer: sending.append(start(*transfer)) or sending[-1])
+    monkeypatch.setattr(Packing, "pack", packs)
     sender.send_weights(tensors)
     receiving.join(10)
-    assert gone == set(range(count))
+    assert len(sending) == count
 
 
 def test_tensors_not_sharded_alike_by_rows_are_an_error():

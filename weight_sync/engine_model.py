@@ -39,7 +39,7 @@ class EngineModel:
         self.loaded_buffers: set[str] = set()  # buffers that syncs write
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
-        self.replay_steps: list[list] | None = None  # by step of what arrives
+        self.replay_steps: list[list] | None = None  # by bucket
         self.compared: list[tuple[Region, torch.Tensor]] = []  # of a replay: what it copies, and the served copy
         self.digest_total: torch.Tensor | None = None  # int64 [1]: the digest, if the steps of a replay add it up
         self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
@@ -172,20 +172,20 @@ class EngineModel:
                 incomplete += sorted(elements.keys() - loaded) or [layer]
         return incomplete
 
-    def record(self, steps: list[list[Piece]], open_staging: Callable[[list[list[Region]]], Staging]) -> str | None:
-        """Record a load of these pieces, in steps, for `replay`. Returns the reason if that is impossible.
+    def record(self, buckets: list[list[Piece]], open_staging: Callable[[list[list[Region]]], Staging]) -> str | None:
+        """Record a load of these buckets for `replay`. Returns the reason if that is impossible.
 
-        `open_staging` gets the regions that each step needs, and returns where they will arrive.
+        `open_staging` gets the regions that this worker needs of each bucket, and returns where they will arrive.
         """
         self.replay_steps = None
-        traced, _ = self.trace(wire_of(steps))
+        traced, _ = self.trace(wire_of(buckets))
         try:
-            recording = Recording(self.model, self._context, traced, steps, self.worker.device)
+            recording = Recording(self.model, self._context, traced, buckets, self.worker.device)
             if packed := [name for name, module in self.model.named_modules() if computes_with_copy(module)]:
                 return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
             staging = open_staging(recording.regions)
-            replay_steps = [recording.steps(i, staging) for i in range(len(steps))]
-            copies = [each for one in replay_steps for each in one if isinstance(each, BatchedCopy)]
+            replay_steps = [recording.steps(i, staging) for i in range(len(buckets))]
+            copies = [step for steps in replay_steps for step in steps if isinstance(step, BatchedCopy)]
             self.compared, total = recording.compared, torch.zeros(1, dtype=torch.int64, device=self.worker.device)
             digests = not recording.layers and digest_together(copies, list(self.served_tensors()))
             self.digest_total = total if digests else None
@@ -198,7 +198,7 @@ class EngineModel:
 
     @torch.no_grad()
     def replay(self, arrivals: Iterator[int]) -> int | None:
-        """Run what was recorded of each step as it arrives. Returns the digest of all weights."""
+        """Run what was recorded of each bucket as it arrives. Returns the digest of all weights."""
         self.digest = None
         for i in arrivals:
             for step in self.replay_steps[i]:
