@@ -29,17 +29,15 @@ class Region(NamedTuple):
 
 
 def whole(piece: Piece) -> Region:
-    """All elements of a piece: rows, or if it is not made of whole rows, [count]."""
-    if piece.count % piece.row == piece.begin % piece.row == 0:
-        return Region(piece.number, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
-    return Region(piece.number, 0, (piece.count,), (1,))
+    """All elements of a piece: [rows, row]."""
+    return Region(piece.number, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
 
 
 def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, Region] | None:
-    """What a traced copy reads from a piece, and the part of the destination that this is for; None if it is nothing.
+    """What a traced copy reads from a piece, and the view of the destination that this is for; None if it is nothing.
 
     The trace saw `destination.copy_(copied)`, where `copied` is a view of a meta tensor of the full shape. Raises
-    NotImplementedError if the piece is only a part of the tensor and its rows are no part of what is copied.
+    NotImplementedError if the piece has not all rows of the tensor, and these are not copied row by row.
     """
     begin = 0
     if piece.count < torch.Size(piece.shape).numel():
@@ -48,7 +46,7 @@ def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[
         across = [i for i in range(copied.dim()) if i not in dims]  # dimensions within a row
         first, column = divmod(copied.storage_offset(), row)
         last_column = column + sum((copied.size(dim) - 1) * copied.stride(dim) for dim in across)
-        if len(dims) > 1 or last_column >= row or piece.begin % row or piece.count % row:
+        if len(dims) > 1 or last_column >= row:
             raise NotImplementedError(f"{piece.name}: it is cut, and not copied by rows")
         rows = copied.size(dims[0]) if dims else 1
         low = max(piece.begin // row, first)
@@ -66,10 +64,7 @@ def copy_of(
     destination: torch.Tensor, region: Region, piece: Piece, elements: torch.Tensor, adapted: LoRAWeight | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | Callable]:
     """The copy (destination, source) of a region, as `BatchedCopy` takes it. `elements` [count] are those of its piece,
-    in any dtype: of the base, if the weight is `adapted`.
-
-    Raises NotImplementedError for an adapted weight with a row that no bucket can hold.
-    """
+    in any dtype: of the base, if the weight is `adapted`."""
     destination, columns = destination.view(region.size), piece.row
     source = elements.as_strided(region.size, region.stride, elements.storage_offset() + region.offset)
     if adapted is None:
@@ -80,8 +75,6 @@ def copy_of(
     if region.stride == (1, columns) and first_column + region.size[0] <= columns:
         turned = replace(adapted, transposed=not adapted.transposed)
         return destination, Merge(turned, source, first_column, first_row)
-    if region == whole(piece):
-        raise NotImplementedError(f"{piece.name}: it is merged, and a row of it is larger than a bucket")
 
     def merge(out: torch.Tensor) -> None:  # of what is copied neither by rows nor by columns, such as every third row
         out.copy_(merged(piece, elements, adapted).as_strided(region.size, region.stride, region.offset))
