@@ -240,7 +240,7 @@ class ModelEngine(EngineModel):
     """The real preflight, record, replay and digest, over such a model instead of vLLM's."""
 
     def __init__(self, model):
-        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
+        worker = SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
         worker.model_config = SimpleNamespace(dtype=torch.float32)
         worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
         worker.parallel_config = SimpleNamespace(tensor_parallel_size=getattr(model, "size", RANKS))

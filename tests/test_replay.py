@@ -292,7 +292,7 @@ class BracketedEngine(EngineModel):
     """Loads in vLLM's own reload brackets."""
 
     def __init__(self, model):
-        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
+        worker = SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
         worker.model_config = SimpleNamespace(dtype=torch.float32)
         worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
         worker.parallel_config = SimpleNamespace(tensor_parallel_size=1)
@@ -563,7 +563,7 @@ def test_layers_that_compute_with_a_copy_are_known(monkeypatch, packs):
 @pytest.mark.parametrize(("version", "rank", "warnings"), [("0.33.1", 0, 0), ("0.34.0", 0, 1), ("0.34.0", 1, 0)])
 def test_one_worker_warns_of_an_unproven_vllm(monkeypatch, caplog, version, rank, warnings):
     monkeypatch.setattr("vllm.__version__", version)
-    EngineModel(SimpleNamespace(rank=rank, model_runner=SimpleNamespace(get_model=lambda: Model(0))))
+    EngineModel(SimpleNamespace(rank=rank, get_model=lambda: Model(0)))
     assert len(caplog.messages) == warnings
     assert all(f"not with {version}: in its repository, run `make test" in message for message in caplog.messages)
 

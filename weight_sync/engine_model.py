@@ -29,7 +29,7 @@ class EngineModel:
     def __init__(self, worker):
         warn_if_unproven(worker)
         self.worker = worker
-        self.model = worker.model_runner.get_model()
+        self.model = worker.get_model()
         pack_experts_when_loaded(self.model)
         self.loading = False  # a reload bracket is open
         self.first_names: dict[str, str] = {}  # by each of a parameter's names, several if it is tied; after a trace
