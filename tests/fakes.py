@@ -265,6 +265,11 @@ def model_tensors(seed):
     return {name: torch.randn(shape, generator=generator) for name, shape in MODEL_SHAPES.items()}
 
 
+def materialized(weight):
+    """The tensor itself, or the merged weight in fp32, in the shape of its base."""
+    return weight.merge(weight.base) if isinstance(weight, LoRAWeight) else weight
+
+
 def adapted(base):
     """This weight with an adapter of whole numbers, whose products no order of summation rounds."""
     rows, columns = base.shape

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import shared_memory_of
 from engine_probe import gpu_memory
+from fakes import materialized
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,6 @@ from trainer.errors import MismatchError
 from trainer.learning.grpo import GRPOConfig, GRPOLearner
 from trainer.learning.rollout import Rollout
 from trainer.topologies import link
-from weight_sync.lora import materialized
 
 # Of vLLM's engine, which starts in half the time. In the process of an actor, which imported torch before it began to
 # load an engine, what a script sets comes too late to keep vLLM from compiling.

@@ -12,11 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import HIDDEN, ColocatedWorker, Model, ModelEngine, Receiving, adapted, model_tensors, same_bits
+from fakes import (
+    HIDDEN,
+    ColocatedWorker,
+    Model,
+    ModelEngine,
+    Receiving,
+    adapted,
+    materialized,
+    model_tensors,
+    same_bits,
+)
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError
 from weight_sync import staging
-from weight_sync.lora import materialized
 
 MAPPED = """
 import threading
@@ -25,13 +34,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
-from fakes import ColocatedWorker, FakeDTensor, Model, ModelEngine, Receiving, model_tensors
+from fakes import ColocatedWorker, FakeDTensor, Model, ModelEngine, Receiving, materialized, model_tensors
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, rebuild_ipc, share_tensor
 from weight_sync import buckets, copies, sending, staging, weights
 from weight_sync import ranks as ranks_module
 from weight_sync.groups import shared_buffer
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight
 
 CPU = torch.device("cpu")
 DIFFERS = "what the engine now serves is not what the trainer has: their digests differ"

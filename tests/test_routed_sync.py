@@ -20,6 +20,7 @@ from fakes import (
     Worker,
     adapted,
     groups,
+    materialized,
     model_tensors,
     quantizable,
     same_bits,
@@ -28,7 +29,6 @@ from fakes import (
 from rlhf_utils import LoRAWeight, WeightSender
 from weight_sync import buckets
 from weight_sync import weights as weights_module
-from weight_sync.lora import materialized
 from weight_sync.ranks import Ranks, ShardedPart
 
 

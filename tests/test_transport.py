@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from conftest import ROOT
-from fakes import Engine, Receiving, Worker, communicator, groups, random_tensors, same_bits
+from fakes import Engine, Receiving, Worker, communicator, groups, materialized, random_tensors, same_bits
 from torch.distributed import TCPStore, rendezvous
 
 from rlhf_utils import WeightSender, WeightSyncError, stateless_init_process_group
@@ -35,7 +35,7 @@ from weight_sync.buckets import ALIGN_BYTES, aligned, dtype_name, plan_buckets
 from weight_sync.channels import LINK_KEY, GroupChannel
 from weight_sync.groups import Wire
 from weight_sync.link import BUSY_POLL_SECONDS
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight
 from weight_sync.ranks import Ranks, ranks_of
 from weight_sync.sending import Packing
 from weight_sync.staging import Staging

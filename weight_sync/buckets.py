@@ -1,6 +1,12 @@
 """How tensors are cut into pieces, and packed into buckets. Both ends compute the same plan, so only bytes travel.
 
-One trainer rank holds a piece. Pieces of all ranks take turns, so that all ranks send at the same time.
+One trainer rank holds a piece. Pieces of all ranks take turns, so that all ranks send at the same time. The words,
+here and in the other modules:
+
+piece       consecutive rows of a tensor, which one rank holds
+region      the elements of a piece that one copy of a worker's loaders reads, with strides
+bucket      pieces that travel at the same time
+payload     the bytes of a bucket that one rank sends at once: of whole pieces, or of regions
 """
 
 from collections.abc import Iterable

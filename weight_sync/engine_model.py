@@ -80,11 +80,11 @@ class EngineModel:
 
     def _untied(self, traced: dict[str, list[Write]]) -> list[str]:
         """Problems: tensors that the engine ties and the trainer does not. The last one loaded would win."""
-        sent = {}  # by region
+        sent = {}  # names by the elements that they write
         for name, writes in traced.items():
-            regions = [write.region for write in writes if isinstance(write.value, torch.Tensor)]
-            for region in {(self.first_names.get(target, target), *where) for target, *where in regions}:
-                sent.setdefault(region, []).append(name)
+            copied = [write.elements for write in writes if isinstance(write.value, torch.Tensor)]
+            for elements in {(self.first_names.get(target, target), *where) for target, *where in copied}:
+                sent.setdefault(elements, []).append(name)
         return [f"{' and '.join(names)}: the engine has one weight for them" for names in sent.values() if names[1:]]
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
@@ -308,8 +308,8 @@ def loadable_elements(parameter: torch.Tensor) -> int:
 
 
 def expected_writes(loads: Iterable[list[Write]]) -> dict[tuple, bool]:
-    """What these loads write: each region once, and whether it is loaded, or filled with a number."""
-    return {write.region: not isinstance(write.value, int | float) for writes in loads for write in writes}
+    """What these loads write, each once, and whether it is loaded, or filled with a number."""
+    return {write.elements: not isinstance(write.value, int | float) for writes in loads for write in writes}
 
 
 def warn_if_unproven(worker) -> None:

@@ -24,7 +24,7 @@ class WeightReceiver:
     channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_place: ClassVar[dict] = {"size": 1, "rank": 0}  # the engine's workers, and this one's rank in the group
     weight_links: Sequence[Link] = ()  # to the trainer's ranks
-    weight_staging: Staging | None = None  # for whole buckets, or what the trainer shares
+    weight_staging: Staging | None = None  # for whole buckets, or the trainer's memory
     weight_routing: WiredStaging | None = None  # for what this worker needs
 
     def check_weights_changed(self) -> bool:

@@ -1,4 +1,4 @@
-"""Regions: the elements of a piece that one copy of a worker's loaders reads. A worker needs no others."""
+"""Regions: the elements of a piece that one copy of a worker's loaders reads. It needs no others."""
 
 from collections.abc import Callable
 from dataclasses import replace

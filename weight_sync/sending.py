@@ -122,11 +122,9 @@ class MappedSending:
         few_bytes = ranks.size == 1 or sum(elements.nbytes for elements in held.values()) <= copied
         self.maps_tensors = weights.are_contiguous and few_bytes and all(map(can_share, held.values()))
         if self.maps_tensors:
-            adapted = {name: replace(weights.adapted[name], base=held[name]) for name in held.keys() & weights.adapted}
+            held |= {name: replace(weights.adapted[name], base=held[name]) for name in held.keys() & weights.adapted}
         memory = [None] * ranks.size
-        memory[ranks.rank] = (
-            held | adapted if self.maps_tensors else shared_buffer(max(1, copied), weights.device)[:copied]
-        )
+        memory[ranks.rank] = held if self.maps_tensors else shared_buffer(max(1, copied), weights.device)[:copied]
         load_kernel(weights.device)  # or a later sync would wait for its compilation
         self.memory = TrainerMemory(self.buckets, memory)
         self.handshake = {"bucket_bytes": bucket_bytes, "routes": False, "handle": self.memory.handle(ranks.rank)}

@@ -14,7 +14,7 @@ from .groups import Wire, rebuild_ipc, share_tensor
 from .lora import LoRAWeight, map_tensors
 from .regions import Region, copy_of, merged, whole
 
-RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
+RANK_NUMBERS = 1 << 20  # digests of a rank's memory count from this times the rank
 COMPARED_SYNCS = 64  # one of so many replays from mapped memory is compared, which takes as long as the copy
 
 
