@@ -215,28 +215,42 @@ def test_sync_that_was_interrupted_ends_the_session():
         sender.send_weights([("w", torch.ones(4))])
 
 
-def test_nothing_to_send_is_an_error():
-    trainer, _ = groups(2)
-    with pytest.raises(WeightSyncError, match="no parameters"):
-        WeightSender(trainer).send_weights([])
-
-
-def test_tied_weights_of_which_one_is_adapted_are_an_error():
-    trainer, _ = groups(2)
-    weight = torch.randn(6, 4)
-    adapted = LoRAWeight(weight, torch.randn(2, 4), torch.randn(6, 2), 1.0)
-    with pytest.raises(WeightSyncError, match="embedding and head are tied, and do not have the same adapter"):
-        WeightSender(trainer).send_weights([("embedding", weight), ("head", adapted)])
+WEIGHT, META = torch.randn(6, 4), torch.ones(3, device="meta")
+ADAPTED = LoRAWeight(WEIGHT, torch.randn(2, 4), torch.randn(6, 2), 1.0)
 
 
 @pytest.mark.parametrize(
-    ("lora_A", "lora_B", "transposed"),
-    [((4, 2), (2, 6), False), ((2, 4), (6, 3), False), ((2, 4), (6, 2), True), ((2, 6), (4, 2), False)],
+    ("weights", "message"),
+    [
+        ({}, "there is nothing to send: the model has no parameters"),
+        ({"a": WEIGHT, "b": ADAPTED}, "a and b are tied, and do not have the same adapter"),
+        ({"a": WEIGHT, "b": META}, "the tensors are on cpu, meta: a sync sends those of one device"),
+        (
+            {"a": replace(ADAPTED, lora_A=META.expand(2, 3))},
+            "the tensors are on cpu, meta: a sync sends those of one device",
+        ),
+        *(
+            (
+                {"a": LoRAWeight(WEIGHT, torch.randn(lora_A), torch.randn(lora_B), 1.0, transposed)},
+                rf"a: lora_A and lora_B are {re.escape(str([lora_A, lora_B]))}, and not \[r, \d\] and \[\d, r\]",
+            )
+            for lora_A, lora_B, transposed in [
+                ((4, 2), (2, 6), False),
+                ((2, 4), (6, 3), False),
+                ((2, 4), (6, 2), True),
+                ((2, 6), (4, 2), False),
+            ]
+        ),
+    ],
 )
-def test_factors_that_do_not_fit_their_base_are_an_error(lora_A, lora_B, transposed):
-    adapted = LoRAWeight(torch.randn(6, 4), torch.randn(lora_A), torch.randn(lora_B), 1.0, transposed)
-    with pytest.raises(WeightSyncError, match=r"^w: lora_A and lora_B are \[.*\], and not \[r, \d\] and \[\d, r\]$"):
-        WeightSender(groups(1)[0]).send_weights([("w", adapted)])
+def test_weights_that_cannot_be_sent_are_named(weights, message):
+    with pytest.raises(WeightSyncError, match=f"^{message}$"):
+        WeightSender(groups(1)[0]).send_weights(weights.items())
+
+
+def test_tensors_of_a_cpu_are_not_nccls():
+    with pytest.raises(WeightSyncError, match="the tensors are on the CPU, and NCCL sends those of a GPU"):
+        Wire(SimpleNamespace(broadcast=None), torch.device("cpu"))  # as vLLM's PyNcclCommunicator
 
 
 def test_sync_in_inference_mode_leaves_later_ones_as_they_are():
@@ -249,17 +263,6 @@ def test_sync_in_inference_mode_leaves_later_ones_as_they_are():
             sender.send_weights([("w", weight)])
         assert same_bits(receiving.worker.weight_model.weights["w"], weight)
     receiving.join(10)
-
-
-def test_tensors_on_devices_that_cannot_send_are_an_error():
-    sender = WeightSender(groups(1)[0])
-    adapted = LoRAWeight(torch.ones(2, 2), torch.ones(1, 2, device="meta"), torch.ones(2, 1), 1.0)
-    with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
-        WeightSender(groups(1)[0]).send_weights([("w", adapted)])
-    with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
-        sender.send_weights([("a", torch.ones(3)), ("b", torch.ones(3, device="meta"))])
-    with pytest.raises(WeightSyncError, match="the tensors are on the CPU, and NCCL sends those of a GPU"):
-        Wire(SimpleNamespace(broadcast=None), torch.device("cpu"))  # as vLLM's PyNcclCommunicator
 
 
 def test_every_tensor_that_the_engine_ignores_is_named():
