@@ -131,7 +131,8 @@ class WeightReceiver:
         refused = model.record(self.weight_buckets, self._open_routing)
         reloaded = None if refused else model.state_digest()
         for i, link in enumerate(links):
-            link.send(refused=refused, regions=[] if refused else self._regions_from(i))
+            regions = [] if refused else self._regions_from(i)
+            link.send(refused=refused, regions=[[region.message for region in bucket] for bucket in regions])
         while (mode := (message := recv_all(links, ANSWER_SECONDS)[0])["mode"]) != "end":
             if mode == "verify":  # load other weights first, so that an element which replay misses is wrong
                 self._load_other_weights()
@@ -160,8 +161,7 @@ class WeightReceiver:
             return self.weight_routing.needs[i]
         if not self._staging("reload").is_mapped:
             return []
-        rank_of = {piece.number: piece.rank for piece in self.weight_buckets[0]}
-        compared = [pair for pair in self.weight_model.compared if rank_of[pair[0].piece] == i]
+        compared = [(region, served) for region, served in self.weight_model.compared if region.piece.rank == i]
         served = [(torch.empty(t.shape, dtype=t.dtype, device="meta"), t) for _, t in compared]
         self.weight_digesters.append(CopiesDigester(self.device, served, i * RANK_NUMBERS))
         return [[region for region, _ in compared]]

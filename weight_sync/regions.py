@@ -6,31 +6,41 @@ from typing import NamedTuple
 
 import torch
 
-from .buckets import Piece
+from .buckets import Piece, aligned
 from .lora import LoRAWeight, Merge
 
 
 class Region(NamedTuple):
     """Elements of a piece, in the order in which they are copied."""
 
-    piece: int  # its number
+    piece: Piece
     offset: int  # of the first element, in the piece
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def message(self) -> tuple:
+        """What is sent of it: the other side has the same pieces."""
+        return self.piece.number, *self[1:]
+
     @classmethod
-    def read(cls, message: list) -> "Region":
-        """A region from a message, where tuples are lists."""
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in message))
+    def read(cls, message: list, pieces: list[Piece]) -> "Region":
+        number, offset, size, stride = message
+        return cls(pieces[number], offset, tuple(size), tuple(stride))
 
     @property
     def numel(self) -> int:
         return torch.Size(self.size).numel()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in a payload."""
+        return aligned(self.numel * self.piece.dtype.itemsize)
+
 
 def whole(piece: Piece) -> Region:
     """All elements of a piece: [rows, row]."""
-    return Region(piece.number, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
+    return Region(piece, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
 
 
 def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, Region] | None:
@@ -57,15 +67,15 @@ def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[
             destination, copied = (view.narrow(dim, low - first, count) for view in (destination, copied))
     if not copied.numel():
         return None
-    return destination, Region(piece.number, copied.storage_offset() - begin, tuple(copied.size()), copied.stride())
+    return destination, Region(piece, copied.storage_offset() - begin, tuple(copied.size()), copied.stride())
 
 
 def copy_of(
-    destination: torch.Tensor, region: Region, piece: Piece, elements: torch.Tensor, adapted: LoRAWeight | None = None
+    destination: torch.Tensor, region: Region, elements: torch.Tensor, adapted: LoRAWeight | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | Callable]:
     """The copy (destination, source) of a region, as `BatchedCopy` takes it. `elements` [count] are those of its piece,
     in any dtype: of the base, if the weight is `adapted`."""
-    destination, columns = destination.view(region.size), piece.row
+    piece, columns, destination = region.piece, region.piece.row, destination.view(region.size)
     source = elements.as_strided(region.size, region.stride, elements.storage_offset() + region.offset)
     if adapted is None:
         return destination, source
@@ -85,6 +95,6 @@ def copy_of(
 def merged(piece: Piece, elements: torch.Tensor, adapted: LoRAWeight) -> torch.Tensor:
     """The elements [count] of an adapted weight's piece, a new tensor. `elements` [count] are the base's."""
     out = torch.empty(piece.count, dtype=piece.dtype, device=elements.device)
-    rows, merge = copy_of(out, whole(piece), piece, elements, adapted)
+    rows, merge = copy_of(out, whole(piece), elements, adapted)
     merge(rows)
     return out

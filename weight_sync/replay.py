@@ -63,7 +63,7 @@ class Recording:
             layer, parameter = self._destination(write)
             if read:
                 destination = strided_as(parameter, read[0])
-                pairs.append(staging.copy(piece, read[1], destination))
+                pairs.append(staging.copy(read[1], destination))
                 if layer is None:
                     self.compared.append((read[1], destination))
             elif piece.begin == 0 and not isinstance(write.value, torch.Tensor):

@@ -192,7 +192,8 @@ class WeightSender:
         if refused := next(filter(None, (answer["refused"] for answer in answers)), None):
             self.loader = f"reload ({refused})"
         else:
-            self.sending.route([[list(map(Region.read, each)) for each in answer["regions"]] for answer in answers])
+            pieces = list(chain(*self.sending.buckets))
+            self.sending.route([[[Region.read(m, pieces) for m in b] for b in a["regions"]] for a in answers])
             if all(answer["same"] for answer in self._transmit("verify")):
                 self.loader = "replay"
             elif all(answer["same"] for answer in self._transmit("fallback")):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
@@ -11,7 +10,7 @@ from .copies import BatchedCopy, CopiesDigester, digest_together, load_kernel
 from .groups import Wire, can_share, shared_buffer
 from .link import Link, wait_until
 from .regions import Region
-from .staging import RANK_NUMBERS, Staging, TrainerMemory, WiredStaging, all_pieces, bytes_of, compares
+from .staging import RANK_NUMBERS, Staging, TrainerMemory, WiredStaging, all_pieces, compares
 from .weights import Weights
 
 
@@ -22,13 +21,12 @@ class Packing:
     """
 
     def __init__(self, weights: Weights, staging: Staging, payloads: list[int], number: Callable[[int], int]):
-        pieces = {piece.number: piece for piece in chain(*staging.buckets)}
         self.totals = torch.zeros(len(payloads), dtype=torch.int64, device=weights.device)  # of the digests, by payload
         self.copies = []  # by bucket and payload
         for i in range(len(staging.buckets)):
             self.copies.append([])
             for n in payloads:
-                copies = [weights.copy(*view, pieces[view[1].piece]) for view in staging.views(i, n)]
+                copies = [weights.copy(elements, region) for elements, region in staging.views(i, n)]
                 self.copies[i].append(BatchedCopy(weights.device, copies))
                 digest_together(self.copies[i][-1:], [staging.payloads[i][n]], number(i))
 
@@ -118,7 +116,7 @@ class MappedSending:
     def __init__(self, _, weights: Weights, wire: list, answers: list[dict], replay: bool):
         self.buckets, ranks, held = plan_buckets(wire, bucket_bytes := 1 << 62), weights.ranks, weights.held()
         self.number = ranks.rank * RANK_NUMBERS  # of the first digest
-        copied = sum(bytes_of(self.buckets[0], all_pieces(self.buckets, ranks.size)[ranks.rank][0]))
+        copied = sum(region.nbytes for region in all_pieces(self.buckets, ranks.size)[ranks.rank][0])
         few_bytes = ranks.size == 1 or sum(elements.nbytes for elements in held.values()) <= copied
         self.maps_tensors = weights.are_contiguous and few_bytes and all(map(can_share, held.values()))
         if self.maps_tensors:
@@ -168,10 +166,9 @@ class MappedSending:
     def _region_digesters(self) -> list[CopiesDigester]:
         """What digests the regions that workers read: of this rank's own tensors, also where workers read copies."""
         if not self.digesters:
-            pieces = {piece.number: piece for piece in self.buckets[0]}
             for regions in self.different:
-                like = [torch.empty(r.size, dtype=pieces[r.piece].dtype, device="meta") for r in regions]
-                copies = [self.weights.copy(each, r, pieces[r.piece]) for each, r in zip(like, regions, strict=True)]
+                like = [torch.empty(region.size, dtype=region.piece.dtype, device="meta") for region in regions]
+                copies = list(map(self.weights.copy, like, regions))
                 self.digesters.append(CopiesDigester(self.weights.device, copies, self.number))
         return self.digesters
 

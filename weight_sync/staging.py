@@ -4,11 +4,10 @@ import base64
 import functools
 import pickle
 from collections.abc import Callable
-from itertools import chain
 
 import torch
 
-from .buckets import STAGING_BUFFERS, Piece, aligned, staging_buffers
+from .buckets import STAGING_BUFFERS, Piece, staging_buffers
 from .copies import Digester
 from .groups import Wire, rebuild_ipc, share_tensor
 from .lora import LoRAWeight, map_tensors
@@ -35,18 +34,17 @@ class Staging:
         elements, adapted = self._source(piece)
         return elements if adapted is None else merged(piece, elements, adapted)
 
-    def copy(self, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
+    def copy(self, region: Region, destination: torch.Tensor) -> tuple:
         """The copy (destination, source) of a region, which a replay repeats."""
         if region in self._views:
             return destination, self._views[region]
-        return copy_of(destination, region, piece, *self._source(piece))
+        return copy_of(destination, region, *self._source(region.piece))
 
     def views(self, i: int, n: int) -> list[tuple[torch.Tensor, Region]]:
         """The regions in payload n of bucket i, each with its elements there, in the region's size."""
-        dtypes, regions = {piece.number: piece.dtype for piece in self.buckets[i]}, self.needs[n][i]
-        spans = zip(self.payloads[i][n].split(bytes_of(self.buckets[i], regions)), regions, strict=True)
-        typed = [(span.view(dtypes[region.piece]), region) for span, region in spans]
-        return [(elements[: region.numel].view(region.size), region) for elements, region in typed]
+        regions = self.needs[n][i]
+        payload = zip(self.payloads[i][n].split([region.nbytes for region in regions]), regions, strict=True)
+        return [(each.view(r.piece.dtype)[: r.numel].view(r.size), r) for each, r in payload]
 
     @functools.cached_property
     def _views(self) -> dict[Region, torch.Tensor]:
@@ -82,7 +80,7 @@ class WiredStaging(Staging):
         wire: Wire,
         buffers: int = STAGING_BUFFERS,
     ):
-        sizes = [[sum(bytes_of(bucket, each[i])) for each in needs] for i, bucket in enumerate(buckets)]
+        sizes = [[sum(region.nbytes for region in each[i]) for each in needs] for i in range(len(buckets))]
         self.in_flight = min(buffers, len(sizes))
         largest = [max(map(sum, sizes[i :: self.in_flight])) for i in range(self.in_flight)]
         memory = [torch.empty(nbytes, dtype=torch.uint8, device=wire.device) for nbytes in largest]
@@ -99,8 +97,7 @@ class WiredStaging(Staging):
     @classmethod
     def of_worker(cls, buckets: list[list[Piece]], needs: list[list[Region]], ranks: int, wire: Wire) -> "WiredStaging":
         """A payload from each rank, with what this worker needs of it. `needs` has the regions of each bucket."""
-        holder = {piece.number: piece.rank for piece in chain(*buckets)}
-        by_rank = [[[region for region in each if holder[region.piece] == r] for each in needs] for r in range(ranks)]
+        by_rank = [[[region for region in each if region.piece.rank == r] for each in needs] for r in range(ranks)]
         return cls(buckets, by_rank, [("recv", rank, rank) for rank in range(ranks)], wire)
 
     def start(self, i: int) -> Callable[[], bool]:
@@ -156,9 +153,3 @@ def compares(version: int) -> bool:
 def all_pieces(buckets: list[list[Piece]], ranks: int) -> list[list[list[Region]]]:
     """All that each rank has of each bucket, as the `needs` of a Staging."""
     return [[[whole(piece) for piece in bucket if piece.rank == rank] for bucket in buckets] for rank in range(ranks)]
-
-
-def bytes_of(bucket: list[Piece], regions: list[Region]) -> list[int]:
-    """The bytes that each of these regions of a bucket takes in a payload."""
-    itemsizes = {piece.number: piece.dtype.itemsize for piece in bucket}
-    return [aligned(region.numel * itemsizes[region.piece]) for region in regions]

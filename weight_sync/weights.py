@@ -4,7 +4,7 @@ from functools import cached_property
 
 import torch
 
-from .buckets import Piece, dtype_name
+from .buckets import dtype_name
 from .link import WeightSyncError
 from .lora import LoRAWeight
 from .ranks import Ranks, ShardedPart, local_part, ranks_of
@@ -63,12 +63,13 @@ class Weights:
         held = {name: self.ranks.elements(tensor) for name, tensor in self.tensors.items()}
         return {name: elements for name, elements in held.items() if len(elements)}
 
-    def copy(self, destination: torch.Tensor, region: Region, piece: Piece) -> tuple:
-        """The copy of a region of a piece that this rank sends, as `BatchedCopy` takes it."""
+    def copy(self, destination: torch.Tensor, region: Region) -> tuple:
+        """The copy of a region that this rank sends, as `BatchedCopy` takes it."""
+        piece = region.piece
 
         def copied(destination: torch.Tensor) -> tuple:
             elements = self.ranks.elements(self.tensors[piece.name])[piece.begin - piece.first :][: piece.count]
-            return copy_of(destination, region, piece, elements, self.adapted.get(piece.name))
+            return copy_of(destination, region, elements, self.adapted.get(piece.name))
 
         def write(out: torch.Tensor) -> None:  # of a tensor that is not contiguous: its elements are a copy, now
             destination, source = copied(out)
