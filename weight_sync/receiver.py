@@ -111,19 +111,24 @@ class WeightReceiver:
     def _agree(self, messages: list[dict]) -> list[dict]:
         """The handshake with all ranks, which at least one asks for. Returns their messages after it."""
         model, links = self.weight_model, self.weight_links
-        for i, link in enumerate(links):
-            if "metadata" not in messages[i] and self._staging("reload").is_mapped:  # another rank's tensors have moved
-                link.recv(ANSWER_SECONDS)  # the digest that follows
-                link.send(again=True)
-                messages[i] = link.recv(ANSWER_SECONDS)
-            if messages[i].get("metadata") != messages[0].get("metadata"):
+        metadata, *others = map(self._metadata, links, messages)
+        for link, other in zip(links[1:], others, strict=True):
+            if other != metadata:
                 raise WeightSyncError(f"{link.peer} sends other tensors than {links[0].peer}")
-        dtypes, problems = model.preflight([(name, dtype, shape) for name, dtype, shape, _ in messages[0]["metadata"]])
+        dtypes, problems = model.preflight([(name, dtype, shape) for name, dtype, shape, _ in metadata])
         self._answer(dtypes=dtypes, problems=problems, version=model.version, **self.weight_place)
         self.weight_handshakes, self.weight_digesters = recv_all(links, ANSWER_SECONDS), []
         model.replay_steps = self.weight_staging = self.weight_routing = None  # free memory before allocating anew
         self.weight_buckets = plan_buckets(self.weight_handshakes[0]["wire"], self.weight_handshakes[0]["bucket_bytes"])
         return recv_all(links, ANSWER_SECONDS)
+
+    def _metadata(self, link: Link, message: dict) -> list | None:
+        """What a rank will send. A rank does not say so if only another one's mapped tensors have moved: ask it."""
+        if "metadata" not in message and self._staging("reload").is_mapped:
+            link.recv(ANSWER_SECONDS)  # the digest that follows
+            link.send(again=True)
+            message = link.recv(ANSWER_SECONDS)
+        return message.get("metadata")
 
     def _record(self, loaded: int | None) -> None:
         """Record the load that has left weights of digest `loaded`, and prove a replay, as the trainer asks for it."""

@@ -37,7 +37,7 @@ class Staging:
     def copy(self, region: Region, destination: torch.Tensor) -> tuple:
         """The copy (destination, source) of a region, which a replay repeats."""
         if region in self._views:
-            return destination, self._views[region]
+            return destination.view(region.size), self._views[region]
         return copy_of(destination, region, *self._source(region.piece))
 
     def views(self, i: int, n: int) -> list[tuple[torch.Tensor, Region]]:
