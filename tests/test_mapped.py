@@ -264,7 +264,7 @@ def pack_wrongly(packing, i):
     # One bit of the copy that workers map is not what was read.
     pack(packing, i)
     for trainer in sync.trainers:
-        if packing is trainer.sender.sending.packing:
+        if packing is getattr(trainer.sender.sending, "packing", None):  # none before its handshake
             trainer.sender.sending.memory.memory[trainer.rank][0] ^= 1
 
 
