@@ -1,23 +1,26 @@
-"""The trainer's end of a weight sync: its session with the workers. How the bytes go to them is in sending.py.
+"""The trainer's end of a weight sync: its session with the workers. sending.py has the two ways in which bytes travel.
 
-These messages pass over the link between a trainer rank and a worker (-> to the worker, <- back), after the hello of
-each side:
+The messages between a trainer rank and a worker, after the hello of both (-> to the worker, <- from it):
 
-    handshake, if the tensors are not those of the last sync
-    -> metadata                             (name, name of the dtype, shape, bounds) of each tensor
-    <- dtypes, problems, version, size, rank    the dtypes that the engine keeps, and the worker's place in the group
-    -> wire, bucket_bytes, routes, handle   the same as metadata in those dtypes; how they travel
-    one pass over the weights
-    -> prepare                              a sync begins: wait for the next message awake
-    -> mode, version                        "record", "replay", "reload", "verify", "fallback" or "compare"
-    -> digest                               of what was sent; the worker compares it with its own
-    <- done | again | found                 loaded | this rank's tensors have moved, shake hands | the comparison
-    the first one records, and proves the replay
-    <- refused, regions                     why the worker cannot replay, or what its replay reads of this rank
-    -> mode, version; -> digest; <- same    "verify" and, if a worker's replay was not the same, "fallback": a reload
-    -> mode, replays; <- done               "end"
-    at any time, in both directions
-    error | closed                          the reason why this side has failed | it has ended the session
+-> prepare                                 a sync begins: stay awake
+-> metadata                                handshake, if the tensors are not those of the last sync: (name, name of the
+                                           dtype, shape, bounds) of each
+<- dtypes, problems, version, size, rank   what the engine keeps them in; this worker's version, and place in the group
+-> wire, bucket_bytes, routes, handle      the metadata with these dtypes; how they travel
+-> mode, version                           a pass over the weights (see below)
+-> digest                                  of what was sent in it: the worker compares it with its own
+<- done | same | found | refused, regions  the worker's answer to the pass
+<- again                                   instead: another rank asks for a handshake, so this one must as well
+-> mode, replays                           "end" of the first sync, and whether all workers replay; <- done
+<- error | closed ->                       this side has failed, for this reason; has ended the session
+
+mode        what a worker does in the pass                            its answer
+"record"    reload, and record it as copies: the first sync           refused: why not; regions: what it needs
+"verify"    load other weights, replay                                same: whether it is what the reload left
+"fallback"  reload, since some worker's replay was not the same       same
+"replay"    replay                                                    done
+"reload"    reload                                                    done
+"compare"   compare its quantized weights with what was sent          found: the errors
 """
 
 import math

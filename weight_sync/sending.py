@@ -95,7 +95,8 @@ class GroupSending:
         for has_gone in transfers[-staging.in_flight :]:
             wait_until(has_gone, links, deadline)
         if self.routed and not routed:  # for a comparison: no sync needs it
-            self.whole = self.packings.pop(staging) and None
+            self.packings.pop(staging)
+            self.whole = None
         return [digests[n] for n in self.part_of] if routed else digests * len(links)
 
     def _packing(self, staging: WiredStaging) -> Packing:

@@ -1,7 +1,5 @@
 """The weights that a trainer rank sends."""
 
-from functools import cached_property
-
 import torch
 
 from .buckets import dtype_name
@@ -48,15 +46,13 @@ class Weights:
         local = [local_part(tensor) for tensor in self.tensors.values()]
         self.device, self.are_contiguous = local[0].device, all(tensor.is_contiguous() for tensor in local)
         self.kept = [(tensor, tensor.data_ptr()) for tensor in (*local, *factors)]
+        self.metadata = [  # (name, name of the dtype, shape, bounds) of each tensor, as `plan_buckets` has them
+            (name, dtype_name(t.dtype), tuple(t.shape), self.ranks.bounds(t)) for name, t in self.tensors.items()
+        ]
 
     def were_freed(self) -> bool:
         """Whether other tensors may lie where these did: FSDP2 frees memory of tensors that live on."""
         return any(tensor.data_ptr() != address for tensor, address in self.kept)
-
-    @cached_property
-    def metadata(self) -> list[tuple[str, str, tuple[int, ...], list[int]]]:
-        """(name, name of the dtype, shape, bounds) of each tensor, as `plan_buckets` has them."""
-        return [(n, dtype_name(t.dtype), tuple(t.shape), self.ranks.bounds(t)) for n, t in self.tensors.items()]
 
     def held(self) -> dict[str, torch.Tensor]:
         """What this rank sends of each tensor, by name: elements [n]."""
@@ -65,17 +61,17 @@ class Weights:
 
     def copy(self, destination: torch.Tensor, region: Region) -> tuple:
         """The copy of a region that this rank sends, as `BatchedCopy` takes it."""
-        piece = region.piece
+        piece, tensor = region.piece, self.tensors[region.piece.name]
 
-        def copied(destination: torch.Tensor) -> tuple:
-            elements = self.ranks.elements(self.tensors[piece.name])[piece.begin - piece.first :][: piece.count]
+        def copy(destination: torch.Tensor) -> tuple:
+            elements = self.ranks.elements(tensor)[piece.begin - piece.first :][: piece.count]
             return copy_of(destination, region, elements, self.adapted.get(piece.name))
 
-        def write(out: torch.Tensor) -> None:  # of a tensor that is not contiguous: its elements are a copy, now
-            destination, source = copied(out)
+        def write(out: torch.Tensor) -> None:  # what has no elements to point to: they are copied in each sync
+            destination, source = copy(out)
             source(destination) if callable(source) else destination.copy_(source)
 
-        return copied(destination) if local_part(self.tensors[piece.name]).is_contiguous() else (destination, write)
+        return copy(destination) if local_part(tensor).is_contiguous() else (destination, write)
 
     def _check(self, local: dict[str, torch.Tensor], factors: list[torch.Tensor]) -> None:
         if len(devices := {str(tensor.device) for tensor in (*local.values(), *factors)}) > 1:
