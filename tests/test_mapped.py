@@ -25,7 +25,7 @@ from fakes import (
 )
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError
-from weight_sync import staging
+from weight_sync import sending, staging
 
 MAPPED = """
 import threading
@@ -321,6 +321,22 @@ def test_replay_that_went_wrong_is_found_in_the_64th_sync(adapters):
         sync(weights)
     assert "what the engine now serves is not what the trainer has" in sync.error
     assert not sync.engine.unchanged()
+
+
+def test_copy_of_what_is_not_contiguous_is_compared_with_the_tensor(monkeypatch):
+    def packs_wrongly(packing, i):
+        pack(packing, i)
+        (copy,) = (elements for elements, region in packing.staging.views(i, 0) if region.piece.name == "q")
+        copy.view(torch.int32)[0, 0] ^= 1
+
+    monkeypatch.setattr(staging, "COMPARED_SYNCS", 1)  # each sync is compared
+    sync, weights, pack = Colocated(), model_tensors(1), sending.Packing.pack
+    weights["q"] = weights["q"].t().contiguous().t()
+    sync(weights)
+    sync(weights)
+    monkeypatch.setattr(sending.Packing, "pack", packs_wrongly)
+    with pytest.raises(WeightSyncError, match="what the engine now serves is not what the trainer has"):
+        sync(weights)
 
 
 class Odd(Model):

@@ -21,13 +21,14 @@ class Packing:
     """
 
     def __init__(self, weights: Weights, staging: Staging, payloads: list[int], number: Callable[[int], int]):
-        self.totals = torch.zeros(len(payloads), dtype=torch.int64, device=weights.device)  # of the digests, by payload
+        self.staging, device = staging, weights.device
+        self.totals = torch.zeros(len(payloads), dtype=torch.int64, device=device)  # of the digests, by payload
         self.copies = []  # by bucket and payload
         for i in range(len(staging.buckets)):
             self.copies.append([])
             for n in payloads:
                 copies = [weights.copy(elements, region) for elements, region in staging.views(i, n)]
-                self.copies[i].append(BatchedCopy(weights.device, copies))
+                self.copies[i].append(BatchedCopy(device, copies))
                 digest_together(self.copies[i][-1:], [staging.payloads[i][n]], number(i))
 
     def pack(self, i: int) -> None:
