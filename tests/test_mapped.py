@@ -326,7 +326,7 @@ def test_replay_that_went_wrong_is_found_in_the_64th_sync(adapters):
 def test_copy_of_what_is_not_contiguous_is_compared_with_the_tensor(monkeypatch):
     def packs_wrongly(packing, i):
         pack(packing, i)
-        (copy,) = (elements for elements, region in packing.staging.views(i, 0) if region.piece.name == "q")
+        (copy,) = (elements for elements, region in sync.sender.sending.memory.views(i, 0) if region.piece.name == "q")
         copy.view(torch.int32)[0, 0] ^= 1
 
     monkeypatch.setattr(staging, "COMPARED_SYNCS", 1)  # each sync is compared

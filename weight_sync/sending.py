@@ -21,7 +21,7 @@ class Packing:
     """
 
     def __init__(self, weights: Weights, staging: Staging, payloads: list[int], number: Callable[[int], int]):
-        self.staging, device = staging, weights.device
+        device = weights.device
         self.totals = torch.zeros(len(payloads), dtype=torch.int64, device=device)  # of the digests, by payload
         self.copies = []  # by bucket and payload
         for i in range(len(staging.buckets)):
