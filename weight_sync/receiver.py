@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import ClassVar
 
@@ -69,11 +69,11 @@ class WeightReceiver:
         try:
             if self._messages(ANSWER_SECONDS)[0].get("mode") != "compare":
                 raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
-            elements, wire = self._staging("compare").elements, wire_of(self.weight_buckets)
+            buckets, elements = self.weight_buckets, self._staging("compare").elements
 
             def compare(arrivals: Iterator[int]) -> dict:
-                tensors = chain.from_iterable(_batches(self.weight_buckets, elements, arrivals))
-                return compare_quantized(self.weight_model, wire, tensors)
+                tensors = chain.from_iterable(_batches(buckets, elements, arrivals))
+                return compare_quantized(self.weight_model, wire_of(buckets), tensors)
 
             self._answer(found=self._read("compare", compare))
             if self.weight_routing:
@@ -191,11 +191,10 @@ class WeightReceiver:
 
     def _load(self, mode: str, version: int = 0) -> int | None:
         """Load everything as it arrives, by reload or replay. Returns the digest of the loaded weights."""
-        model, elements = self.weight_model, self._staging(mode).elements
+        model, buckets, elements = self.weight_model, self.weight_buckets, self._staging(mode).elements
         if mode in ("replay", "verify"):
             return self._read(mode, model.replay, version)
-        batches = partial(_batches, self.weight_buckets, elements)
-        self._read(mode, lambda arrivals: model.reload(batches(arrivals), model.expected))
+        self._read(mode, lambda arrivals: model.reload(_batches(buckets, elements, arrivals), model.expected))
         return model.weights_digest()
 
     def _read(self, mode: str, read: Callable[[Iterator[int]], object], version: int = 0) -> object:
