@@ -115,7 +115,7 @@ class MappedSending:
     many bytes cross the links between GPUs.
     """
 
-    def __init__(self, _, weights: Weights, wire: list, answers: list[dict], replay: bool):
+    def __init__(self, _channel, weights: Weights, wire: list, _answers: list[dict], _replay: bool):
         self.buckets, ranks, held = plan_buckets(wire, bucket_bytes := 1 << 62), weights.ranks, weights.held()
         self.number = ranks.rank * RANK_NUMBERS  # of the first digest
         copied = sum(region.nbytes for region in all_pieces(self.buckets, ranks.size)[ranks.rank][0])
