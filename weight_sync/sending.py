@@ -9,8 +9,8 @@ from .buckets import largest_bucket, plan_buckets
 from .copies import BatchedCopy, CopiesDigester, digest_together, load_kernel
 from .groups import Wire, can_share, shared_buffer
 from .link import Link, wait_until
-from .regions import Region
-from .staging import RANK_NUMBERS, Staging, TrainerMemory, WiredStaging, all_pieces, compares
+from .regions import Region, whole
+from .staging import RANK_NUMBERS, Staging, TrainerMemory, WiredStaging, compares
 from .weights import Weights
 
 
@@ -118,15 +118,16 @@ class MappedSending:
     def __init__(self, _channel, weights: Weights, wire: list, _answers: list[dict], _replay: bool):
         self.buckets, ranks, held = plan_buckets(wire, bucket_bytes := 1 << 62), weights.ranks, weights.held()
         self.number = ranks.rank * RANK_NUMBERS  # of the first digest
-        copied = sum(region.nbytes for region in all_pieces(self.buckets, ranks.size)[ranks.rank][0])
-        few_bytes = ranks.size == 1 or sum(elements.nbytes for elements in held.values()) <= copied
+        pieces = [piece for piece in self.buckets[0] if piece.rank == ranks.rank]
+        few_bytes = ranks.size == 1 or sum(t.nbytes for t in held.values()) <= sum(piece.nbytes for piece in pieces)
         self.maps_tensors = weights.are_contiguous and few_bytes and all(map(can_share, held.values()))
         if self.maps_tensors:
-            held |= {name: replace(weights.adapted[name], base=held[name]) for name in held.keys() & weights.adapted}
-        memory = [None] * ranks.size
-        memory[ranks.rank] = held if self.maps_tensors else shared_buffer(max(1, copied), weights.device)[:copied]
+            own = held | {n: replace(weights.adapted[n], base=held[n]) for n in held.keys() & weights.adapted}
+        else:
+            size = sum(whole(piece).nbytes for piece in pieces)
+            own = shared_buffer(max(1, size), weights.device)[:size]
         load_kernel(weights.device)  # or a later sync would wait for its compilation
-        self.memory = TrainerMemory(self.buckets, memory)
+        self.memory = TrainerMemory(self.buckets, [own if r == ranks.rank else None for r in range(ranks.size)])
         self.handshake = {"bucket_bytes": bucket_bytes, "routes": False, "handle": self.memory.handle(ranks.rank)}
         self.different: list[list[Region]] = []  # what workers read, those that read the same together
         self.use(weights)
