@@ -48,7 +48,7 @@ from weight_sync.groups import Wire, rebuild_ipc, share_tensor, stateless_init_p
 from weight_sync.link import Link, WeightSyncError
 from weight_sync.lora import LoRAWeight
 from weight_sync.sender import SyncReport, WeightSender
-from weight_sync.staging import Staging, TrainerMemory, broadcast_staging
+from weight_sync.staging import Staging, TrainerMemory, WiredStaging
 
 __all__ = [
     "ColocateWorkerExtension",
@@ -122,7 +122,7 @@ class WorkerExtension(BroadcastProtocol):
     def _open_staging(self) -> Staging:
         self.weight_wire = Wire(self.model_update_group, self.device)
         bucket_bytes, ranks = self.weight_handshakes[0]["bucket_bytes"], len(self.weight_links)
-        return broadcast_staging(self.weight_buckets, bucket_bytes, ranks, self.weight_wire)
+        return WiredStaging.broadcast(self.weight_buckets, bucket_bytes, ranks, self.weight_wire)
 
 
 class ColocateWorkerExtension(SharedMemoryProtocols):

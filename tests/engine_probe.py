@@ -40,7 +40,7 @@ class _Probe:
 
     def flip_bit(self, name: str) -> None:
         """Flip the lowest bit of one element of a served parameter."""
-        parameter = self.model_runner.get_model().get_parameter(name)
+        parameter = self.get_model().get_parameter(name)
         parameter.data.view(torch.int32).view(-1)[parameter.numel() // 2] ^= 1
 
     def keep_scales(self, keep: bool) -> None:
@@ -85,7 +85,7 @@ class _Probe:
     def tamper_with_loads(self, how: str, part: str = "") -> None:
         """Change what the next loads do: "skip" drops the tensors whose names contain `part`, "raise" and "exhaust" (of
         memory) fail at the first such tensor, "swap" exchanges two layers; "heal" undoes it."""
-        model = self.model_runner.get_model()
+        model = self.get_model()
         vars(model).pop("load_weights", None)
         load = model.load_weights
 

@@ -240,7 +240,7 @@ class ModelEngine(EngineModel):
     """The real preflight, record, replay and digest, over such a model instead of vLLM's."""
 
     def __init__(self, model):
-        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
+        worker = SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
         worker.model_config = SimpleNamespace(dtype=torch.float32)
         worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
         worker.parallel_config = SimpleNamespace(tensor_parallel_size=getattr(model, "size", RANKS))
@@ -263,6 +263,11 @@ class ModelEngine(EngineModel):
 def model_tensors(seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in MODEL_SHAPES.items()}
+
+
+def materialized(weight):
+    """The tensor itself, or the merged weight in fp32, in the shape of its base."""
+    return weight.merge(weight.base) if isinstance(weight, LoRAWeight) else weight
 
 
 def adapted(base):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
+from fakes import materialized
 from learners import CPU, build, config, on_ranks, rollouts, save, weights_of
 from pair import Pair
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -27,7 +28,7 @@ from trainer.learning.lora import add_adapters, load_adapters
 from trainer.learning.named_tensors import NamedTensors
 from trainer.run.arguments import parse
 from trainer.run.checkpoint import Models, choose_models, write_checkpoint
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight
 
 LORA = {"lora_rank": 4, "learning_rate": 1e-2}
 

@@ -12,11 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import HIDDEN, ColocatedWorker, Model, ModelEngine, Receiving, adapted, model_tensors, same_bits
+from fakes import (
+    HIDDEN,
+    ColocatedWorker,
+    Model,
+    ModelEngine,
+    Receiving,
+    adapted,
+    materialized,
+    model_tensors,
+    same_bits,
+)
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError
-from weight_sync import staging
-from weight_sync.lora import materialized
+from weight_sync import sending, staging
 
 MAPPED = """
 import threading
@@ -25,20 +34,20 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
-from fakes import ColocatedWorker, FakeDTensor, Model, ModelEngine, Receiving, model_tensors
+from fakes import ColocatedWorker, FakeDTensor, Model, ModelEngine, Receiving, materialized, model_tensors
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, WeightSyncError, rebuild_ipc, share_tensor
-from weight_sync import buckets, copies, sender, staging
+from weight_sync import buckets, copies, sending, staging, weights
 from weight_sync import ranks as ranks_module
 from weight_sync.groups import shared_buffer
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight
 
 CPU = torch.device("cpu")
 DIFFERS = "what the engine now serves is not what the trainer has: their digests differ"
 copies._has_kernel, copies.SHORTEST_RUN = lambda device: True, 32
 staging.COMPARED_SYNCS = 2
 buckets.PIECE_BYTES = 256
-sender.ranks_of = lambda tensors: next(iter(tensors.values())).base.ranks_of()
+weights.ranks_of = lambda tensors: next(iter(tensors.values())).base.ranks_of()
 lock, run = threading.Lock(), copies.Table.run  # the interpreter runs one kernel at a time
 
 
@@ -47,7 +56,7 @@ def run_alone(table, *args):
         run(table, *args)
 
 
-copies.Table.run, sender.load_kernel = run_alone, lambda device: None
+copies.Table.run, sending.load_kernel = run_alone, lambda device: None
 
 
 class Casting(Model):
@@ -94,7 +103,7 @@ class Ranks(ranks_module.Ranks):
 class Trainer:
     # A rank whose memory workers read. Or, of the tensor `stale`, memory that it had and has left.
     def __init__(self, rank, ranks, adapters, model):
-        self.model = model
+        self.model, self.rank = model, rank
         self.shards = {name: Shard(value, rank, ranks) for name, value in values(0, model).items()}
         self.factors = {}
         for name in adapters:
@@ -178,7 +187,7 @@ class Sync:
 
     @property
     def maps_copies(self):
-        return {trainer.sender.whole.parts[0][rank] is not None for rank, trainer in enumerate(self.trainers)}
+        return {not trainer.sender.sending.maps_tensors for trainer in self.trainers}
 
 
 for options in (
@@ -248,22 +257,22 @@ for stale, options in (
     assert not all(worker.check_weights_changed() for worker in sync.workers)
 
 
-class Wrong(sender.Packing):
+pack = sending.Packing.pack
+
+
+def pack_wrongly(packing, i):
     # One bit of the copy that workers map is not what was read.
-    def pack(self, i):
-        super().pack(i)
-        for rank, trainer in enumerate(sync.trainers):
-            if self in trainer.sender.packings.values():
-                trainer.sender.whole.parts[0][rank][0] ^= 1
+    pack(packing, i)
+    for trainer in sync.trainers:
+        if packing is getattr(trainer.sender.sending, "packing", None):  # none before its handshake
+            trainer.sender.sending.memory.memory[trainer.rank][0] ^= 1
 
 
 sync = Sync(ranks=2)
 sync()
-for trainer in sync.trainers:
-    trainer.sender.packings[trainer.sender.whole].__class__ = Wrong
+sending.Packing.pack = pack_wrongly
 sides = [side for _ in range(staging.COMPARED_SYNCS) for side in (sync.send(), sync.errors)]
 assert sum(DIFFERS in str(side) for side in sides) == 2, sides  # both of one sync, which ends the session
-sender.Packing = Wrong
 sync = Sync(ranks=2)
 assert all("what arrived is not what the trainer sent" in str(side) for side in (sync.send(), sync.errors))
 """
@@ -312,6 +321,22 @@ def test_replay_that_went_wrong_is_found_in_the_64th_sync(adapters):
         sync(weights)
     assert "what the engine now serves is not what the trainer has" in sync.error
     assert not sync.engine.unchanged()
+
+
+def test_copy_of_what_is_not_contiguous_is_compared_with_the_tensor(monkeypatch):
+    def packs_wrongly(packing, i):
+        pack(packing, i)
+        (copy,) = (elements for elements, region in sync.sender.sending.memory.views(i, 0) if region.piece.name == "q")
+        copy.view(torch.int32)[0, 0] ^= 1
+
+    monkeypatch.setattr(staging, "COMPARED_SYNCS", 1)  # each sync is compared
+    sync, weights, pack = Colocated(), model_tensors(1), sending.Packing.pack
+    weights["q"] = weights["q"].t().contiguous().t()
+    sync(weights)
+    sync(weights)
+    monkeypatch.setattr(sending.Packing, "pack", packs_wrongly)
+    with pytest.raises(WeightSyncError, match="what the engine now serves is not what the trainer has"):
+        sync(weights)
 
 
 class Odd(Model):

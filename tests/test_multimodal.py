@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import cpu_only, metrics_of, settings_of
+from fakes import materialized
 from learners import (
     APART,
     CPU,
@@ -38,7 +39,7 @@ from trainer.learning.learner import MERGED
 from trainer.run.checkpoint import check_model
 from trainer.tasks.colour import TEMPLATE
 from trainer.tasks.tiny_model import byte_tokenizer
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight
 
 QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 QWEN_TOKENS |= {"vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}

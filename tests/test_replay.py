@@ -38,7 +38,6 @@ from trainer.rollouts.engine import EngineActor
 from weight_sync import buckets, receiver, replay
 from weight_sync.buckets import plan_buckets
 from weight_sync.engine_model import EngineModel, computes_with_copy, expected_writes, pack_experts_when_loaded
-from weight_sync.staging import Staging
 
 PADDED = VOCABULARY // RANKS + PADDING
 
@@ -293,7 +292,7 @@ class BracketedEngine(EngineModel):
     """Loads in vLLM's own reload brackets."""
 
     def __init__(self, model):
-        worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), device=torch.device("cpu"))
+        worker = SimpleNamespace(get_model=lambda: model, device=torch.device("cpu"))
         worker.model_config = SimpleNamespace(dtype=torch.float32)
         worker.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(mode=0))
         worker.parallel_config = SimpleNamespace(tensor_parallel_size=1)
@@ -467,7 +466,7 @@ def test_parameter_that_its_loader_registers_anew_is_served_where_it_was(layer):
     receiving, sender = Receiving(Worker(engine, worker), syncs=4), WeightSender(trainer)
     for sync in range(4):
         if sync == 2:  # the first two syncs replay, the last two reload
-            sender.metadata, sender.sources, sender.replay = None, (), False
+            sender.weights, sender.replay = None, False
         sent = weights()
         loader = sender.send_weights(sent.items()).loader
         assert loader.startswith("replay" if sync < 2 else "reload")
@@ -564,7 +563,7 @@ def test_layers_that_compute_with_a_copy_are_known(monkeypatch, packs):
 @pytest.mark.parametrize(("version", "rank", "warnings"), [("0.33.1", 0, 0), ("0.34.0", 0, 1), ("0.34.0", 1, 0)])
 def test_one_worker_warns_of_an_unproven_vllm(monkeypatch, caplog, version, rank, warnings):
     monkeypatch.setattr("vllm.__version__", version)
-    EngineModel(SimpleNamespace(rank=rank, model_runner=SimpleNamespace(get_model=lambda: Model(0))))
+    EngineModel(SimpleNamespace(rank=rank, get_model=lambda: Model(0)))
     assert len(caplog.messages) == warnings
     assert all(f"not with {version}: in its repository, run `make test" in message for message in caplog.messages)
 
@@ -660,7 +659,7 @@ def test_reload_hands_over_one_bucket_at_a_time(monkeypatch):
     metadata = [(n, "float32", shape, [0, torch.Size(shape).numel()]) for n, shape in MODEL_SHAPES.items()]
     planned = plan_buckets(metadata, 1 << 20)
     assert len(planned) == 1
-    batches = receiver._batches(Staging(planned, [[torch.zeros(1 << 20, dtype=torch.uint8)]]), range(1))
+    batches = receiver._batches(planned, lambda piece: torch.zeros(piece.count, dtype=piece.dtype), range(1))
     loaded = [sum(weight.nbytes for _, weight in batch) for batch in batches]
     largest = max(torch.Size(shape).numel() * 4 for shape in MODEL_SHAPES.values())
     assert sum(loaded) == sum(torch.Size(shape).numel() * 4 for shape in MODEL_SHAPES.values())

@@ -20,6 +20,7 @@ from fakes import (
     Worker,
     adapted,
     groups,
+    materialized,
     model_tensors,
     quantizable,
     same_bits,
@@ -27,8 +28,7 @@ from fakes import (
 
 from rlhf_utils import LoRAWeight, WeightSender
 from weight_sync import buckets
-from weight_sync import sender as sender_module
-from weight_sync.lora import materialized
+from weight_sync import weights as weights_module
 from weight_sync.ranks import Ranks, ShardedPart
 
 
@@ -58,7 +58,7 @@ def ranks_without_a_group(monkeypatch):
         base = next(tensor.base for tensor in tensors.values() if isinstance(tensor, ShardedPart))
         return Ranks(SimpleNamespace(size=lambda: base.ranks) if base.ranks > 1 else None, base.rank)
 
-    monkeypatch.setattr(sender_module, "ranks_of", ranks_of)
+    monkeypatch.setattr(weights_module, "ranks_of", ranks_of)
 
 
 class Sync:
@@ -71,6 +71,16 @@ class Sync:
         self.workers = [Worker(engine(m), other, model.size) for m, other in zip(models, members[ranks:], strict=True)]
         self.receiving = [Receiving(worker, syncs) for worker in self.workers]
         self.senders = [WeightSender(trainer) for trainer in members[:ranks]]
+        self.transfers = []  # (kind, address, other rank) of what ranks have sent
+        for trainer in members[:ranks]:
+            trainer.start = self.noting(trainer.start)
+
+    def noting(self, start):
+        def starts(kind, tensor, peer):
+            self.transfers.append((kind, tensor.data_ptr(), peer))
+            return start(kind, tensor, peer)
+
+        return starts
 
     def send(self, weights):
         """Sync. Returns each rank's report, or the text of its error."""
@@ -101,8 +111,8 @@ class Sync:
         """Elements that each rank sends to each worker in a sync."""
         return [
             [
-                sum(region.numel for step in sender.routing.needs[part] for region in step)
-                for part in sender.routing.part_of
+                sum(region.numel for regions in sender.sending.routed.needs[n] for region in regions)
+                for n in sender.sending.part_of
             ]
             for sender in self.senders
         ]
@@ -129,21 +139,23 @@ def test_each_worker_gets_what_it_needs_from_each_rank(monkeypatch, ranks, engin
 def test_what_several_workers_need_is_packed_once():
     sync = Sync(ranks=2, engines=2, model=Model)
     sync(model_tensors(1))
-    assert all(sender.routing.part_of == [0, 1, 0, 1] for sender in sync.senders)
+    sent = [(address, peer) for kind, address, peer in sync.transfers if kind == "send"]
+    addresses = {frozenset(address for address, peer in sent if peer == worker) for worker in range(2, 6)}
+    assert len(sent) == 8 and len(addresses) == 2  # in the pass that verifies the replay
 
 
 def test_more_engines_than_ranks_get_whole_buckets():
     sync = Sync(ranks=1, engines=2, model=Model, syncs=2)
     for seed in (1, 2):
         assert sync(model_tensors(seed)) == "replay"
-    assert all(sender.routing is None for sender in sync.senders)
+    assert {kind for kind, *_ in sync.transfers} == {"broadcast"}
 
 
 def test_staging_memory_is_that_of_one_way_at_a_time():
     sync = Sync(ranks=2, engines=1)
     sync(model_tensors(1))
-    for end in (*sync.senders, *(SimpleNamespace(whole=worker.weight_staging) for worker in sync.workers)):
-        assert end.whole is None
+    assert all(sender.sending.whole is None for sender in sync.senders)
+    assert all(worker.weight_staging is None for worker in sync.workers)
 
 
 @pytest.mark.parametrize("model", [Model, Whole])
@@ -185,36 +197,38 @@ def test_adapters_of_every_shape_and_order_are_merged(ranks, loader):
         assert sync(weights) == loader
 
 
-def test_tensor_that_is_laid_out_anew_is_sent_whole(monkeypatch):
-    monkeypatch.setattr(sender_module, "ranks_of", lambda tensors: Ranks())
+def test_tensor_that_is_laid_out_anew_is_sent_as_before(monkeypatch):
+    monkeypatch.setattr(weights_module, "ranks_of", lambda tensors: Ranks())
     monkeypatch.setitem(globals(), "sharded", lambda weights, *_: weights)
-    sync, weights = Sync(ranks=1, engines=1, syncs=3), model_tensors(1)
-    assert sync(weights) == "replay" and sync.senders[0].routing
+    sync, weights = Sync(ranks=1, engines=1, syncs=4), model_tensors(1)
+    assert sync(weights) == "replay"
+    sync.transfers.clear()
     weights |= {name: weights[name].t().contiguous().t() for name in ("q", "o", "fc")}
     for _ in range(2):
         weights["q"].mul_(2)
-        assert sync(weights) == "replay" and not sync.senders[0].routing
+        assert sync(weights) == "replay"
+    assert sync(weights | {name: adapted(weights[name]) for name in ("q", "o", "fc")}) == "replay"
+    assert {kind for kind, *_ in sync.transfers} == {"send"}
 
 
 @pytest.mark.parametrize("side", ["rank", "worker"])
 def test_flipped_bit_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
     sync = Sync(ranks=2, engines=2, syncs=2)
     assert sync(model_tensors(1)) == "replay"
-    staging = sync.senders[1].routing if side == "rank" else sync.workers[3].weight_routing
-    start = staging.start
+    rank, worker = sync.senders[1].channel.communicator, sync.workers[3].model_update_group
+    end, other = (rank, worker) if side == "rank" else (worker, rank)
+    start = end.start
 
-    def flip(i):
-        staging.parts[i][-1][5] ^= 1
-        return True
+    def starts(kind, tensor, peer):
+        if side == "rank" and peer == other.rank:
+            tensor[5] ^= 1
+        passing = start(kind, tensor, peer)
+        if side == "worker" and peer == other.rank:
+            passing.result()
+            tensor[5] ^= 1
+        return passing
 
-    def starts(i):
-        if side == "rank":
-            assert flip(i)
-            return start(i)
-        arrived = start(i)
-        return lambda: arrived() and flip(i)
-
-    staging.start = starts
+    end.start = starts
     answers = sync.send(model_tensors(2))
     assert all("what arrived is not what the trainer sent" in answer for answer in answers)
     assert side == "rank" or all("engine 1's worker 1" in answer for answer in answers)
@@ -226,8 +240,7 @@ def test_flipped_bit_to_one_worker_ends_the_sync_everywhere(monkeypatch, side):
 def test_rank_that_fails_ends_the_sync_everywhere(monkeypatch):
     sync = Sync(ranks=2, engines=2, syncs=2)
     assert sync(model_tensors(1)) == "replay"
-    packing = sync.senders[1].packings[sync.senders[1].routing]
-    monkeypatch.setattr(packing, "pack", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(sync.senders[1].sending, "send", lambda *_: torch.empty(1 << 60))
     monkeypatch.setattr(sync.senders[1], "_agree", lambda *_: None)
     answers = sync.send(model_tensors(2))
     assert all("can't allocate memory" in answer for answer in answers)

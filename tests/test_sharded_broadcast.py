@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fakes import Engine, Receiving, Worker, communicator, same_bits
+from fakes import Engine, Receiving, Worker, communicator, materialized, same_bits
 from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import rlhf_utils
 from rlhf_utils import LoRAWeight, WeightSender, WeightSyncError
 from weight_sync import buckets, receiver
-from weight_sync.lora import materialized
-from weight_sync.sender import Packing
+from weight_sync.sending import Packing
 from weight_sync.staging import Staging
 
 RANKS, ENGINES, WORKERS = 2, 2, 2

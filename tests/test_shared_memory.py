@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from conftest import shared_memory_of
-from fakes import ColocatedWorker, Engine, PlainSender, Receiving, random_tensors, same_bits
+from fakes import ColocatedWorker, Engine, PlainSender, Receiving, materialized, random_tensors, same_bits
 from torch.distributed import TCPStore
 
 from rlhf_utils import (
@@ -30,7 +30,7 @@ from rlhf_utils import (
 from weight_sync import buckets, channels, example_protocols, ranks
 from weight_sync.engine_model import EngineModel
 from weight_sync.groups import shared_buffer
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight
 from weight_sync.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class LoadingEngine(Engine, EngineModel):
         for name, _, _ in metadata:
             if name in self.refused:
                 raise ValueError(f"cannot load {name}")
-        writes = {name: [SimpleNamespace(region=name, value=None)] for name in self.needed}
+        writes = {name: [SimpleNamespace(elements=name, value=None)] for name in self.needed}
         return {name: writes.get(name, []) for name, _, _ in metadata}, []
 
     def missing(self, expected):
@@ -57,8 +57,10 @@ class LoadingEngine(Engine, EngineModel):
 def test_adapters_that_each_sync_wraps_anew_take_one_handshake(monkeypatch):
     channel = SharedMemoryChannel(CPU)
     receiving, sender = Receiving(ColocatedWorker(Engine(), channel.handles), syncs=3), WeightSender(channel)
-    handshakes, preflight = [], sender._preflight
-    monkeypatch.setattr(sender, "_preflight", lambda metadata: handshakes.append(metadata) or preflight(metadata))
+    handshakes, preflight = [], receiving.worker.weight_model.preflight
+    monkeypatch.setattr(
+        receiving.worker.weight_model, "preflight", lambda metadata: handshakes.append(metadata) or preflight(metadata)
+    )
     tensors = torch.randn(6, 4).t(), torch.randn(2, 6), torch.randn(4, 2)  # a base that does not lie in one piece
     for scaling in (0.5, 0.5, 2.0):
         tensors[1].add_(1)

@@ -43,8 +43,7 @@ weight_sync/engine_model.py
   torch.nn.modules.module.Module: _buffers; _parameters
   vllm.model_executor.model_loader.reload.types.LayerReloadingInfo: can_load(); load_numel; loaded_weights
   vllm.model_executor.model_loader.reload.types.LayerReloadingInfo: kernel_tensors
-  vllm.v1.worker.worker_base.WorkerBase: rank; model_config; parallel_config; vllm_config; model_runner
-  vllm.v1.worker.gpu_model_runner.GPUModelRunner: get_model()
+  vllm.v1.worker.worker_base.WorkerBase: rank; model_config; parallel_config; vllm_config; get_model()
 weight_sync/trace.py
 ! vllm.model_executor.model_loader.reload.layerwise: online_process_loader
   torch.nn.modules.module.Module: _parameters

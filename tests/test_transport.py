@@ -24,19 +24,20 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from conftest import ROOT
-from fakes import Engine, Receiving, Worker, communicator, groups, random_tensors, same_bits
+from fakes import Engine, Receiving, Worker, communicator, groups, materialized, random_tensors, same_bits
 from torch.distributed import TCPStore, rendezvous
 
 from rlhf_utils import WeightSender, WeightSyncError, stateless_init_process_group
 from trainer.learning.sharding import join_ranks
 from weight_sync import buckets, channels, link, receiver
 from weight_sync import groups as groups_module
-from weight_sync.buckets import ALIGN_BYTES, dtype_name, plan_buckets
+from weight_sync.buckets import ALIGN_BYTES, aligned, dtype_name, plan_buckets
 from weight_sync.channels import LINK_KEY, GroupChannel
 from weight_sync.groups import Wire
 from weight_sync.link import BUSY_POLL_SECONDS
-from weight_sync.lora import LoRAWeight, materialized
+from weight_sync.lora import LoRAWeight
 from weight_sync.ranks import Ranks, ranks_of
+from weight_sync.sending import Packing
 from weight_sync.staging import Staging
 
 
@@ -46,14 +47,12 @@ def test_buckets_hold_every_element_once(bucket_bytes):
     buckets = plan_buckets(metadata, bucket_bytes)
     elements = {}
     for bucket in buckets:
-        end = 0
         for piece in bucket:
-            assert piece.offset % ALIGN_BYTES == 0
-            assert piece.offset >= end
-            end = piece.offset + piece.nbytes
             assert piece.begin == elements.get(piece.name, 0)
+            assert piece.count % piece.row == 0
             elements[piece.name] = piece.begin + piece.count
-        assert end <= bucket_bytes
+        one_row = len(bucket) == 1 and bucket[0].count == bucket[0].row
+        assert sum(map(aligned, (piece.nbytes for piece in bucket))) <= bucket_bytes or one_row
     assert elements == {name: end for name, _, _, (_, end) in metadata}
 
 
@@ -88,29 +87,31 @@ def test_sync_delivers_every_bit(monkeypatch, workers, bucket_bytes):
 
 
 @pytest.mark.parametrize("side", ["trainer", "worker"])
-@pytest.mark.parametrize(("bucket", "piece"), [(0, 0), (0, -1), (-1, -1)])
-def test_flipped_bit_on_the_way_ends_both_sides_sync(monkeypatch, side, bucket, piece):
+@pytest.mark.parametrize(("bucket", "byte"), [(0, 0), (0, -1), (-1, -1)])
+def test_flipped_bit_on_the_way_ends_both_sides_sync(monkeypatch, side, bucket, byte):
     monkeypatch.setattr(buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * 1024)
     trainer, *others = groups(3)
     receiving = [Receiving(Worker(Engine(), other), syncs=2) for other in others]
     sender, tensors = WeightSender(trainer), random_tensors()
     sender.send_weights(tensors.items())
-    staging = sender.whole if side == "trainer" else receiving[1].worker.weight_staging
-    start, bucket = staging.start, bucket % len(staging.steps)
-    flipped = staging.steps[bucket][piece]
+    end = trainer if side == "trainer" else others[1]
+    start, broadcasts = end.start, []
 
-    def flip():
-        staging.view(bucket, flipped).view(torch.uint8)[-1] ^= 1
-        return True
+    def starts(kind, tensor, peer):  # the last pass of the first sync had as many
+        broadcasts.append(tensor)
+        flips = len(broadcasts) - 1 == bucket % count
+        if flips and side == "trainer":
+            tensor[byte] ^= 1
+        arriving = start(kind, tensor, peer)
+        if flips and side == "worker":
+            arriving.result()
+            tensor[byte] ^= 1
+        return arriving
 
-    def starts(i):
-        if side == "trainer":
-            assert i != bucket or flip()
-            return start(i)
-        arrived = start(i)
-        return lambda: arrived() and (i != bucket or flip())
-
-    staging.start = starts
+    count = len(
+        plan_buckets([(n, dtype_name(t.dtype), tuple(t.shape), [0, t.numel()]) for n, t in tensors.items()], 1024)
+    )
+    end.start = starts
     with pytest.raises(WeightSyncError, match=r"engine worker \d .* what arrived is not what the trainer sent"):
         sender.send_weights(tensors.items())
     receiving[1].join(10)
@@ -214,28 +215,42 @@ def test_sync_that_was_interrupted_ends_the_session():
         sender.send_weights([("w", torch.ones(4))])
 
 
-def test_nothing_to_send_is_an_error():
-    trainer, _ = groups(2)
-    with pytest.raises(WeightSyncError, match="no parameters"):
-        WeightSender(trainer).send_weights([])
-
-
-def test_tied_weights_of_which_one_is_adapted_are_an_error():
-    trainer, _ = groups(2)
-    weight = torch.randn(6, 4)
-    adapted = LoRAWeight(weight, torch.randn(2, 4), torch.randn(6, 2), 1.0)
-    with pytest.raises(WeightSyncError, match="embedding and head are tied, and do not have the same adapter"):
-        WeightSender(trainer).send_weights([("embedding", weight), ("head", adapted)])
+WEIGHT, META = torch.randn(6, 4), torch.ones(3, device="meta")
+ADAPTED = LoRAWeight(WEIGHT, torch.randn(2, 4), torch.randn(6, 2), 1.0)
 
 
 @pytest.mark.parametrize(
-    ("lora_A", "lora_B", "transposed"),
-    [((4, 2), (2, 6), False), ((2, 4), (6, 3), False), ((2, 4), (6, 2), True), ((2, 6), (4, 2), False)],
+    ("weights", "message"),
+    [
+        ({}, "there is nothing to send: the model has no parameters"),
+        ({"a": WEIGHT, "b": ADAPTED}, "a and b are tied, and do not have the same adapter"),
+        ({"a": WEIGHT, "b": META}, "the tensors are on cpu, meta: a sync sends those of one device"),
+        (
+            {"a": replace(ADAPTED, lora_A=META.expand(2, 3))},
+            "the tensors are on cpu, meta: a sync sends those of one device",
+        ),
+        *(
+            (
+                {"a": LoRAWeight(WEIGHT, torch.randn(lora_A), torch.randn(lora_B), 1.0, transposed)},
+                rf"a: lora_A and lora_B are {re.escape(str([lora_A, lora_B]))}, and not \[r, \d\] and \[\d, r\]",
+            )
+            for lora_A, lora_B, transposed in [
+                ((4, 2), (2, 6), False),
+                ((2, 4), (6, 3), False),
+                ((2, 4), (6, 2), True),
+                ((2, 6), (4, 2), False),
+            ]
+        ),
+    ],
 )
-def test_factors_that_do_not_fit_their_base_are_an_error(lora_A, lora_B, transposed):
-    adapted = LoRAWeight(torch.randn(6, 4), torch.randn(lora_A), torch.randn(lora_B), 1.0, transposed)
-    with pytest.raises(WeightSyncError, match=r"^w: lora_A and lora_B are \[.*\], and not \[r, \d\] and \[\d, r\]$"):
-        WeightSender(groups(1)[0]).send_weights([("w", adapted)])
+def test_weights_that_cannot_be_sent_are_named(weights, message):
+    with pytest.raises(WeightSyncError, match=f"^{message}$"):
+        WeightSender(groups(1)[0]).send_weights(weights.items())
+
+
+def test_tensors_of_a_cpu_are_not_nccls():
+    with pytest.raises(WeightSyncError, match="the tensors are on the CPU, and NCCL sends those of a GPU"):
+        Wire(SimpleNamespace(broadcast=None), torch.device("cpu"))  # as vLLM's PyNcclCommunicator
 
 
 def test_sync_in_inference_mode_leaves_later_ones_as_they_are():
@@ -248,17 +263,6 @@ def test_sync_in_inference_mode_leaves_later_ones_as_they_are():
             sender.send_weights([("w", weight)])
         assert same_bits(receiving.worker.weight_model.weights["w"], weight)
     receiving.join(10)
-
-
-def test_tensors_on_devices_that_cannot_send_are_an_error():
-    sender = WeightSender(groups(1)[0])
-    adapted = LoRAWeight(torch.ones(2, 2), torch.ones(1, 2, device="meta"), torch.ones(2, 1), 1.0)
-    with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
-        WeightSender(groups(1)[0]).send_weights([("w", adapted)])
-    with pytest.raises(WeightSyncError, match="the tensors are on cpu, meta: a sync sends those of one device"):
-        sender.send_weights([("a", torch.ones(3)), ("b", torch.ones(3, device="meta"))])
-    with pytest.raises(WeightSyncError, match="the tensors are on the CPU, and NCCL sends those of a GPU"):
-        Wire(SimpleNamespace(broadcast=None), torch.device("cpu"))  # as vLLM's PyNcclCommunicator
 
 
 def test_every_tensor_that_the_engine_ignores_is_named():
@@ -598,7 +602,7 @@ def test_buffer_is_filled_again_only_after_its_bucket_was_read(monkeypatch):
     count = 2 * buckets.STAGING_BUFFERS
     planned = plan_buckets([(str(i), "uint8", (ALIGN_BYTES,), [0, ALIGN_BYTES]) for i in range(count)], ALIGN_BYTES)
     begun = []
-    staging = Staging(planned, [])
+    staging = Staging(planned, [], [])
     staging.in_flight = buckets.STAGING_BUFFERS
     staging.start, staging.digest = lambda i: begun.append(i) or (lambda: True), lambda i, total: None
     for i in receiver._arrivals(staging, [], None):
@@ -609,21 +613,17 @@ def test_buffer_is_filled_again_only_after_its_bucket_was_read(monkeypatch):
     receiving, sender = Receiving(Worker(Engine(), other), syncs=2), WeightSender(trainer)
     tensors = [(str(i), torch.full((ALIGN_BYTES,), i, dtype=torch.uint8)) for i in range(count)]
     sender.send_weights(tensors)
-    packing = sender.packings[sender.whole]
-    start, pack, gone = sender.whole.start, packing.pack, set()
+    start, pack, sending = trainer.start, Packing.pack, []
 
-    def starts(i):
-        arrived = start(i)
-        return lambda: arrived() and (gone.add(i) or True)
+    def packs(packing, i):
+        assert all(each.done() for each in sending[: max(0, i - buckets.STAGING_BUFFERS + 1)])
+        pack(packing, i)
 
-    def packs(i, *rest):
-        assert gone >= set(range(i - buckets.STAGING_BUFFERS + 1))
-        pack(i, *rest)
-
-    sender.whole.start, packing.pack = starts, packs
+    monkeypatch.setattr(trainer, "start", lambda *transfer: sending.append(start(*transfer)) or sending[-1])
+    monkeypatch.setattr(Packing, "pack", packs)
     sender.send_weights(tensors)
     receiving.join(10)
-    assert gone == set(range(count))
+    assert len(sending) == count
 
 
 def test_tensors_not_sharded_alike_by_rows_are_an_error():

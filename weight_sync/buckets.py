@@ -1,6 +1,12 @@
 """How tensors are cut into pieces, and packed into buckets. Both ends compute the same plan, so only bytes travel.
 
-One trainer rank holds a piece. Pieces of all ranks take turns, so that all ranks send at the same time.
+One trainer rank holds a piece. Pieces of all ranks take turns, so that all ranks send at the same time. The words,
+here and in the other modules:
+
+piece       consecutive rows of a tensor, which one rank holds
+region      the elements of a piece that one copy of a worker's loaders reads, with strides
+bucket      pieces that travel at the same time
+payload     the bytes of a bucket that one rank sends at once: of whole pieces, or of regions
 """
 
 from collections.abc import Iterable
@@ -13,15 +19,14 @@ from .link import CONNECT_SECONDS
 
 STAGING_BYTES = 1000 << 20  # all staging buffers of one end; with the tables of copies this stays below 1 GiB
 STAGING_BUFFERS = 3  # how many buffers share STAGING_BYTES, and so how many buckets are in flight
-PIECE_BYTES = 8 << 20  # about the largest piece of a tensor that several ranks hold
+PIECE_BYTES = 8 << 20  # of a tensor that several ranks hold, unless a row of it is larger
 ALIGN_BYTES = 256  # pieces start at multiples of this, so that every copy is vectorized
 SLOWEST_BYTES_PER_SECOND = 50e6  # a slower transfer counts as stuck
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [begin, begin + count) of a flattened tensor. They lie at byte `offset` of their rank's part of a
-    bucket."""
+    """Elements [begin, begin + count) of a flattened tensor."""
 
     number: int  # among all pieces of the plan
     name: str
@@ -31,7 +36,6 @@ class Piece:
     first: int  # the first element of the tensor that this rank holds
     begin: int
     count: int
-    offset: int
 
     @property
     def nbytes(self) -> int:
@@ -44,36 +48,32 @@ class Piece:
 
 
 def plan_buckets(wire: Iterable[tuple], bucket_bytes: int) -> list[list[Piece]]:
-    """Pack tensors, in order, into buckets of at most `bucket_bytes` bytes, a multiple of ALIGN_BYTES.
+    """Pack tensors, in order, into buckets of at most `bucket_bytes` bytes, or of a single row that is larger.
 
     `wire` has (name, name of the dtype, shape, bounds) of each tensor: rank r holds the elements from bounds[r] to
-    bounds[r + 1]. Pieces end between rows. They have as many rows as fit in a bucket, or with several ranks in
-    PIECE_BYTES, and at least one. Only a row that no bucket can hold is cut.
+    bounds[r + 1]. Pieces are made of whole rows, as many as fit in a bucket, or with several ranks in PIECE_BYTES.
     """
-    buckets, ends, number = [[]], {}, 0  # ends: of the ranks' parts of the last bucket, in bytes
+    buckets, filled, number = [[]], 0, 0  # filled: bytes of the last bucket
     for name, type_name, shape, bounds in wire:
-        dtype, several_ranks = getattr(torch, type_name), bounds[1:-1]
-        row, most = row_of(shape), bucket_bytes // dtype.itemsize
-        largest = min(most, max(PIECE_BYTES // dtype.itemsize, row)) if several_ranks else most
-        step = largest // row * row or largest
-        shares = [
+        dtype, row = getattr(torch, type_name), row_of(shape)
+        largest = min(bucket_bytes, PIECE_BYTES) if bounds[1:-1] else bucket_bytes
+        step = max(1, largest // (row * dtype.itemsize)) * row
+        by_rank = [
             [(rank, first, begin, min(step, end - begin)) for begin in range(first, end, step)]
             for rank, (first, end) in enumerate(pairwise(bounds))
         ]
-        for rank, first, begin, count in (cut for turn in zip_longest(*shares) for cut in turn if cut):
+        for rank, first, begin, count in (cut for turn in zip_longest(*by_rank) for cut in turn if cut):
             nbytes = aligned(count * dtype.itemsize)
-            if buckets[-1] and sum(ends.values()) + nbytes > bucket_bytes:
+            if buckets[-1] and filled + nbytes > bucket_bytes:
                 buckets.append([])
-                ends = {}
-            offset = ends.get(rank, 0)
-            buckets[-1].append(Piece(number, name, dtype, tuple(shape), rank, first, begin, count, offset))
-            ends[rank] = offset + nbytes
-            number += 1
+                filled = 0
+            buckets[-1].append(Piece(number, name, dtype, tuple(shape), rank, first, begin, count))
+            filled, number = filled + nbytes, number + 1
     return buckets
 
 
 def largest_bucket(times: int = 1) -> int:
-    """The bytes of a bucket: those of a staging buffer, or so many times that, if no end has more than a part of it."""
+    """The bytes of a bucket: those of a staging buffer, or so many times that if each end has only a fraction of it."""
     return min(STAGING_BYTES, times * STAGING_BYTES // STAGING_BUFFERS) // ALIGN_BYTES * ALIGN_BYTES
 
 
@@ -85,14 +85,6 @@ def staging_buffers(bucket_bytes: int) -> int:
 def wire_of(buckets: list[list[Piece]]) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, name of the dtype, shape) of each tensor in these buckets, in order."""
     return list(dict.fromkeys((p.name, dtype_name(p.dtype), p.shape) for bucket in buckets for p in bucket))
-
-
-def part_sizes(bucket: list[Piece], ranks: int) -> list[int]:
-    """The bytes of each rank's part of a bucket."""
-    sizes = [0] * ranks
-    for piece in bucket:
-        sizes[piece.rank] = piece.offset + aligned(piece.nbytes)
-    return sizes
 
 
 def seconds_allowed(buckets: list[list[Piece]]) -> float:

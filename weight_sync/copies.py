@@ -17,7 +17,7 @@ import itertools
 import torch
 
 WORD_BYTES = 4
-BLOCK_WORDS = 1 << 15  # runs are cut at the blocks of a tensor, so that every multiprocessor gets a share
+BLOCK_WORDS = 1 << 15  # runs are cut at the blocks of a tensor, so that every multiprocessor gets some
 TILING = {"BLOCK": 2048, "STAGES": 4, "num_warps": 4}  # BLOCK: words per iteration; STAGES: blocks in flight
 SHORTEST_RUN = 512  # bytes; torch does copies of shorter runs, such as transpositions
 MASK = 0xFFFFFFFF
@@ -63,6 +63,7 @@ class BatchedCopy:
             destination.fill_(value)
         self.compute()
         if self.torch_copies:
+            # No public function of torch copies a list of tensors with few launches: `copy_` takes one for each.
             torch._foreach_copy_(*map(list, zip(*self.torch_copies, strict=True)))
         for table in self.tables:
             table.run(total)
@@ -78,27 +79,11 @@ def digest_together(copies: list[BatchedCopy], tensors: list[torch.Tensor], firs
     """
     if not all(map(_in_words, tensors)):
         return False
-    if not _has_kernel(copies[-1].device) or not _hash_while_copying(copies, tensors, first_number):
+    device, written = copies[-1].device, [runs for copy in copies for runs in copy.runs.values()]
+    unwritten = _unwritten(written, tensors) if _has_kernel(device) else None
+    if unwritten is None:
         copies[-1].final_digest = Digester(tensors, first_number)
-    return True
-
-
-def _hash_while_copying(copies: list[BatchedCopy], tensors: list[torch.Tensor], first_number: int) -> bool:
-    """Returns False, and changes nothing, if a kernel writes a word twice, or one outside `tensors`."""
-    device, starts = copies[-1].device, torch.tensor([tensor.data_ptr() for tensor in tensors])
-    ends = starts + torch.tensor([tensor.nbytes for tensor in tensors])
-    written = torch.cat([torch.zeros(3, 0).long(), *(runs for copy in copies for runs in copy.runs.values())], 1)
-    # Find the gaps between the runs. An empty run at both ends of every tensor also bounds the gaps there.
-    begins = torch.cat([starts, ends, written[DESTINATION]])
-    reached = torch.cat([starts, ends, written[DESTINATION] + WORD_BYTES * written[WORDS]])
-    order = begins.argsort(stable=True)
-    begins, reached = begins[order][1:], reached[order].cummax(0).values[:-1]
-    between_tensors = torch.isin(reached, ends) & ~torch.isin(reached, starts)
-    gaps = ((begins > reached) & ~between_tensors).nonzero()[:, 0]
-    unwritten = torch.stack([reached[gaps], torch.zeros_like(gaps), (begins - reached)[gaps] // WORD_BYTES])
-    tensor_numbers, _ = locate(written[DESTINATION], WORD_BYTES * written[WORDS], tensors)
-    if (begins < reached).any() or (tensor_numbers < 0).any():
-        return False
+        return True
 
     def table(runs: torch.Tensor, cast: bool, hashed: int) -> Table:
         """A table of these runs. `hashed` is the row of the addresses that lie in `tensors`."""
@@ -109,6 +94,28 @@ def _hash_while_copying(copies: list[BatchedCopy], tensors: list[torch.Tensor], 
         copy.tables = [table(runs, cast, DESTINATION) for cast, runs in copy.runs.items()]
     copies[-1].final_digest = table(unwritten, False, SOURCE) if unwritten.size(1) else None
     return True
+
+
+def _unwritten(written: list[torch.Tensor], tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """The words of `tensors` that no run writes, as runs [3, n] that are only hashed.
+
+    None if the runs write a word twice, or one outside `tensors`.
+    """
+    starts = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    ends = starts + torch.tensor([tensor.nbytes for tensor in tensors])
+    runs = torch.cat([torch.zeros(3, 0).long(), *written], 1)
+    begins, nbytes = runs[DESTINATION], WORD_BYTES * runs[WORDS]
+    outside = locate(begins, nbytes, tensors)[0] < 0
+    # An empty run at both ends of every tensor. In the order of memory, what lies between two runs is then unwritten,
+    # and wholly in a tensor or wholly outside.
+    begins, reached = torch.cat([starts, ends, begins]), torch.cat([starts, ends, begins + nbytes])
+    order = begins.argsort(stable=True)
+    gaps = reached[order][:-1]  # where they begin
+    sizes = begins[order][1:] - gaps
+    if outside.any() or (sizes < 0).any():
+        return None
+    found = (sizes > 0) & (locate(gaps, sizes, tensors)[0] >= 0)
+    return torch.stack([gaps, torch.zeros_like(gaps), sizes // WORD_BYTES])[:, found]
 
 
 class Digester:
@@ -158,8 +165,8 @@ class CopiesDigester:
             if found is None:
                 self.others.append((number, destination, source))
             else:
-                address, place, words = found
-                hashed = [address, torch.zeros_like(place), words, torch.full_like(words, number), place // WORD_BYTES]
+                address, byte, words = found  # a meta tensor's address is 0, so `byte` is that of the destination
+                hashed = [address, torch.zeros_like(byte), words, torch.full_like(words, number), byte // WORD_BYTES]
                 runs.setdefault(source.dtype != destination.dtype, []).append(torch.stack(hashed))
         joined = [(cast, torch.cat(each, 1)) for cast, each in runs.items()]
         self.tables = [Table(each[:3], cast, device, *each[3:]) for cast, each in joined]
@@ -249,18 +256,18 @@ def _coefficients() -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _digest_table(spans: tuple[tuple[int, int], ...], first_number: int, device: torch.device) -> "Table":
+def _digest_table(words_at: tuple[tuple[int, int], ...], first_number: int, device: torch.device) -> "Table":
     """A table that only hashes tensors, given as (address, words)."""
-    address, words = torch.tensor(spans).T
-    numbers = first_number + torch.arange(len(spans))
+    address, words = torch.tensor(words_at).T
+    numbers = first_number + torch.arange(len(words_at))
     return Table(torch.stack([address, torch.zeros_like(address), words]), False, device, numbers)
 
 
 class Table:
     """The runs [3, n], cut at the ends of blocks, as rows int64 [5, m] on the device.
 
-    With `cast`, copies read fp32 and write bf16. A run is hashed as a part of tensor `number` that begins at word
-    `word` of it; both are [n], or `word` is 0 for all runs. Without `number`, nothing is hashed.
+    With `cast`, copies read fp32 and write bf16. A run is hashed as words of tensor `number`, from its word `word`
+    on; both are [n], or `word` is 0 for all runs. Without `number`, nothing is hashed.
     """
 
     def __init__(self, runs, cast: bool, device: torch.device, number=None, word: torch.Tensor | int = 0):

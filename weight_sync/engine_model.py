@@ -29,7 +29,7 @@ class EngineModel:
     def __init__(self, worker):
         warn_if_unproven(worker)
         self.worker = worker
-        self.model = worker.model_runner.get_model()
+        self.model = worker.get_model()
         pack_experts_when_loaded(self.model)
         self.loading = False  # a reload bracket is open
         self.first_names: dict[str, str] = {}  # by each of a parameter's names, several if it is tied; after a trace
@@ -39,7 +39,7 @@ class EngineModel:
         self.loaded_buffers: set[str] = set()  # buffers that syncs write
         self.digest: int | None = None  # of the weights after the last sync, None unless it completed
         self.version = 0
-        self.replay_steps: list[list] | None = None  # by step of what arrives
+        self.replay_steps: list[list] | None = None  # by bucket
         self.compared: list[tuple[Region, torch.Tensor]] = []  # of a replay: what it copies, and the served copy
         self.digest_total: torch.Tensor | None = None  # int64 [1]: the digest, if the steps of a replay add it up
         self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
@@ -80,11 +80,11 @@ class EngineModel:
 
     def _untied(self, traced: dict[str, list[Write]]) -> list[str]:
         """Problems: tensors that the engine ties and the trainer does not. The last one loaded would win."""
-        sent = {}  # by region
+        sent = {}  # names by the elements that they write
         for name, writes in traced.items():
-            regions = [write.region for write in writes if isinstance(write.value, torch.Tensor)]
-            for region in {(self.first_names.get(target, target), *where) for target, *where in regions}:
-                sent.setdefault(region, []).append(name)
+            copied = [write.elements for write in writes if isinstance(write.value, torch.Tensor)]
+            for elements in {(self.first_names.get(target, target), *where) for target, *where in copied}:
+                sent.setdefault(elements, []).append(name)
         return [f"{' and '.join(names)}: the engine has one weight for them" for names in sent.values() if names[1:]]
 
     def _loads_only_part(self, writes: list[Write], numel: int) -> bool:
@@ -172,20 +172,20 @@ class EngineModel:
                 incomplete += sorted(elements.keys() - loaded) or [layer]
         return incomplete
 
-    def record(self, steps: list[list[Piece]], open_staging: Callable[[list[list[Region]]], Staging]) -> str | None:
-        """Record a load of these pieces, in steps, for `replay`. Returns the reason if that is impossible.
+    def record(self, buckets: list[list[Piece]], open_staging: Callable[[list[list[Region]]], Staging]) -> str | None:
+        """Record a load of these buckets for `replay`. Returns the reason if that is impossible.
 
-        `open_staging` gets the regions that each step needs, and returns where they will arrive.
+        `open_staging` gets the regions that this worker needs of each bucket, and returns where they will arrive.
         """
         self.replay_steps = None
-        traced, _ = self.trace(wire_of(steps))
+        traced, _ = self.trace(wire_of(buckets))
         try:
-            recording = Recording(self.model, self._context, traced, steps, self.worker.device)
+            recording = Recording(self.model, self._context, traced, buckets, self.worker.device)
             if packed := [name for name, module in self.model.named_modules() if computes_with_copy(module)]:
                 return f"{packed[0]}: the engine computes with a packed copy, as vLLM does on CPU"
             staging = open_staging(recording.regions)
-            replay_steps = [recording.steps(i, staging) for i in range(len(steps))]
-            copies = [each for one in replay_steps for each in one if isinstance(each, BatchedCopy)]
+            replay_steps = [recording.steps(i, staging) for i in range(len(buckets))]
+            copies = [step for steps in replay_steps for step in steps if isinstance(step, BatchedCopy)]
             self.compared, total = recording.compared, torch.zeros(1, dtype=torch.int64, device=self.worker.device)
             digests = not recording.layers and digest_together(copies, list(self.served_tensors()))
             self.digest_total = total if digests else None
@@ -198,7 +198,7 @@ class EngineModel:
 
     @torch.no_grad()
     def replay(self, arrivals: Iterator[int]) -> int | None:
-        """Run what was recorded of each step as it arrives. Returns the digest of all weights."""
+        """Run what was recorded of each bucket as it arrives. Returns the digest of all weights."""
         self.digest = None
         for i in arrivals:
             for step in self.replay_steps[i]:
@@ -308,8 +308,8 @@ def loadable_elements(parameter: torch.Tensor) -> int:
 
 
 def expected_writes(loads: Iterable[list[Write]]) -> dict[tuple, bool]:
-    """What these loads write: each region once, and whether it is loaded, or filled with a number."""
-    return {write.region: not isinstance(write.value, int | float) for writes in loads for write in writes}
+    """What these loads write, each once, and whether it is loaded, or filled with a number."""
+    return {write.elements: not isinstance(write.value, int | float) for writes in loads for write in writes}
 
 
 def warn_if_unproven(worker) -> None:

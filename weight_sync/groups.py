@@ -101,17 +101,12 @@ def stateless_init_process_group(master_address: str, master_port: int, rank: in
 
     with unpinned_nccl_env():  # VLLM_BATCH_INVARIANT=1 sets NCCL's algorithm only in workers: both ends would hang
         communicator = PyNcclCommunicator(group, device=device)
-    refuse_disabled(communicator)
-    return communicator
-
-
-def refuse_disabled(communicator) -> None:
-    """Raise WeightSyncError if vLLM built a communicator whose broadcasts do nothing."""
     if communicator.disabled:
         raise WeightSyncError(
             "vLLM built a disabled NCCL communicator, which would broadcast nothing: NCCL is absent or too old for this"
             " vLLM, VLLM_DISABLE_PYNCCL is set, or the group has one rank (world_size must count trainer and workers)"
         )
+    return communicator
 
 
 def synchronize(device: torch.device) -> None:
@@ -143,7 +138,7 @@ def share_tensor(tensor: torch.Tensor) -> tuple:
 
 
 def can_share(tensor: torch.Tensor) -> bool:
-    """Whether `share_tensor` can share this tensor, which lies in one piece."""
+    """Whether `share_tensor` can share this tensor, which is contiguous."""
     return tensor.is_cuda or tensor.untyped_storage().data_ptr() in _shared_paths
 
 

@@ -58,7 +58,7 @@ class Merge:
 
     def merged(self) -> torch.Tensor:
         """The merged weight [m, n] in fp32, a new tensor."""
-        lora_A, lora_B, (rows, columns) = self.weight.lora_A.float(), self.weight.lora_B.float(), self._region()
+        lora_A, lora_B, (rows, columns) = self.weight.lora_A.float(), self.weight.lora_B.float(), self._slices()
         with torch.autocast(self.base.device.type, enabled=False):
             delta = (lora_B @ lora_A).T[rows, columns] if self.weight.transposed else lora_B[rows] @ lora_A[:, columns]
         # Subtract -delta: where nothing has been learned yet it is +0, and a weight of -0 stays -0.
@@ -72,12 +72,12 @@ class Merge:
         else:
             out.copy_(self.merged())
 
-    def _region(self) -> tuple[slice, slice]:
+    def _slices(self) -> tuple[slice, slice]:
         begins = (self.first_row, self.first_column)
         return tuple(slice(begin, begin + size) for begin, size in zip(begins, self.base.shape, strict=True))
 
     def _by_kernel(self, out: torch.Tensor) -> None:
-        left, right, (i, j) = self.weight.lora_B, self.weight.lora_A, self._region()
+        left, right, (i, j) = self.weight.lora_B, self.weight.lora_A, self._slices()
         if self.weight.transposed:
             left, right = right.T, left.T
         (rows, columns), left, right = self.base.shape, left[i], right[:, j]  # the delta's factors: [m, r] and [r, n]
@@ -97,11 +97,6 @@ def map_tensors(function: Callable, held):
         tensors = map(function, (held.base, held.lora_A, held.lora_B))
         return LoRAWeight(*tensors, held.scaling, held.transposed)
     return function(held)
-
-
-def materialized(weight: torch.Tensor | LoRAWeight) -> torch.Tensor:
-    """The tensor itself, or the merged weight in fp32, in the shape of its base."""
-    return weight.merge(weight.base) if isinstance(weight, LoRAWeight) else weight
 
 
 @functools.cache

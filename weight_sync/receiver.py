@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import torch
 
-from .buckets import largest_bucket, plan_buckets, seconds_allowed, wire_of
+from .buckets import Piece, largest_bucket, plan_buckets, seconds_allowed, wire_of
 from .comparison import compare_quantized
 from .copies import CopiesDigester
 from .engine_model import EngineModel
 from .groups import device_id_of
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all, wait_until
 from .regions import Region
-from .staging import RANK_NUMBERS, RoutedStaging, Staging, compares
+from .staging import RANK_NUMBERS, Staging, WiredStaging, compares
 
 
 class WeightReceiver:
@@ -24,8 +24,8 @@ class WeightReceiver:
     channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_place: ClassVar[dict] = {"size": 1, "rank": 0}  # the engine's workers, and this one's rank in the group
     weight_links: Sequence[Link] = ()  # to the trainer's ranks
-    weight_staging: Staging | None = None  # for whole buckets, or what the trainer shares
-    weight_routing: RoutedStaging | None = None  # for what this worker needs
+    weight_staging: Staging | None = None  # for whole buckets, or the trainer's memory
+    weight_routing: WiredStaging | None = None  # for what this worker needs
 
     def check_weights_changed(self) -> bool:
         """Whether this worker serves, bit for bit, what the last completed sync left.
@@ -69,13 +69,13 @@ class WeightReceiver:
         try:
             if self._messages(ANSWER_SECONDS)[0].get("mode") != "compare":
                 raise WeightSyncError("compare_weights needs the tensors of the last sync, and got others")
-            staging = self._staging("compare")
+            buckets, elements = self.weight_buckets, self._staging("compare").elements
 
             def compare(arrivals: Iterator[int]) -> dict:
-                tensors = chain.from_iterable(_batches(staging, arrivals))
-                return compare_quantized(self.weight_model, wire_of(self.weight_buckets), tensors)
+                tensors = chain.from_iterable(_batches(buckets, elements, arrivals))
+                return compare_quantized(self.weight_model, wire_of(buckets), tensors)
 
-            self._answer(found=self._read(staging, compare))
+            self._answer(found=self._read("compare", compare))
             if self.weight_routing:
                 self.weight_staging = None  # syncs need no whole buckets
         except Exception as error:
@@ -111,19 +111,24 @@ class WeightReceiver:
     def _agree(self, messages: list[dict]) -> list[dict]:
         """The handshake with all ranks, which at least one asks for. Returns their messages after it."""
         model, links = self.weight_model, self.weight_links
-        for i, link in enumerate(links):
-            if "metadata" not in messages[i] and self._staging("reload").is_mapped:  # another rank's tensors have moved
-                link.recv(ANSWER_SECONDS)  # the digest that follows
-                link.send(again=True)
-                messages[i] = link.recv(ANSWER_SECONDS)
-            if messages[i].get("metadata") != messages[0].get("metadata"):
+        metadata, *others = map(self._metadata, links, messages)
+        for link, other in zip(links[1:], others, strict=True):
+            if other != metadata:
                 raise WeightSyncError(f"{link.peer} sends other tensors than {links[0].peer}")
-        dtypes, problems = model.preflight(messages[0]["metadata"])
+        dtypes, problems = model.preflight([(name, dtype, shape) for name, dtype, shape, _ in metadata])
         self._answer(dtypes=dtypes, problems=problems, version=model.version, **self.weight_place)
         self.weight_handshakes, self.weight_digesters = recv_all(links, ANSWER_SECONDS), []
         model.replay_steps = self.weight_staging = self.weight_routing = None  # free memory before allocating anew
         self.weight_buckets = plan_buckets(self.weight_handshakes[0]["wire"], self.weight_handshakes[0]["bucket_bytes"])
         return recv_all(links, ANSWER_SECONDS)
+
+    def _metadata(self, link: Link, message: dict) -> list | None:
+        """What a rank will send. A rank does not say so if only another one's mapped tensors have moved: ask it."""
+        if "metadata" not in message and self._staging("reload").is_mapped:
+            link.recv(ANSWER_SECONDS)  # the digest that follows
+            link.send(again=True)
+            message = link.recv(ANSWER_SECONDS)
+        return message.get("metadata")
 
     def _record(self, loaded: int | None) -> None:
         """Record the load that has left weights of digest `loaded`, and prove a replay, as the trainer asks for it."""
@@ -131,7 +136,8 @@ class WeightReceiver:
         refused = model.record(self.weight_buckets, self._open_routing)
         reloaded = None if refused else model.state_digest()
         for i, link in enumerate(links):
-            link.send(refused=refused, regions=[] if refused else self._regions_from(i))
+            regions = [] if refused else self._regions_from(i)
+            link.send(refused=refused, regions=[[region.message for region in bucket] for bucket in regions])
         while (mode := (message := recv_all(links, ANSWER_SECONDS)[0])["mode"]) != "end":
             if mode == "verify":  # load other weights first, so that an element which replay misses is wrong
                 self._load_other_weights()
@@ -145,23 +151,22 @@ class WeightReceiver:
         self._answer(done=True)
 
     def _open_routing(self, needs: list[list[Region]]) -> Staging:
-        """The staging from which a replay reads, if this worker needs these regions of each step."""
+        """The staging from which a replay reads, if this worker needs these regions of each bucket."""
         if not all(handshake["routes"] for handshake in self.weight_handshakes):
             return self._staging("reload")
         self.weight_staging = None  # free its memory before allocating anew
-        self.weight_routing = RoutedStaging.of_worker(
+        self.weight_routing = WiredStaging.of_worker(
             self.weight_buckets, needs, len(self.weight_links), self.weight_wire
         )
         return self.weight_routing
 
     def _regions_from(self, i: int) -> list[list[Region]]:
-        """What this worker needs of rank `i` in each step or, of memory that it maps, what is compared."""
+        """What this worker needs of rank `i`, by bucket or, of memory that it maps, what is compared."""
         if self.weight_routing:
             return self.weight_routing.needs[i]
         if not self._staging("reload").is_mapped:
             return []
-        rank_of = {piece.number: piece.rank for piece in self.weight_buckets[0]}
-        compared = [pair for pair in self.weight_model.compared if rank_of[pair[0].piece] == i]
+        compared = [(region, served) for region, served in self.weight_model.compared if region.piece.rank == i]
         served = [(torch.empty(t.shape, dtype=t.dtype, device="meta"), t) for _, t in compared]
         self.weight_digesters.append(CopiesDigester(self.device, served, i * RANK_NUMBERS))
         return [[region for region, _ in compared]]
@@ -186,47 +191,45 @@ class WeightReceiver:
 
     def _load(self, mode: str, version: int = 0) -> int | None:
         """Load everything as it arrives, by reload or replay. Returns the digest of the loaded weights."""
-        staging, model = self._staging(mode), self.weight_model
-        if mode == "replay" and staging.is_mapped:
-            return self._replay_mapped(version)
+        model, buckets, elements = self.weight_model, self.weight_buckets, self._staging(mode).elements
         if mode in ("replay", "verify"):
-            return self._read(staging, model.replay)
-        self._read(staging, lambda arrivals: model.reload(_batches(staging, arrivals), model.expected))
+            return self._read(mode, model.replay, version)
+        self._read(mode, lambda arrivals: model.reload(_batches(buckets, elements, arrivals), model.expected))
         return model.weights_digest()
 
-    def _read(self, staging: Staging, read: Callable[[Iterator[int]], object]) -> object:
-        """Have `read` read all steps as they arrive, and return its result.
+    def _read(self, mode: str, read: Callable[[Iterator[int]], object], version: int = 0) -> object:
+        """Have `read` read all buckets as they arrive, and return its result.
 
-        Raises WeightSyncError if something else arrived than the trainer sent.
+        Raises WeightSyncError if something else arrived than the trainer sent or, of a replay from the trainer's
+        memory, if the engine does not serve it.
         """
-        total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        result = read(_arrivals(staging, self.weight_links, total))
-        self._compare_digest(total, "what arrived is not what the trainer sent: their digests differ")
-        return result
-
-    def _replay_mapped(self, version: int) -> int | None:
-        """Replay from the trainer's own memory, and compare some versions. Returns the digest of the loaded weights."""
-        total = torch.zeros(1, dtype=torch.int64, device=self.device)
-
-        def arrivals() -> Iterator[int]:
-            yield 0
-            for digester in self.weight_digesters if compares(version) else ():  # queued behind the copies
-                digester.run(total)
-
-        loaded = self.weight_model.replay(arrivals())
-        self._compare_digest(total, "what the engine now serves is not what the trainer has: their digests differ")
-        return loaded
-
-    def _compare_digest(self, total: torch.Tensor, difference: str) -> None:
+        staging, total = self._staging(mode), torch.zeros(1, dtype=torch.int64, device=self.device)
+        if mode == "replay" and staging.is_mapped:
+            difference = "what the engine now serves is not what the trainer has"
+            result = read(self._mapped(version, total))
+        else:
+            difference = "what arrived is not what the trainer sent"
+            result = read(_arrivals(staging, self.weight_links, total))
         digests = [message["digest"] for message in recv_all(self.weight_links, ANSWER_SECONDS)]
         if int(torch.tensor(digests).sum()) != int(total):  # both modulo 2**64
-            raise WeightSyncError(difference)
+            raise WeightSyncError(f"{difference}: their digests differ")
+        return result
+
+    def _mapped(self, version: int, total: torch.Tensor) -> Iterator[int]:
+        """The only bucket of the trainer's own memory, for a replay. Of some versions, digests what this worker serves
+        after it."""
+        yield 0
+        for digester in self.weight_digesters if compares(version) else ():  # queued behind the copies
+            digester.run(total)
 
     def _load_other_weights(self) -> None:
         """Load tensors of the same shapes that are all one constant, which takes no memory."""
-        model, others = self.weight_model, Staging(self.weight_buckets, [])
-        others.view = lambda _, piece: torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
-        model.reload(_batches(others, range(len(others.steps))), model.expected)
+
+        def constant(piece: Piece) -> torch.Tensor:
+            return torch.full((), 0.5, dtype=piece.dtype, device=self.device).expand(piece.count)
+
+        model, buckets = self.weight_model, self.weight_buckets
+        model.reload(_batches(buckets, constant, range(len(buckets))), model.expected)
 
     def _close_links(self, error: str | None = None) -> None:
         """Leave the session. With `error`, waiting trainer ranks raise it."""
@@ -244,38 +247,40 @@ class WeightReceiver:
 
 
 def _arrivals(staging: Staging, links: list[Link], total: torch.Tensor) -> Iterator[int]:
-    """The receive loop: yields each step's number once it has arrived. Others may be in flight meanwhile.
+    """The receive loop: yields each bucket's number once it has arrived. Others may be in flight meanwhile.
 
-    Adds the digest of what arrived to `total`, int64 [1]. The caller must have read the step, or on a GPU have queued
+    Adds the digest of what arrived to `total`, int64 [1]. The caller must have read the bucket, or on a GPU have queued
     its reads in the current stream, before it asks for the next number.
     """
-    deadline = time.monotonic() + seconds_allowed(staging.steps)
+    count, deadline = len(staging.buckets), time.monotonic() + seconds_allowed(staging.buckets)
     arriving: list[Callable[[], bool]] = []
-    for i in range(len(staging.steps)):
-        while len(arriving) < min(i + staging.in_flight, len(staging.steps)):
+    for i in range(count):
+        while len(arriving) < min(i + staging.in_flight, count):
             arriving.append(staging.start(len(arriving)))
         wait_until(arriving[i], links, deadline)
         staging.digest(i, total)
         yield i
 
 
-def _batches(staging: Staging, arrivals: Iterable[int]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Whole tensors for vLLM's loader, about a bucket at a time.
+def _batches(
+    buckets: list[list[Piece]], elements: Callable[[Piece], torch.Tensor], arrivals: Iterable[int]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Whole tensors for vLLM's loader, about a bucket at a time. `elements` returns those of a piece that has arrived.
 
     They are copied out of the staging buffers, since the reload bracket keeps them until their layer is complete.
     """
     incomplete, missing, weights, waiting_bytes = {}, {}, [], 0
     for i in arrivals:
-        for piece in staging.steps[i]:
-            view = staging.view(i, piece)
+        for piece in buckets[i]:
+            arrived = elements(piece)
             if piece.name not in incomplete:
-                incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=view.device)
+                incomplete[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=arrived.device)
                 missing[piece.name] = incomplete[piece.name].numel()
-            incomplete[piece.name].view(-1)[piece.begin : piece.begin + piece.count].copy_(view)
+            incomplete[piece.name].view(-1)[piece.begin : piece.begin + piece.count].copy_(arrived)
             missing[piece.name] -= piece.count
             waiting_bytes += piece.nbytes
             if not missing[piece.name]:
                 weights.append((piece.name, incomplete.pop(piece.name)))
-            if weights and (piece is staging.steps[i][-1] or waiting_bytes > largest_bucket()):
+            if weights and (piece is buckets[i][-1] or waiting_bytes > largest_bucket()):
                 yield weights
                 weights, waiting_bytes = [], 0

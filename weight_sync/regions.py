@@ -1,4 +1,4 @@
-"""Regions: the elements of a piece that one copy of a worker's loaders reads. A worker needs no others."""
+"""Regions: the elements of a piece that one copy of a worker's loaders reads. It needs no others."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,40 +6,48 @@ from typing import NamedTuple
 
 import torch
 
-from .buckets import Piece
+from .buckets import Piece, aligned
 from .lora import LoRAWeight, Merge
 
 
 class Region(NamedTuple):
     """Elements of a piece, in the order in which they are copied."""
 
-    piece: int  # its number
+    piece: Piece
     offset: int  # of the first element, in the piece
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def message(self) -> tuple:
+        """What is sent of it: the other side has the same pieces."""
+        return self.piece.number, *self[1:]
+
     @classmethod
-    def read(cls, message: list) -> "Region":
-        """A region from a message, where tuples are lists."""
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in message))
+    def read(cls, message: list, pieces: list[Piece]) -> "Region":
+        number, offset, size, stride = message
+        return cls(pieces[number], offset, tuple(size), tuple(stride))
 
     @property
     def numel(self) -> int:
         return torch.Size(self.size).numel()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes in a payload."""
+        return aligned(self.numel * self.piece.dtype.itemsize)
+
 
 def whole(piece: Piece) -> Region:
-    """All elements of a piece: rows, or if it is not made of whole rows, [count]."""
-    if piece.count % piece.row == piece.begin % piece.row == 0:
-        return Region(piece.number, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
-    return Region(piece.number, 0, (piece.count,), (1,))
+    """All elements of a piece: [rows, row]."""
+    return Region(piece, 0, (piece.count // piece.row, piece.row), (piece.row, 1))
 
 
 def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[torch.Tensor, Region] | None:
-    """What a traced copy reads from a piece, and the part of the destination that this is for; None if it is nothing.
+    """What a traced copy reads from a piece, and the view of the destination that this is for; None if it is nothing.
 
     The trace saw `destination.copy_(copied)`, where `copied` is a view of a meta tensor of the full shape. Raises
-    NotImplementedError if the piece is only a part of the tensor and its rows are no part of what is copied.
+    NotImplementedError if the piece has not all rows of the tensor, and these are not copied row by row.
     """
     begin = 0
     if piece.count < torch.Size(piece.shape).numel():
@@ -48,7 +56,7 @@ def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[
         across = [i for i in range(copied.dim()) if i not in dims]  # dimensions within a row
         first, column = divmod(copied.storage_offset(), row)
         last_column = column + sum((copied.size(dim) - 1) * copied.stride(dim) for dim in across)
-        if len(dims) > 1 or last_column >= row or piece.begin % row or piece.count % row:
+        if len(dims) > 1 or last_column >= row:
             raise NotImplementedError(f"{piece.name}: it is cut, and not copied by rows")
         rows = copied.size(dims[0]) if dims else 1
         low = max(piece.begin // row, first)
@@ -59,18 +67,15 @@ def cut(destination: torch.Tensor, copied: torch.Tensor, piece: Piece) -> tuple[
             destination, copied = (view.narrow(dim, low - first, count) for view in (destination, copied))
     if not copied.numel():
         return None
-    return destination, Region(piece.number, copied.storage_offset() - begin, tuple(copied.size()), copied.stride())
+    return destination, Region(piece, copied.storage_offset() - begin, tuple(copied.size()), copied.stride())
 
 
 def copy_of(
-    destination: torch.Tensor, region: Region, piece: Piece, elements: torch.Tensor, adapted: LoRAWeight | None = None
+    destination: torch.Tensor, region: Region, elements: torch.Tensor, adapted: LoRAWeight | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | Callable]:
     """The copy (destination, source) of a region, as `BatchedCopy` takes it. `elements` [count] are those of its piece,
-    in any dtype: of the base, if the weight is `adapted`.
-
-    Raises NotImplementedError for an adapted weight with a row that no bucket can hold.
-    """
-    destination, columns = destination.view(region.size), piece.row
+    in any dtype: of the base, if the weight is `adapted`."""
+    piece, columns, destination = region.piece, region.piece.row, destination.view(region.size)
     source = elements.as_strided(region.size, region.stride, elements.storage_offset() + region.offset)
     if adapted is None:
         return destination, source
@@ -80,8 +85,6 @@ def copy_of(
     if region.stride == (1, columns) and first_column + region.size[0] <= columns:
         turned = replace(adapted, transposed=not adapted.transposed)
         return destination, Merge(turned, source, first_column, first_row)
-    if region == whole(piece):
-        raise NotImplementedError(f"{piece.name}: it is merged, and a row of it is larger than a bucket")
 
     def merge(out: torch.Tensor) -> None:  # of what is copied neither by rows nor by columns, such as every third row
         out.copy_(merged(piece, elements, adapted).as_strided(region.size, region.stride, region.offset))
@@ -92,6 +95,6 @@ def copy_of(
 def merged(piece: Piece, elements: torch.Tensor, adapted: LoRAWeight) -> torch.Tensor:
     """The elements [count] of an adapted weight's piece, a new tensor. `elements` [count] are the base's."""
     out = torch.empty(piece.count, dtype=piece.dtype, device=elements.device)
-    rows, merge = copy_of(out, whole(piece), piece, elements, adapted)
+    rows, merge = copy_of(out, whole(piece), elements, adapted)
     merge(rows)
     return out

@@ -17,19 +17,19 @@ PROCESSED = "_already_called_process_weights_after_loading"  # vLLM's quantizati
 
 
 class Recording:
-    """A load, in steps of some pieces, as copies and the processing of each layer that the copies complete.
+    """A load of these buckets, as copies and the processing of each layer that the copies complete.
 
     Raises NotImplementedError, with the reason, for a load that does anything else.
     """
 
     def __init__(
-        self, model, context: Callable, traced: dict[str, list[Write]], steps: list[list[Piece]], device: torch.device
+        self, model, context: Callable, traced: dict[str, list[Write]], buckets: list[list[Piece]], device: torch.device
     ):
         self.device, self.served = device, parameters_and_buffers(model)
         self.compared: list[tuple[Region, torch.Tensor]] = []  # what a copy reads, and the served tensor that it is in
         self.layers: dict[str, ProcessedLayer] = {}
         self.unused_scratch: dict[tuple, list[torch.Tensor]] = {}  # by shape and dtype
-        pieces = Counter(piece.name for step in steps for piece in step)
+        pieces = Counter(piece.name for bucket in buckets for piece in bucket)
         for name, writes in traced.items():
             for write in writes:
                 if write.value is None:
@@ -45,25 +45,25 @@ class Recording:
                 layer, _, parameter = write.target.rpartition(".")
                 if layer in self.layers and parameter not in self.layers[layer].loadable:
                     self.layers[layer].served_as_loaded.add(parameter)
-        # By step: each piece, each write that reads it, and what it reads, None if that is nothing.
+        # By bucket: each piece, each write that reads it, and what it reads, None if that is nothing.
         self.reads = [
             [
                 (piece, write, isinstance(write.value, torch.Tensor) and cut(write.destination, write.value, piece))
-                for piece in step
+                for piece in bucket
                 for write in traced[piece.name]
             ]
-            for step in steps
+            for bucket in buckets
         ]
-        self.regions = [list(dict.fromkeys(read[1] for _, _, read in step if read)) for step in self.reads]  # by step
+        self.regions = [list(dict.fromkeys(read[1] for *_, read in each if read)) for each in self.reads]  # by bucket
 
     def steps(self, i: int, staging: Staging) -> list:
-        """The steps to run once step `i` has arrived in this staging. Call this for every one, in order."""
+        """The steps to run once bucket `i` has arrived in this staging. Call this for every one, in order."""
         steps, pairs, fills = [], [], []
         for piece, write, read in self.reads[i]:
             layer, parameter = self._destination(write)
             if read:
                 destination = strided_as(parameter, read[0])
-                pairs.append(staging.copy(i, piece, read[1], destination))
+                pairs.append(staging.copy(read[1], destination))
                 if layer is None:
                     self.compared.append((read[1], destination))
             elif piece.begin == 0 and not isinstance(write.value, torch.Tensor):
@@ -71,7 +71,7 @@ class Recording:
             if layer and layer.count_write(self.unused_scratch):
                 steps += [BatchedCopy(self.device, pairs, fills), layer]
                 pairs, fills = [], []
-        # Other workers may load all of a step's pieces.
+        # Other workers may load all of a bucket's pieces.
         return [*steps, BatchedCopy(self.device, pairs, fills)] if pairs or fills else steps
 
     def _destination(self, write: Write) -> tuple["ProcessedLayer | None", torch.Tensor]:

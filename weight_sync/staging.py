@@ -1,145 +1,123 @@
-"""Where the bytes of a sync lie at one end, step by step: in staging buffers, or in memory that both ends map."""
+"""Where the weights lie at one end on their way: in staging buffers, or in memory that both ends map."""
 
 import base64
 import functools
 import pickle
 from collections.abc import Callable
-from itertools import chain, product
 
 import torch
 
-from .buckets import STAGING_BUFFERS, Piece, aligned, part_sizes, staging_buffers
+from .buckets import STAGING_BUFFERS, Piece, staging_buffers
 from .copies import Digester
 from .groups import Wire, rebuild_ipc, share_tensor
 from .lora import LoRAWeight, map_tensors
 from .regions import Region, copy_of, merged, whole
 
-RANK_NUMBERS = 1 << 20  # digests number what a rank shares from this times the rank on
+RANK_NUMBERS = 1 << 20  # digests of a rank's memory count from this times the rank
 COMPARED_SYNCS = 64  # one of so many replays from mapped memory is compared, which takes as long as the copy
 
 
 class Staging:
-    """Whole buckets. Each rank has a part of each: `parts[i]` are the parts of step i, uint8 [n] each."""
+    """Each bucket in payloads, uint8 [n]: what one trainer rank sends at once. `payloads[i]` are those of bucket i.
+
+    `needs[n][i]` has the regions in payload n of bucket i. They lie there one after the other.
+    """
 
     is_mapped = False  # whether workers read memory of the trainer's
-    part_of: list[int] | None = None  # the part of each step that each worker gets; None: all get the same
-    in_flight = 1
+    in_flight = 1  # how many buckets are on their way at the same time
 
-    def __init__(self, steps: list[list[Piece]], parts: list[list[torch.Tensor | None]]):
-        self.steps, self.parts = steps, parts
+    def __init__(self, buckets: list[list[Piece]], needs: list[list[list[Region]]], payloads: list[list]):
+        self.buckets, self.needs, self.payloads = buckets, needs, payloads
 
-    def view(self, i: int, piece: Piece) -> torch.Tensor:
-        """The elements [count] of a piece, in the part of its rank."""
-        return self.parts[i][piece.rank][piece.offset : piece.offset + piece.nbytes].view(piece.dtype)
+    def elements(self, piece: Piece) -> torch.Tensor:
+        """The elements [count] of a piece that is here as a whole."""
+        elements, adapted = self._source(piece)
+        return elements if adapted is None else merged(piece, elements, adapted)
 
-    def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
+    def copy(self, region: Region, destination: torch.Tensor) -> tuple:
         """The copy (destination, source) of a region, which a replay repeats."""
-        return copy_of(destination, region, piece, self.view(i, piece))
+        if region in self._views:
+            return destination.view(region.size), self._views[region]
+        return copy_of(destination, region, *self._source(region.piece))
 
-    def sent(self, i: int, rank: int) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, Region]]]]:
-        """The parts of step i that this trainer rank fills, each with the places of the regions that go there."""
-        return [(self.parts[i][rank], [(self.view(i, p), whole(p)) for p in self.steps[i] if p.rank == rank])]
+    def views(self, i: int, n: int) -> list[tuple[torch.Tensor, Region]]:
+        """The regions in payload n of bucket i, each with its elements there, in the region's size."""
+        regions = self.needs[n][i]
+        payload = zip(self.payloads[i][n].split([region.nbytes for region in regions]), regions, strict=True)
+        return [(each.view(r.piece.dtype)[: r.numel].view(r.size), r) for each, r in payload]
+
+    @functools.cached_property
+    def _views(self) -> dict[Region, torch.Tensor]:
+        indices = [(i, n) for i, payloads in enumerate(self.payloads) for n, p in enumerate(payloads) if p is not None]
+        return {region: elements for i, n in indices for elements, region in self.views(i, n)}
+
+    def _source(self, piece: Piece) -> tuple[torch.Tensor, LoRAWeight | None]:
+        """The elements [count] of a piece and, if they are an adapted weight's base, that weight."""
+        return self._views[whole(piece)].view(-1), None
 
     def digest(self, i: int, total: torch.Tensor) -> None:
-        """Add the digest of step i, as it lies in its parts, to `total`, int64 [1]."""
+        """Add the digest of bucket i, as it lies here, to `total`, int64 [1]."""
         self._digesters[i].run(total)
 
     @functools.cached_property
     def _digesters(self) -> list[Digester]:
-        return [Digester(parts, i * len(parts)) for i, parts in enumerate(self.parts)]
+        return [Digester(payloads, i * len(payloads)) for i, payloads in enumerate(self.payloads)]
 
     def start(self, i: int) -> Callable[[], bool]:
-        """Start to send or to receive step i, after the copies queued so far. Returns a check for its end."""
+        """Start to send or to receive bucket i, after the copies queued so far. Returns a check for its end."""
         return lambda: True
 
 
 class WiredStaging(Staging):
-    """Staging buffers of this end, as many as steps in flight. `sizes` are the bytes of each step's parts.
-
-    `transfers` has, of each step, what passes over the wire, as `Wire.start` takes it, with a part's index for the
-    tensor.
-    """
+    """Staging buffers of this end, as many as buckets in flight. `transfers` has what passes over the wire for each
+    bucket, as `Wire.start` takes it, with a payload's index for the tensor."""
 
     def __init__(
-        self, steps: list, sizes: list[list[int]], transfers: list[tuple], wire: Wire, buffers: int = STAGING_BUFFERS
+        self,
+        buckets: list[list[Piece]],
+        needs: list[list[list[Region]]],
+        transfers: list[tuple[str, int, int]],
+        wire: Wire,
+        buffers: int = STAGING_BUFFERS,
     ):
+        sizes = [[sum(region.nbytes for region in each[i]) for each in needs] for i in range(len(buckets))]
         self.in_flight = min(buffers, len(sizes))
         largest = [max(map(sum, sizes[i :: self.in_flight])) for i in range(self.in_flight)]
         memory = [torch.empty(nbytes, dtype=torch.uint8, device=wire.device) for nbytes in largest]
-        parts = [list(memory[i % self.in_flight][: sum(each)].split(each)) for i, each in enumerate(sizes)]
-        super().__init__(steps, parts)
+        payloads = [list(memory[i % self.in_flight][: sum(each)].split(each)) for i, each in enumerate(sizes)]
+        super().__init__(buckets, needs, payloads)
         self.wire, self.transfers = wire, transfers
 
+    @classmethod
+    def broadcast(cls, buckets: list[list[Piece]], bucket_bytes: int, ranks: int, wire: Wire) -> "WiredStaging":
+        """Whole buckets, at any end. Each rank broadcasts its payload to all other members of the group."""
+        transfers = [("broadcast", rank, rank) for rank in range(ranks)]
+        return cls(buckets, all_pieces(buckets, ranks), transfers, wire, staging_buffers(bucket_bytes))
+
+    @classmethod
+    def of_worker(cls, buckets: list[list[Piece]], needs: list[list[Region]], ranks: int, wire: Wire) -> "WiredStaging":
+        """A payload from each rank, with what this worker needs of it. `needs` has the regions of each bucket."""
+        by_rank = [[[region for region in each if region.piece.rank == r] for each in needs] for r in range(ranks)]
+        return cls(buckets, by_rank, [("recv", rank, rank) for rank in range(ranks)], wire)
+
     def start(self, i: int) -> Callable[[], bool]:
-        parts = self.parts[i]
-        return self.wire.start([(kind, parts[n], peer) for kind, n, peer in self.transfers if len(parts[n])])
-
-
-class RoutedStaging(WiredStaging):
-    """Nothing but what workers need. `needs` has the regions in each part, by part and step: they lie one after the
-    other."""
-
-    def __init__(self, steps: list[list[Piece]], needs: list[list[list[Region]]], transfers: list[tuple], wire: Wire):
-        self.needs, self.dtypes = needs, {piece.number: piece.dtype for piece in chain(*steps)}
-        sizes = [[sum(self._rooms(part)) for part in step] for step in zip(*needs, strict=True)]
-        super().__init__(steps, sizes, transfers, wire)
-
-    @classmethod
-    def of_rank(
-        cls, steps: list[list[Piece]], needs: list[list[list[Region]]], workers: list[int], wire: Wire
-    ) -> "RoutedStaging":
-        """What a rank sends: a part for all workers that need the same. `needs` has the regions that each worker wants
-        of this rank, by step, and `workers` their ranks in the group."""
-        different = [each for i, each in enumerate(needs) if each not in needs[:i]]
-        part_of = [different.index(each) for each in needs]
-        transfers = [("send", part, to) for part, to in zip(part_of, workers, strict=True)]
-        staging = cls(steps, different, transfers, wire)
-        staging.part_of = part_of
-        return staging
-
-    @classmethod
-    def of_worker(cls, steps: list[list[Piece]], needs: list[list[Region]], ranks: int, wire: Wire) -> "RoutedStaging":
-        """What a worker gets: a part from each rank. `needs` has the regions that it wants, by step."""
-        holder = {piece.number: piece.rank for piece in chain(*steps)}
-        parts = [[[region for region in step if holder[region.piece] == r] for step in needs] for r in range(ranks)]
-        return cls(steps, parts, [("recv", rank, rank) for rank in range(ranks)], wire)
-
-    def _rooms(self, regions: list[Region]) -> list[int]:
-        """The bytes that these regions take."""
-        return [aligned(region.numel * self.dtypes[region.piece].itemsize) for region in regions]
-
-    def _places(self, i: int, part: int) -> list[tuple[torch.Tensor, Region]]:
-        """The regions in a part of step i, each with its place in the region's size."""
-        regions = self.needs[part][i]
-        rooms = zip(self.parts[i][part].split(self._rooms(regions)), regions, strict=True)
-        typed = [(room.view(self.dtypes[region.piece]), region) for room, region in rooms]
-        return [(room[: region.numel].view(region.size), region) for room, region in typed]
-
-    @functools.cached_property
-    def _place_of(self) -> dict[Region, torch.Tensor]:
-        """Where each region lies, of those of a worker."""
-        parts = product(range(len(self.steps)), range(len(self.needs)))
-        return {region: place for i, part in parts for place, region in self._places(i, part)}
-
-    def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
-        return destination, self._place_of[region]
-
-    def sent(self, i: int, rank: int) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, Region]]]]:
-        return [(part, self._places(i, n)) for n, part in enumerate(self.parts[i])]
+        payloads = self.payloads[i]
+        return self.wire.start([(kind, payloads[n], peer) for kind, n, peer in self.transfers if len(payloads[n])])
 
 
 class TrainerMemory(Staging):
-    """Memory of the ranks that workers map, and read in a single step.
+    """Memory of the trainer ranks that workers map, with all weights in a single bucket.
 
-    `memory` has of each rank either its tensors by name, or its part, with copies of them in the dtypes that travel; of
-    a rank whose memory this process does not hold, None. The tensors are the rank's elements [n] or, of a weight with
-    an adapter, the base's with both factors, which a worker merges while it reads.
+    `memory` has for each rank either its tensors by name, or a payload with copies of them in the dtypes that travel;
+    for a rank whose memory this process does not hold, None. The tensors are the rank's elements [n] or, of a weight
+    with an adapter, the base's with both factors, which a worker merges while it reads.
     """
 
     is_mapped = True
 
-    def __init__(self, steps: list[list[Piece]], memory: list[torch.Tensor | dict | None]):
-        super().__init__(steps, [[held if isinstance(held, torch.Tensor) else None for held in memory]])
+    def __init__(self, buckets: list[list[Piece]], memory: list[torch.Tensor | dict | None]):
+        payloads = [held if isinstance(held, torch.Tensor) else None for held in memory]
+        super().__init__(buckets, all_pieces(buckets, len(memory)), [payloads])
         self.memory = memory
 
     def handle(self, rank: int) -> str:
@@ -147,27 +125,17 @@ class TrainerMemory(Staging):
         return base64.b64encode(pickle.dumps(map_tensors(share_tensor, self.memory[rank]))).decode()
 
     @classmethod
-    def mapped(cls, steps: list[list[Piece]], handles: list[str], device: int | None) -> "TrainerMemory":
+    def mapped(cls, buckets: list[list[Piece]], handles: list[str], device: int | None) -> "TrainerMemory":
         """The memory behind the `handle` of each rank, in this process."""
         shared = [pickle.loads(base64.b64decode(handle)) for handle in handles]
-        return cls(steps, [map_tensors(lambda each: rebuild_ipc(each, device), held) for held in shared])
+        return cls(buckets, [map_tensors(lambda each: rebuild_ipc(each, device), held) for held in shared])
 
-    def view(self, i: int, piece: Piece) -> torch.Tensor:
-        elements, adapted = self._elements(piece)
-        return elements if adapted is None else merged(piece, elements, adapted)
-
-    def copy(self, i: int, piece: Piece, region: Region, destination: torch.Tensor) -> tuple:
-        return copy_of(destination, region, piece, *self._elements(piece))
-
-    def _elements(self, piece: Piece) -> tuple[torch.Tensor, LoRAWeight | None]:
+    def _source(self, piece: Piece) -> tuple[torch.Tensor, LoRAWeight | None]:
         if isinstance(self.memory[piece.rank], torch.Tensor):
-            return super().view(0, piece), None
+            return super()._source(piece)
         weight = self.memory[piece.rank][piece.name]
-        adapted = weight if isinstance(weight, LoRAWeight) else None
-        return getattr(weight, "base", weight)[piece.begin - piece.first :][: piece.count], adapted
-
-    def sent(self, i: int, rank: int) -> list[tuple[torch.Tensor, list[tuple[torch.Tensor, Region]]]]:
-        return [] if self.parts[0][rank] is None else super().sent(i, rank)
+        elements = getattr(weight, "base", weight)[piece.begin - piece.first :][: piece.count]
+        return elements, weight if isinstance(weight, LoRAWeight) else None
 
     def digest(self, i: int, total: torch.Tensor) -> None:
         for rank, held in enumerate(self.memory):
@@ -182,7 +150,6 @@ def compares(version: int) -> bool:
     return version % COMPARED_SYNCS == 0
 
 
-def broadcast_staging(buckets: list[list[Piece]], bucket_bytes: int, ranks: int, wire: Wire) -> WiredStaging:
-    """Whole buckets. Each rank broadcasts its part to all other members of the group."""
-    sizes, transfers = [part_sizes(bucket, ranks) for bucket in buckets], [("broadcast", r, r) for r in range(ranks)]
-    return WiredStaging(buckets, sizes, transfers, wire, staging_buffers(bucket_bytes))
+def all_pieces(buckets: list[list[Piece]], ranks: int) -> list[list[list[Region]]]:
+    """All that each rank has of each bucket, as the `needs` of a Staging."""
+    return [[[whole(piece) for piece in bucket if piece.rank == rank] for bucket in buckets] for rank in range(ranks)]

@@ -19,7 +19,7 @@ class Write:
     value: object  # a view of the loaded tensor if it is copied, a number if it is filled in, None if it is computed
 
     @property
-    def region(self) -> tuple:
+    def elements(self) -> tuple:
         """Identifies the written elements: target, offset, size and stride."""
         return self.target, self.destination.storage_offset(), self.destination.size(), self.destination.stride()
 
