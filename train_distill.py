@@ -53,8 +53,8 @@ from trainer.run.actors import (
     seat,
 )
 from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import Models, choose_models, choose_teacher
 from trainer.run.folder import RunFolder
+from trainer.run.models import Models, choose_models, choose_teacher
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.task import TaskArguments, load_task
 from trainer.tasks.tools import ToolArguments
@@ -135,7 +135,7 @@ def main(args: Arguments) -> None:
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
         models, args.learner = choose_models(run.path, args.run, args.learner, device)
         name, temperature = args.teacher.teacher, args.learner.temperature
-        teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
+        teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded)
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
         ends = differing_ends(teacher, models.loaded)

@@ -32,8 +32,8 @@ from trainer.rollouts.options import QuantizedEngineArguments
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import Models, choose_models
 from trainer.run.folder import RunFolder
+from trainer.run.models import Models, choose_models
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.task import TaskArguments, load_task
 from trainer.tasks.tools import ToolArguments

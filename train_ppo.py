@@ -59,8 +59,9 @@ from trainer.run.actors import (
     seat,
 )
 from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
+from trainer.run.checkpoint import CRITIC, disk_errors, end_checkpoint, new_checkpoint
 from trainer.run.folder import RunFolder
+from trainer.run.models import choose_ppo_models
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.rewards import Batch
 from trainer.tasks.task import TaskArguments, load_task

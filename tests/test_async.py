@@ -36,7 +36,7 @@ from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.options import EngineSetting
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import sampling_options
-from trainer.run.checkpoint import Models
+from trainer.run.models import Models
 from trainer.tasks.dataset import Row
 from trainer.tasks.rewards import Batch, Rewards
 from trainer.tasks.tiny_model import byte_tokenizer

@@ -23,9 +23,7 @@ from learners import build
 import trainer
 from trainer.errors import RunError
 from trainer.run.arguments import RunArguments
-from trainer.run.checkpoint import last_checkpoint, write_checkpoint
 from trainer.run.session import RaySession
-from trainer.tasks.tiny_model import build_tiny_model
 from trainer.topologies.server_pool import SERVER
 
 pytestmark = cpu_only
@@ -260,18 +258,6 @@ def test_path_that_is_no_text_in_this_locale_is_named(monkeypatch):
     named = r"^cannot start Ray: '/\\udcc3\\udca9' is not a text in this locale: set PYTHONUTF8=1$"
     with pytest.raises(RunError, match=named), RaySession(RunArguments(), None):
         pass
-
-
-def test_resume_refuses_another_model(tmp_path):
-    model = build_tiny_model(tmp_path / "model")
-    other = json.loads((model / "config.json").read_text()) | {"hidden_size": 64}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps(other))
-    (tmp_path / "run").mkdir()
-    write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
-    assert last_checkpoint(tmp_path / "run", str(model)).name == "checkpoint-000007"
-    with pytest.raises(RunError, match="checkpoint-000007 is a checkpoint of another model"):
-        last_checkpoint(tmp_path / "run", str(tmp_path / "other"))
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from trainer.learning.exact import missing_operation
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.layout import SHARED
 from trainer.learning.learner import MERGED
-from trainer.run.checkpoint import check_model
+from trainer.run.models import check_model
 from trainer.tasks.colour import TEMPLATE
 from trainer.tasks.tiny_model import byte_tokenizer
 from weight_sync.lora import LoRAWeight, materialized

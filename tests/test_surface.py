@@ -120,7 +120,7 @@ trainer/learning/named_tensors.py
 ! peft.tuners.tuners_utils: base_layer
   transformers.core_model_loading: revert_weight_conversion(model, state_dict)
   transformers.modeling_utils.PreTrainedModel: all_tied_weights_keys
-trainer/run/checkpoint.py
+trainer/run/models.py
   transformers.models.auto.modeling_auto: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
   transformers.models.auto.modeling_auto: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
   transformers.models.auto.modeling_auto: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES

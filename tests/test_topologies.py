@@ -19,7 +19,7 @@ from trainer.errors import RunError, TaskError
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.options import EngineSetting
 from trainer.run.actors import StepClock
-from trainer.run.checkpoint import Models
+from trainer.run.models import Models
 from trainer.topologies import choose, link, separate, servers
 from trainer.topologies.base import Topology
 from trainer.topologies.choose import choose_topology

@@ -15,8 +15,8 @@ from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
 from ..rollouts.options import EngineSetting
 from ..run.actors import ActorGroup, LearnerActor, Seat, StepClock
-from ..run.checkpoint import Models
 from ..run.folder import RunFolder
+from ..run.models import Models
 from ..run.session import RaySession
 from ..tasks.task import Task
 from .link import SendingActor, TrainerActor, say_first_sync, sync

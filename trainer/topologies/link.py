@@ -14,8 +14,8 @@ from ..learning.learner import Proof
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
 from ..run.actors import ActorGroup, LearnerActor
-from ..run.checkpoint import Models
 from ..run.folder import RunFolder
+from ..run.models import Models
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 # The same if int8 or FP8 explains it: in FP8, random weights of Qwen2.5's shapes had up to 0.095. This bound cannot

@@ -9,7 +9,7 @@ from weight_sync.groups import refuse_expandable_segments
 from ..errors import RunError
 from ..rollouts.options import EngineSetting
 from ..run.actors import StepClock, engine_seat, on_one_node, reserve, seat
-from ..run.checkpoint import Models
+from ..run.models import Models
 from .base import Topology
 from .link import TrainerActor, connect_by_memory
 from .memory import ModelSize
