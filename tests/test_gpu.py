@@ -48,7 +48,6 @@ RUNS = [
     ("", 4, 0.75, [REPLAY, NEIGHBOURS.format(0, 0, "[01]"), NEIGHBOURS.format(3, 1, "[01]")]),
     ("--trainers 2 --engines 2 --tensor-parallel-size 1", 4, 0.75, [REPLAY]),
     ("--max-staleness 2 --trainers 2 --engines 2 --tensor-parallel-size 1", 4, 0.75, [REPLAY]),
-    ("--topology servers", 3, 0.75, [REPLAY]),
     ("--topology separate --quantization auto", 3, 0.5, [REPLAY, FP8, COMPARED]),
     ("--quantization auto", 1, 0.5, [REPLAY, FP8, COMPARED]),
 ]

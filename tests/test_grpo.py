@@ -24,7 +24,6 @@ import trainer
 from trainer.errors import RunError
 from trainer.run.arguments import RunArguments
 from trainer.run.session import RaySession
-from trainer.topologies.server_pool import SERVER
 
 pytestmark = cpu_only
 
@@ -263,12 +262,10 @@ def test_path_that_is_no_text_in_this_locale_is_named(monkeypatch):
 @pytest.mark.slow
 def test_trainer_of_the_user_in_the_working_folder_does_not_win(tmp_path, monkeypatch):
     def trainers():
-        """What an actor imports, its processes, and the servers that it starts."""
+        """What an actor imports, and its processes."""
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             of_process = pool.submit(eval, "__import__('trainer').__file__").result()
-        server = SERVER[: SERVER.index("runpy.run_module")] + "import trainer; print(trainer.__file__)"
-        of_server = subprocess.check_output([sys.executable, "-c", server], text=True).strip()
-        return trainer.__file__, of_process, of_server
+        return trainer.__file__, of_process
 
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise ImportError('of the user')")

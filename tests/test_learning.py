@@ -872,7 +872,7 @@ def test_flags_that_cannot_be_are_usage_errors(flags, capsys, given, message):
         ),
         (train_grpo, "--max-tool-iterations 5", "--max-tool-iterations needs --tools or --environment"),
         (train_grpo, "--loss cispo --mismatch-correction tis", "--mismatch-correction does nothing with --loss cispo"),
-        (train_grpo, "--engine-url http://a:1 --engines 2", "--engines is for a run's own servers"),
+        (train_grpo, "--engine-url http://a:1 --engines 2", "--engines is for engines that a run starts"),
         (train_ppo, "--kl-target 0.1 --kl-coef 0", "--kl-target multiplies --kl-coef, which is 0"),
         (train_grpo, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
         (train_grpo, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),

@@ -27,19 +27,19 @@ from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
 from trainer.flags import flat
 from trainer.learning.grpo import GRPOConfig
-from trainer.rollouts.options import EngineSetting
 from trainer.rollouts.sampling import sampling_options
 from trainer.run.arguments import parse
 from trainer.run.folder import RunFolder
 from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
 from trainer.topologies import server_pool
 from trainer.topologies.link import MAX_MISMATCH
-from trainer.topologies.server_pool import Replica, ReplicaError, ServerPool, flags_of
+from trainer.topologies.server import Server, ServerLost
+from trainer.topologies.server_pool import ServerPool
 
 REPORT = SyncReport(1, 36, 1000, 0.1, "replay")
 
 
-class Server:
+class FakeServer:
     """Speaks as vLLM's server does. A completion is as many tokens as there are in its prompt, of value `seed`."""
 
     def __init__(self):
@@ -158,7 +158,7 @@ def servers(monkeypatch):
     monkeypatch.setattr(server_pool, "RETRY_SECONDS", 0.02)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: byte_tokenizer())
-    servers = [Server(), Server()]
+    servers = [FakeServer(), FakeServer()]
     yield servers
     for server in servers:
         server.silent.set()
@@ -174,8 +174,7 @@ def arguments(servers: list, **options) -> train_grpo.Arguments:
 
 
 def start(pool: ServerPool, args: train_grpo.Arguments, trainer: Trainer):
-    setting = EngineSetting("cpu", "WorkerExtension")
-    return pool.start("model", args.servers, args.engine, setting, args.run.timeout, trainer)
+    return pool.start("model", args.servers, args.engine.max_model_len, args.run.timeout, trainer)
 
 
 def test_completions_end_at_the_runs_own_limit_as_well(servers):
@@ -213,7 +212,7 @@ async def until(holds) -> None:
         await asyncio.sleep(0.01)
 
 
-def seeds(server: Server) -> list[int]:
+def seeds(server: FakeServer) -> list[int]:
     """Of the requests that it was sent."""
     return [body["sampling_params"]["seed"] for path, body in server.calls if path.endswith("generate") and body]
 
@@ -262,7 +261,7 @@ def test_a_proxy_in_the_environment_is_not_asked(servers, monkeypatch):
 def test_certificates_in_the_environment_are_trusted(monkeypatch, tmp_path):
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
     with pytest.raises(FileNotFoundError):
-        Replica("engine", "https://a:8000", None, 1)
+        Server("engine", "https://a:8000", None, 1)
 
 
 def test_a_server_on_the_trainers_device_maps_its_memory(servers):
@@ -310,7 +309,7 @@ def test_returning_server_takes_the_weights_before_a_request(servers, capsys):
     async def act(pool, args):
         trainer = pool.trainer
         servers[0].die()
-        await until(lambda: (pool._serving()) == pool.replicas[1:])
+        await until(lambda: (pool._serving()) == pool.servers[1:])
         assert await pool.metrics() == {"engines/alive": 1}
         trainer.step = 5
         await pool.take_weights()
@@ -351,37 +350,6 @@ def test_with_none_left_a_run_waits_for_one_to_return(servers, capsys):
     assert "no engine is left: the run waits for one to return" in capsys.readouterr().out
 
 
-def test_run_ends_with_the_last_server_it_started(servers):
-    async def act(pool, args):
-        running, ended = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)
-        pool.servers = [ended, running]
-        for server in servers:
-            server.die()
-        await until(lambda: not pool._serving())
-        syncing, sampling = asyncio.ensure_future(pool.take_weights()), asyncio.ensure_future(sample(pool, args))
-        await asyncio.sleep(0.2)
-        assert not syncing.done()
-        assert not sampling.done()
-        pool.servers = [ended, ended]
-        with pytest.raises(RunError, match="all servers that this run has started have ended"):
-            await syncing
-        with pytest.raises(RunError, match="all servers that this run has started have ended"):
-            await sampling
-
-    pool_of(servers, act)
-
-
-def test_started_servers_join_the_trainer_from_any_node(servers, monkeypatch):
-    monkeypatch.setattr(server_pool.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
-
-    async def act(pool, args):
-        pool.servers = [SimpleNamespace(poll=lambda: 1)]
-        await pool.connect(pool.replicas[0])
-
-    _, trainer = pool_of(servers, act)
-    assert trainer.joined[-1] == ("engine 0", "10.0.0.7", 2)
-
-
 def test_new_sender_gives_back_the_last_ones_memory():
     ended, trainer = threading.Event(), train_grpo.Trainer(0)
     communicator = SimpleNamespace(group=SimpleNamespace(store=HashStore()), destroy=ended.set)
@@ -401,7 +369,7 @@ def test_server_that_a_sync_did_not_reach_stays_paused(servers, fault):
             servers[0].proof = "False"
         pool.trainer.step = 5
         await pool.take_weights()
-        assert pool._serving() == pool.replicas[1:]
+        assert pool._serving() == pool.servers[1:]
         assert (servers[0].version, servers[0].paused) == ("4", True)
         before = len(seeds(servers[0]))
         rollouts = await sample(pool, args)
@@ -544,21 +512,16 @@ def test_server_that_cannot_join_is_asked_again(servers, capsys):
 
 def test_reset_connection_is_a_lost_server_and_no_error(servers):
     async def act(pool, args):
-        replica = Replica("engine", servers[0].url, None, 0.2)
+        server = Server("engine", servers[0].url, None, 0.2)
         servers[0].silent.clear()
-        with pytest.raises(ReplicaError, match=r"^it did not answer /pause within 0.2 s$"):
-            await replica.call("/pause")
+        with pytest.raises(ServerLost, match=r"^it did not answer /pause within 0.2 s$"):
+            await server.call("/pause")
         servers[0].silent.set()
         servers[0].die()
-        with pytest.raises(ReplicaError, match=r"^no answer: "):
-            await replica.call("/pause")
+        with pytest.raises(ServerLost, match=r"^no answer: "):
+            await server.call("/pause")
 
     pool_of(servers, act)
-
-
-def test_options_of_an_engine_are_flags_of_a_server():
-    options = {"enforce_eager": True, "enable_x": False, "max_model_len": None, "mode": {"a": 1}, "dtype": "float32"}
-    assert flags_of(options) == ["--enforce-eager", "--no-enable-x", "--mode", '{"a": 1}', "--dtype", "float32"]
 
 
 def test_urls_may_be_repeated(monkeypatch):

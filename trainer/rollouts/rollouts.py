@@ -37,7 +37,7 @@ from ..tasks.environment import together
 from ..tasks.rewards import Batch, Group, reward_metrics
 from ..tasks.task import Task
 from .conversation import Conversation, Turn, converse, group_of
-from .engine import EngineActor
+from .engine import Engine
 from .sampling import in_parts, sampling_options, with_images
 
 PROOF_TOKENS = 256  # a batch with fewer proves no sync: their mean varies too much to have a bound
@@ -118,7 +118,7 @@ class Rollouts:
         size = math.ceil(count / len(groups))
         short = replace(self.config, group_size=size, max_tokens=length)
         sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
-        rollouts = itertools.chain(*self.engines.call("proving", EngineActor.sample, prompts, sampling, images))
+        rollouts = itertools.chain(*self.engines.call("proving", Engine.sample, prompts, sampling, images))
         return [replace(own, images=images[i // size % len(images)]) for i, own in enumerate(rollouts)]
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
@@ -127,7 +127,7 @@ class Rollouts:
         if not self.args.max_staleness:
             return {}
         metrics = {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
-        shares = self.engines.call("syncing", EngineActor.idle_share)
+        shares = self.engines.call("syncing", Engine.idle_share)
         if None not in shares:
             metrics["async/engine_idle"] = sum(shares) / len(shares)
         if len(shares) > 1:
