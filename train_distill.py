@@ -40,7 +40,7 @@ from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import in_parts
-from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, differing_ends, score
+from trainer.rollouts.teacher import TeacherActor, TeacherArguments, differing_ends, score, shared_length
 from trainer.run.actors import (
     ActorGroup,
     LearnerActor,
@@ -136,7 +136,7 @@ def main(args: Arguments) -> None:
         models, args.learner = choose_models(run.path, args.run, args.learner, device)
         name, temperature = args.teacher.teacher, args.learner.temperature
         teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded)
-        task.tokenize(models.loaded, args.engine.max_model_len)
+        task = task.tokenized(models.loaded, args.engine.max_model_len)
         run.say(remark)
         ends = differing_ends(teacher, models.loaded)
         run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}{ends}\nrun folder {run.path}")
@@ -148,7 +148,8 @@ def main(args: Arguments) -> None:
         gpu = trainers.call_rank_0("starting", LearnerActor.gpu)
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, gpu)
         (steps_done, remarks), lengths = start(trainers, engines, teachers, models, teacher, args, device)
-        run.say(remarks + check_lengths(task, *lengths, args.learner.max_tokens))
+        max_model_len = shared_length(task, *lengths, args.learner.max_tokens)
+        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -159,7 +160,7 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, score, learn, sync
-        with Rollouts(engines, task, args.learner, steps_done) as rollouts:
+        with Rollouts(engines, task, args.learner, steps_done, max_model_len=max_model_len) as rollouts:
             if not steps_done and args.task.eval_every:
                 run.log_metrics(0, evaluate(rollouts, 0))
             for step in range(steps_done + 1, args.run.steps + 1):

@@ -222,7 +222,7 @@ def main(args: Arguments) -> None:
         paths, states, args.learner = choose_ppo_models(
             run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device, task.is_chat
         )
-        task.tokenize(paths["trainer"], args.engine.max_model_len)
+        task = task.tokenized(paths["trainer"], args.engine.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
@@ -237,7 +237,8 @@ def main(args: Arguments) -> None:
         starting = (paths["trainer"], args.engine, engine_setting(args, device), args.sleep)
         max_model_len = engine.agreed("starting", EngineActor.start, *starting, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
-        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        task.check_lengths(max_model_len)
+        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds

@@ -119,12 +119,11 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
     ("text", "message"),
     [
         ('{"prompt": "a"}\n{"prompt": 3}\n', 'row 1 of train: no usable "prompt"'),
-        ('{"prompt": "a"}\n\n{"prompt": \n', "row 1 of train: not JSON"),
+        ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 of .*rows.jsonl is not JSON"),
         ('{"prompt": "a"}\n["prompt"]\n', "row 1 of train: no usable"),
         ('{"prompt": []}\n', "row 0 of train: no usable"),
         ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: no usable"),
         ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
-        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
         ('{"prompt": [1], "answer": null}\n', "row 0 of train: no usable"),
         ('{"prompt": [{"role": "user", "content": null}]}\n', "row 0 of train: no usable"),
         *(
@@ -260,7 +259,7 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
     [
         (["--dataset", "broken.parquet"], r"cannot load the dataset .*broken.parquet: ArrowInvalid: "),
         (["--dataset", "missing.parquet"], r"cannot load the dataset missing.parquet: FileNotFoundError: "),
-        (["--dataset", "rows.txt"], r"rows.txt is not read: a file ends with .jsonl, .*, or with .gz"),
+        (["--dataset", "rows.txt"], r"cannot load the dataset .*rows.txt: "),
         (["--dataset", "comma.csv"], r"comma.csv: ValueError: line 3 of .*comma.csv has more fields than its header"),
         (["--dataset", "twice.csv"], r"twice.csv has two columns of the same name"),
         (["--dataset", "open.csv"], r"open.csv: Error: unexpected end of data"),
@@ -272,7 +271,6 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         (["--dataset", "rows.json", "--map", "maps:drops"], r"rows.json has no prompts"),
         (["--dataset", "rows.json", "--map", "maps:nothing"], r"--map maps:nothing: maps has no function nothing"),
         (["--dataset", "maps:fails"], r"--dataset maps:fails raised TypeError: string indices"),
-        (["--dataset", "maps:times"], r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"),
         (["--dataset", "maps:arrays"], "row 0 of train: no usable"),
         (["--dataset", "rows.json", "--eval-split", "train"], "no prompt is left to learn from"),
         (["--dataset", "rows.json", "--system-prompt", "Be brief."], "row 0 of train: --system-prompt is for chat"),
@@ -283,7 +281,6 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
             "cannot be called .* 'x'",
         ),
         (["--dataset", "rows.json", "--reward", "quits:f"], "--reward quits:f cannot be imported: SystemExit: 3"),
-        (["--dataset", "folder[1]"], r"folder\[1\] is not read: `datasets` takes its brackets"),
         (["--task", "incomplete"], "--dataset is missing: --task incomplete has no default"),
     ],
 )
@@ -296,15 +293,13 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
     Path("twice.csv").write_text("prompt,x,x\nc,1,2\n")
     Path("open.csv").write_text('prompt,x\n"c,1\nd,2\n')
     Path("maps.py").write_text(
-        "import datetime, numpy\n"
+        "import numpy\n"
         "def fails(row):\n    return row['q']\n\ndef drops(row):\n    return None\n\n"
-        "def times(split):\n    return [{'prompt': [{'role': 'user', 'content': 'a', 'at': datetime.date.max}]}]\n"
         "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
         "def none(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n    return []\n"
     )
     Path("incomplete.py").write_text("DEFAULTS = {}")
     Path("quits.py").write_text("import sys\nsys.exit(3)\n")
-    Path("folder[1]").mkdir()
     with pytest.raises(TaskError, match=message):
         load(*flags)
     assert not logging.getLogger("datasets").isEnabledFor(logging.ERROR)  # it would say the same, before the error
@@ -492,10 +487,9 @@ def save_model(tokenizer, embeddings=None):
 def test_completions_that_the_context_ends_before_their_time_are_announced(load):
     save_model(byte_tokenizer())
     write_lines("rows.jsonl", {"prompt": "4444"}, {"prompt": "7 bytes"})
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
-    assert task.check_lengths(23, max_tokens=16) == ""
-    assert task.check_lengths(22, max_tokens=16) == (
+    task = load("--prompts", "rows.jsonl").tokenized("model")
+    assert task.length_remark(23, max_tokens=16) == ""
+    assert task.length_remark(22, max_tokens=16) == (
         "\nthe engine takes 22 tokens: after the longest prompt, of 7, a completion ends at 15, and not at"
         " --max-tokens 16"
     )
@@ -507,7 +501,7 @@ def test_every_prompt_has_one_bos_and_a_generation_prompt(load):
     messages = [{"role": "user", "content": "Hi"}]
     write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": messages}, {"prompt": [*messages, *messages]})
     task = load("--prompts", "rows.jsonl", "--eval-share", 0.3, chat_template_kwargs='{"think": false}')
-    task.tokenize("model")
+    task = task.tokenized("model")
     rows = sorted([*task.rows, *task.eval_rows], key=lambda row: len(row.prompt_ids))
     assert [tokenizer.decode(row.prompt_ids) for row in rows] == [
         "</s>Hi",
@@ -527,7 +521,7 @@ def test_text_ends_where_its_row_ends_it(load, ends):
     write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": "Hi</s>"})
     write_lines("test.jsonl", {"prompt": "Ho"})
     task = load("--prompts", "rows.jsonl", "--eval-dataset", "test.jsonl")
-    task.tokenize("model")
+    task = task.tokenized("model")
     texts = [tokenizer.decode(row.prompt_ids) for row in [*task.rows, *task.eval_rows]]
     assert texts == ["</s>Hi", "</s>Hi</s>", "</s>Ho"]
 
@@ -540,8 +534,7 @@ def test_text_that_a_template_has_rendered_gets_no_second_beginning(load, begin)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(pieces, special_tokens=tokens)
     save_model(tokenizer)
     write_lines("rows.jsonl", *({"prompt": text} for text in (f"{begin}<user>Hi<assistant>", "Hi", f"Hi{begin}")))
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
+    task = load("--prompts", "rows.jsonl").tokenized("model")
     texts = [tokenizer.decode(row.prompt_ids) for row in task.rows]
     assert texts == [f"{begin}<user>Hi<assistant>", f"{begin}Hi", f"{begin}Hi{begin}"]
 
@@ -589,33 +582,9 @@ def test_arguments_of_a_call_are_an_object_for_the_template(load, arguments, giv
     call = {"type": "function", "function": {"name": "add", "arguments": given}}
     prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     write_lines("rows.jsonl", {"prompt": [*prompt, {"role": "user", "content": "?"}]})
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
+    task = load("--prompts", "rows.jsonl").tokenized("model")
     assert tokenizer.decode(task.rows[0].prompt_ids) == f"Hi<add {rendered}>?"
     assert task.rows[0].prompt[1]["tool_calls"] == [call]  # which rewards get as the row has it
-
-
-@pytest.mark.parametrize(
-    ("end", "prompts", "count"),
-    [
-        ("<think>\n", [MESSAGES, [{"role": "user", "content": "?"}]], 2),
-        ("<think>\n\n</think>\n\n", [MESSAGES], 0),  # as Qwen3's without thinking
-        (
-            "",
-            ["Hi", "Hi <think>", "<think>: Hi", MESSAGES, [*MESSAGES, {"role": "assistant", "content": "<think>So"}]],
-            2,
-        ),
-        ("", [[*MESSAGES, {"role": "assistant", "content": "<think>So</think>"}]], 0),
-    ],
-)
-def test_run_says_that_rewards_do_not_see_a_thoughts_beginning(load, capsys, end, prompts, count):
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("<assistant>", "<assistant>" + end)
-    save_model(tokenizer)
-    write_lines("rows.jsonl", *({"prompt": prompt} for prompt in prompts))
-    load("--prompts", "rows.jsonl").tokenize("model")
-    remark = f"{count} of {len(prompts)} prompts open <think> at their end: rewards get"
-    assert (remark in capsys.readouterr().out) == bool(count)
 
 
 def test_answer_that_a_prompt_begins_is_continued(load):
@@ -623,8 +592,7 @@ def test_answer_that_a_prompt_begins_is_continued(load):
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
     save_model(tokenizer)
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh,"}]})
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
+    task = load("--prompts", "rows.jsonl").tokenized("model")
     assert tokenizer.decode(task.rows[0].prompt_ids) == "</s><user>Hi<end><assistant>Oh,"
 
 
@@ -638,7 +606,7 @@ def test_tools_reach_the_chat_template_as_in_their_row(load, suffix):
     write = {"jsonl": lambda path: frame.to_json(path, orient="records", lines=True), "parquet": frame.to_parquet}
     write[suffix](f"rows.{suffix}")
     task = load("--dataset", f"rows.{suffix}")
-    task.tokenize("model")
+    task = task.tokenized("model")
     assert [tokenizer.decode(row.prompt_ids) for row in task.rows] == [
         '</s>[{"name": "add", "takes": {"x": "int"}}]<user>Hi<assistant>',
         '</s>[{"name": "say", "takes": {"text": "str"}}]<user>Hi<assistant>',
@@ -660,8 +628,7 @@ def test_content_in_parts_is_text_for_template_screen_and_rewards(load, content)
     save_model(tokenizer)
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": parts}]})
-    (row,) = (task := load("--prompts", "rows.jsonl")).rows
-    task.tokenize("model")
+    (row,) = load("--prompts", "rows.jsonl").tokenized("model").rows
     assert tokenizer.decode(row.prompt_ids) == "</s><user>Hi there<assistant>"
     assert row.text == "Hi there"
     assert completion_text([{"role": "assistant", "content": parts}]) == "Hi there"
@@ -695,7 +662,7 @@ def test_template_that_leaves_out_what_a_message_holds_is_refused(load, text, ca
     task = load("--prompts", "rows.jsonl")
     refused = pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: the chat template leaves out {left_out}")
     with refused if left_out else nullcontext():
-        task.tokenize("model")
+        task.tokenized("model")
 
 
 def test_system_prompt_goes_before_messages_that_have_none(load):
@@ -731,8 +698,7 @@ def test_prompt_that_the_model_cannot_take_is_named(load, prompt, changes, messa
     write_lines("rows.jsonl", {"prompt": "A"}, {"prompt": prompt})
     task = load("--prompts", "rows.jsonl")
     with pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: {message}"):
-        task.tokenize("model", 8)  # which leaves room for a token
-        task.check_lengths(7)
+        task.tokenized("model", 8).check_lengths(7)  # 8 leave room for a token
 
 
 # --- Rewards ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from ..tasks.dataset import Row
 from ..tasks.environment import together
 from ..tasks.rewards import Batch, Group, reward_metrics
 from ..tasks.task import Task
-from .conversation import Conversation, Turn, converse, group_of
+from .conversation import Conversation, Turn, group_of
 from .engine import Engine
 from .sampling import in_parts, sampling_options, with_images
 
@@ -60,7 +60,8 @@ class AheadArguments:
 
 class Rollouts:
     """The rollouts of the steps after `steps_done`, in order, with rewards unless they are to be computed later
-    (`rewarded`). A slow reward stops neither the engines nor the trainer."""
+    (`rewarded`). Conversations with tools fit into `max_model_len`. A slow reward stops neither the engines nor the
+    trainer."""
 
     def __init__(
         self,
@@ -70,9 +71,10 @@ class Rollouts:
         steps_done: int,
         args: AheadArguments | None = None,
         rewarded: bool = True,
+        max_model_len: int | None = None,
     ):
         self.engines, self.session, self.task, self.config = engines, engines.session, task, config
-        self.args, self.rewarded = args or AheadArguments(), rewarded
+        self.args, self.rewarded, self.max_model_len = args or AheadArguments(), rewarded, max_model_len
         self.last_begun, self.batches = steps_done, deque()  # the batches of the steps begun and not taken
         self.max_in_flight = self.args.in_flight or 2 * task.args.prompts_per_step
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
@@ -228,18 +230,16 @@ class Rollouts:
                 call = actor.sample.remote([prompt_ids], [options], [images], low_priority)
             return (await self.session.answers("generating", {engine: call}))[0]
 
-        async def sample_turn(turns: list[Turn]) -> list[Rollout]:
-            (turn,) = turns
+        async def sample_turn(turn: Turn) -> Rollout:
             low_priority = self._waits(request) and not turn.index  # what has begun goes before what has not
-            return await sample(turn.prompt_ids, sampling(turn.number, turn=turn), low_priority)
+            return (await sample(turn.prompt_ids, sampling(turn.number, turn=turn), low_priority))[0]
 
         if not self.task.tools:
             return Group(row, with_images(await sample(row.prompt_ids, sampling(i), self._waits(request)), images))
-        conversations = [
-            Conversation(self.task.tools, row, images, number, request.config.max_tokens, request.evaluation)
-            for number in range(i * size, (i + 1) * size)
-        ]
-        await asyncio.gather(*(converse([conversation], sample_turn) for conversation in conversations))
+        limits = request.config.max_tokens, self.max_model_len, request.evaluation
+        numbers = range(i * size, (i + 1) * size)
+        conversations = [Conversation(self.task.tools, row, images, number, *limits) for number in numbers]
+        await asyncio.gather(*(conversation.run(sample_turn) for conversation in conversations))
         return group_of(conversations)
 
 
