@@ -42,10 +42,10 @@ from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import in_parts
 from trainer.rollouts.teacher import TeacherActor, TeacherArguments, differing_ends, score, shared_length
 from trainer.run.actors import (
+    ActorArguments,
     ActorGroup,
     LearnerActor,
     Seat,
-    SeparateActorArguments,
     StepClock,
     by_node,
     engine_seat,
@@ -73,7 +73,7 @@ class Arguments:
         tensor_parallel_size=arg(1, help="GPUs that each engine is spread over (CPU: groups of cores)"),
         gpu_memory_utilization=arg(0.8, help="fraction of each of its GPUs' memory that an engine takes"),
     )
-    actors: SeparateActorArguments = section(SeparateActorArguments)
+    actors: ActorArguments = section(ActorArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     teacher: TeacherArguments = section(TeacherArguments)

@@ -220,7 +220,7 @@ def main(args: Arguments) -> None:
         run.started("ray")
         device, shared, args, seats = place(args)
         paths, states, args.learner = choose_ppo_models(
-            run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device, task.is_chat
+            run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device
         )
         task = task.tokenized(paths["trainer"], args.engine.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")

@@ -208,20 +208,6 @@ def test_rewards_are_computed_while_the_step_has_prompts_without_completions():
     assert scored == [2, 2]
 
 
-def test_reward_that_is_no_coroutine_runs_alone():
-    running = []
-
-    def reward(completions, **_):
-        running.append(1)
-        assert len(running) == 1
-        time.sleep(0.05)
-        running.pop()
-        return one(completions)
-
-    ahead = Ahead(reward, max_staleness=2, engines=2)
-    assert len(ahead.take(1).groups) == 2
-
-
 def test_reward_that_raises_ends_its_step():
     for kind in (lambda function: function, as_coroutine):
 

@@ -224,7 +224,8 @@ def test_mixture_of_experts_computes_as_its_engine(script, tmp_path, architectur
 @pytest.mark.gpu(1)
 def test_images_are_the_same_to_engine_and_trainer(script, tmp_path):
     flags = "--task colour --steps 5 --save-every 0 --gpu-memory-utilization 0.2 --output run"
-    text = script("train_grpo.py", *flags.split(), CUDA_VISIBLE_DEVICES=gpus(slice(1))).finish()
+    environment = {"CUDA_VISIBLE_DEVICES": gpus(slice(1)), "PYTHONPATH": str(ROOT / "tests")}
+    text = script("train_grpo.py", *flags.split(), **environment).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text  # a mismatch above its bound would have ended the run
     assert re.search(REPLAY, text), text
 

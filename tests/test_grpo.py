@@ -252,13 +252,6 @@ def test_ray_that_is_missing_is_named(address):
         pass
 
 
-def test_path_that_is_no_text_in_this_locale_is_named(monkeypatch):
-    monkeypatch.setattr("ray.init", lambda *_, **options: "/\udcc3\udca9".encode())  # as of its working folder
-    named = r"^cannot start Ray: '/\\udcc3\\udca9' is not a text in this locale: set PYTHONUTF8=1$"
-    with pytest.raises(RunError, match=named), RaySession(RunArguments(), None):
-        pass
-
-
 @pytest.mark.slow
 def test_trainer_of_the_user_in_the_working_folder_does_not_win(tmp_path, monkeypatch):
     def trainers():

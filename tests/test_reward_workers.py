@@ -1,7 +1,7 @@
-"""Rewards in processes of their own: with a Ray of its own, without an engine. tests/test_task.py has what rewards are.
+"""Rewards in processes of their own: with a Ray of its own, without an engine. tests/test_rewards.py: what rewards are.
 
-pytest tests/test_rewards.py            processes, coroutines, errors, the reward model's scores
-pytest tests/test_rewards.py -m slow    processes that die
+pytest tests/test_reward_workers.py            processes, coroutines, errors, the reward model's scores
+pytest tests/test_reward_workers.py -m slow    processes that die
 """
 
 import json

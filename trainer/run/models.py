@@ -9,7 +9,7 @@ from ..functions import named_function
 from ..learning.distill import DistillConfig
 from ..learning.grpo import GRPOConfig
 from ..learning.lora import adapted_model, check_adapters
-from ..learning.multimodal import is_multimodal, load_tokenizer
+from ..learning.multimodal import is_multimodal
 from ..learning.ppo import PPOConfig
 from .arguments import RunArguments
 from .checkpoint import CRITIC, last_checkpoint
@@ -60,15 +60,13 @@ def choose_ppo_models(
     critic: str | None,
     reward_model: str | None,
     device: str,
-    is_chat: bool = False,
 ) -> tuple[dict[str, str], dict[str, Path], PPOConfig]:
     """Returns the model that each actor of train_ppo.py loads, by the actor's name; the folders whose training state
     trainer and critic go on from, by the same names; and the learner's config, as `choose_models` does.
 
     The critic is that of the checkpoint, if it has one, or this `critic`, or the initial policy. With --lora-rank,
     policy and critic have adapters: the checkpoint has only those, and the policy without them is the reference. A
-    reward model that a function makes is in the run's folder. Raises RunError for models that do not fit each other, or
-    prompts that are chat messages (`is_chat`).
+    reward model that a function makes is in the run's folder. Raises RunError for models that do not fit each other.
     """
     models, config = choose_models(run_folder, args, config, device)
     critic = critic or models.initial
@@ -77,10 +75,11 @@ def choose_ppo_models(
         states["critic"] = models.checkpoint / CRITIC
         check_adapters(states["critic"], config)
         critic = critic if config.lora_rank else str(states["critic"])
-    check_critic(critic, models.loaded)
+    check_model(critic, "ForSequenceClassification")
+    check_vocabulary(f"the critic {critic}", critic, models.loaded, "--critic-model")
     if reward_model:
         reward_model = load_or_make(reward_model, run_folder / "reward_model", args, "--reward-model")
-        check_reward_model(reward_model, is_chat)
+        check_reward_model(reward_model)
     reference = None if config.lora_rank else models.initial
     paths = {"trainer": models.loaded, "critic": critic, "reference": reference, "reward_model": reward_model}
     return {name: path for name, path in paths.items() if path}, states, config
@@ -163,12 +162,6 @@ def _problem(model: str, needs: str) -> str:
     return ""
 
 
-def check_critic(critic: str, model: str) -> None:
-    """Raise RunError if the critic cannot read all that this model may sample."""
-    check_model(critic, "ForSequenceClassification")
-    check_vocabulary(f"the critic {critic}", critic, model, "--critic-model")
-
-
 def check_vocabulary(name: str, path: str, model: str, flag: str) -> None:
     """Raise RunError if the tokenizer at this path has other token ids than this model's, or if the model there embeds
     fewer ids, since this model may sample each that it embeds. (Qwen2.5's 7B has more than its 0.5B, as padding.)"""
@@ -188,24 +181,16 @@ def check_vocabulary(name: str, path: str, model: str, flag: str) -> None:
         )
 
 
-def check_reward_model(path: str, is_chat: bool = False) -> None:
-    """Raise RunError for a model without a head of one output, whose tokenizer has more tokens than it embeds, or that
-    has no template for prompts that are chat messages."""
+def check_reward_model(path: str) -> None:
+    """Raise RunError for a model without a head of one output."""
     from transformers import AutoConfig
 
-    config, (tokenizer, _) = AutoConfig.from_pretrained(path), load_tokenizer(path)
+    config = AutoConfig.from_pretrained(path)
     kind = (config.architectures or ["?"])[0]
     if not kind.endswith("ForSequenceClassification"):
         raise RunError(f"the reward model {path} is a {kind}: a ...ForSequenceClassification with one output is wanted")
     if config.num_labels != 1:
         raise RunError(f"the reward model {path} has {config.num_labels} outputs: one is wanted")
-    largest, rows = max(tokenizer.get_vocab().values()), config.get_text_config().vocab_size
-    if largest >= rows:
-        raise RunError(
-            f"the reward model {path} has the tokenizer of another vocabulary: token {largest}, and {rows} embeddings"
-        )
-    if is_chat and not tokenizer.chat_template:
-        raise RunError(f"the reward model {path} has no chat template, and the prompts are chat messages")
 
 
 def first_line(error: Exception) -> str:

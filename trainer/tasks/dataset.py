@@ -221,9 +221,6 @@ def _read(file: str) -> Iterator[dict]:
         if separator := SEPARATORS.get(file_ending(file)):
             csv.field_size_limit(sys.maxsize)  # by default, a field has at most 131,072 characters
             reader = csv.DictReader(lines, delimiter=separator, strict=True)
-            columns = reader.fieldnames or []
-            if len(set(columns)) < len(columns):
-                raise ValueError(f"{file} has two columns of the same name")
             for row in reader:
                 if None in row:
                     raise ValueError(f"line {reader.line_num} of {file} has more fields than its header")

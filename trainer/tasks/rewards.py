@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # it imports torch, and a reward's process starts sooner with
     from ..learning.rollout import Rollout
 
 OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
-COPIES = {"completion_ids": np.ndarray.tolist}  # of entries that `copy.deepcopy` would take longer for
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -167,7 +166,7 @@ class RewardCall:
             if name == "images":
                 own[name] = ImagesOfCompletions(entries)
             elif isinstance(entries, list) and name != "environments":
-                copy_of = COPIES.get(name, copy.deepcopy)
+                copy_of = np.ndarray.tolist if name == "completion_ids" else copy.deepcopy  # which would take longer
                 try:
                     own[name] = [copy_of(entry) for entry in entries]
                 except Exception as error:  # of an object in a row that a function has made
@@ -186,9 +185,6 @@ class RewardCall:
                 returned.values[i] = number = None if value is None else float(value)
             except (TypeError, ValueError) as error:
                 raise TaskError(f"{what} {value!r}, which is not a number, for {text!r} ({self.origin})") from error
-            except OverflowError as error:  # of an integer; Python may refuse to print it
-                where = f"for {text!r} ({self.origin})"
-                raise TaskError(f"{what} a number that is too large for a float {where}") from error
             if number is not None and not math.isfinite(number):
                 raise TaskError(f"{what} {number} for {text!r} ({self.origin})")
         return returned

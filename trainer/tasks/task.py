@@ -88,11 +88,6 @@ class Task:
     tools: Tools | None
 
     @property
-    def is_chat(self) -> bool:
-        """Whether a prompt is chat messages."""
-        return not all(isinstance(row.prompt, str) for row in [*self.rows, *self.eval_rows])
-
-    @property
     def has_images(self) -> bool:
         """Whether a prompt has images."""
         return any(row.images for row in [*self.rows, *self.eval_rows])

@@ -137,21 +137,21 @@ def connect_by_memory(run: RunFolder, trainers: ActorGroup, engines: ActorGroup,
 
     Returns for each engine the handles of the ranks beside its workers, by device id, as a tuple of one.
     """
-    devices = engines.call("connecting", EngineActor.device_ids)
-    rank_handles = trainers.call("connecting", SendingActor.open_channel, len(devices[0]), workers)
-    engine_handles, lines = [], [f"{'device':40}  trainer  engine  worker"]
+    devices = engines.call("connecting", EngineActor.device_ids)  # of each engine's workers
+    tp = len(devices[0])
+    opened = trainers.call("connecting", SendingActor.open_channel, tp, workers)
+    ranks = [(rank, *handle) for rank, handles in enumerate(opened) for handle in handles.items()]
+    arguments, lines = [], [f"{'device':40}  trainer  engine  worker"]
     for i, device_ids in enumerate(devices):
-        first = i * len(device_ids) % len(trainers)
-        ranks = range(first, first + len(device_ids))
-        handles = {device_id: path for rank in ranks for device_id, path in rank_handles[rank].items()}
+        first = i * tp % len(ranks)  # several engines may be on the same devices
+        beside = ranks[first : first + tp]
+        handles = {device_id: path for _, device_id, path in beside}
         if handles.keys() != set(device_ids):
             raise RunError(f"engine {i} runs on {sorted(device_ids)}, and its trainer ranks on {sorted(handles)}")
-        for rank in ranks:
-            (device_id,) = rank_handles[rank].keys()
-            lines.append(f"{device_id:40}  {rank:7}  {i:6}  {device_ids.index(device_id):6}")
-        engine_handles.append((handles,))
+        lines += [f"{device:40}  {rank:7}  {i:6}  {device_ids.index(device):6}" for rank, device, _ in beside]
+        arguments.append((handles,))
     run.say("\n".join(lines))
-    return engine_handles
+    return arguments
 
 
 def sync(trainers: ActorGroup, engines: ActorGroup, version: int, each: list[tuple]) -> SyncReport:

@@ -1,6 +1,7 @@
 """One vLLM server, reached over HTTP, with the paths of its dev mode."""
 
 import asyncio
+from contextlib import suppress
 
 import httpx
 
@@ -8,11 +9,10 @@ from rlhf_utils import SyncReport
 
 from ..errors import RunError
 
-EXTENSION = "rlhf_utils.WorkerExtension"
 SHOWN_CHARS = 200  # of a server's error
 HOW_TO_START = (
-    f"VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls {EXTENSION} --enable-scale-out"
-    " --logprobs-mode processed_logprobs"
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls rlhf_utils.WorkerExtension --enable-scale-out"
+    " --logprobs-mode processed_logprobs, and with this run's VLLM_API_KEY, if it has one"
 )
 
 
@@ -85,34 +85,18 @@ class Server:
     async def check(self) -> int:
         """Ask for what a run needs. Returns the tokens that a prompt and its completion may have.
 
-        Raises RunError if it lacks something; the message says how to start it.
+        Raises RunError, which says how to start a server, if this one lacks something.
         """
-
-        def refuse(lacks: str) -> RunError:
-            return RunError(f"--engine-url {self.url}: {lacks}; start it with {HOW_TO_START}")
-
         try:
-            models = await self.client.get("/v1/models")
-            if models.status_code == httpx.codes.UNAUTHORIZED:
-                raise RunError(f"--engine-url {self.url}: it wants another key than $VLLM_API_KEY")
-            world_size = await self.client.get("/get_world_size")
-            generate = await self.client.post("/inference/v1/generate", json={})  # it refuses that, if it is there
-            channels = await self.client.post("/collective_rpc", json={"method": "report_channel"})
-            lacks = {
-                "it has no /v1/models, as a server of vLLM has below http://HOST:PORT": not models.is_success,
-                "it runs without VLLM_SERVER_DEV_MODE=1": world_size.is_error,
-                "it runs without --enable-scale-out": generate.status_code == httpx.codes.NOT_FOUND,
-                f"its workers are without --worker-extension-cls {EXTENSION}": channels.is_error,
-            }
-            if missing := [what for what, lacking in lacks.items() if lacking]:
-                raise refuse(missing[0])
-            self.workers = world_size.json()["world_size"]
-            self.shares_device = channels.json()["results"][0] == "shared memory"
-            max_model_len = models.json()["data"][0]["max_model_len"]
-        except httpx.TransportError as error:
-            raise refuse(f"nobody answers there ({error or type(error).__name__})") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise refuse("what answers there is no server of vLLM") from error
+            models = await self.call("/v1/models", method="GET")
+            self.workers = (await self.call("/get_world_size", method="GET"))["world_size"]
+            with suppress(RunError):
+                await self.call("/inference/v1/generate", {})  # which it refuses, if it has that path
+            self.shares_device = (await self.rpc("report_channel"))[0] == "shared memory"
+            max_model_len = models["data"][0]["max_model_len"]
+        except (ServerLost, LookupError, TypeError) as error:
+            reason = error if isinstance(error, ServerLost) else "what answers there is no server of vLLM"
+            raise RunError(f"--engine-url {self.url}: {reason}; start it with {HOW_TO_START}") from error
         if self.shares_device and self.workers > 1:
             raise RunError(f"--engine-url {self.url}: of its {self.workers} workers, one can be on the trainer's GPU")
         return max_model_len
