@@ -88,9 +88,9 @@ def test_reward_that_does_not_fit_the_columns_is_refused(rewards, takes, problem
             r"raised ValueError: .* \(test_rewards.py, line ",
         ),
         (lambda **_: [1.0], "returned 1 values for 2 completions"),
-        (lambda **_: [1.0, math.nan], r"returned nan for 'y' \(row 7\)"),
-        (lambda **_: [1.0, -math.inf], r"returned -inf for 'y' \(row 7\)"),
-        (lambda **_: [1.0, "a"], r"returned 'a', which is not a number, for 'y' \(row 7\)"),
+        (lambda **_: [1.0, math.nan], r"returned nan, no finite number, for 'y' \(row 7\)"),
+        (lambda **_: [1.0, -math.inf], r"returned -inf, no finite number, for 'y' \(row 7\)"),
+        (lambda **_: [1.0, "a"], r"returned 'a', no finite number, for 'y' \(row 7\)"),
         (lambda **_: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_rewards.py, line"),
         (
             lambda log_extra, **_: log_extra("step", [1, 1]),
@@ -258,8 +258,8 @@ def test_what_a_reward_changes_is_its_own_copy(rewards):
     assert (one.row.prompt, one.row.columns) == (MESSAGES, {"tests": [["1", "2", "3"]]})
 
 
-def test_column_that_cannot_be_copied_is_named(rewards):
-    with pytest.raises(TaskError, match=r"the column 'lock' cannot be copied for each completion .*_thread\.lock"):
+def test_column_that_cannot_be_copied_is_an_error(rewards):
+    with pytest.raises(TaskError, match=r"the reward mine raised TypeError: .*_thread\.lock"):
         score(rewards(columns=["lock"], mine=lambda **_: [1.0]), group("x", lock=threading.Lock()))
 
 

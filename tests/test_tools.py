@@ -983,7 +983,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
 
 @cpu_only
 @pytest.mark.long
-@pytest.mark.parametrize("topology", ["separate", "separate --max-staleness 2", "shared", "servers --max-staleness 2"])
+@pytest.mark.parametrize("topology", ["separate", "separate --max-staleness 2", "shared"])
 def test_model_learns_to_call_the_tool_that_knows_the_answer(script, tmp_path, topology):
     options = ["--topology", *topology.split(), "--task", "lookup", "--output", "run", "--steps", 10]
     text = script("train_grpo.py", *options).finish()

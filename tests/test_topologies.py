@@ -129,8 +129,8 @@ def place(ray_with_four_gpus, monkeypatch):
         ray.util.remove_placement_group(topology.placement)
 
 
-@pytest.mark.parametrize("given", [{}, {"tensor_parallel_size": 1, "engines_per_gpu": 2}])
-def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, given):
+@pytest.mark.parametrize(("ranks", "given"), [(2, {}), (1, {"engines_per_gpu": 2})])
+def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, ranks, given):
     @ray.remote
     class Actor:
         def gpus(self):
@@ -141,7 +141,7 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, given):
         where = PlacementGroupSchedulingStrategy(topology.placement, bundle)
         return Actor.options(scheduling_strategy=where, num_gpus=GPU_SHARE, num_cpus=0).remote()
 
-    topology = place(**given)
+    topology = place(engines=1, tensor_parallel_size=ranks, **given)
     trainers = [Actor.options(**seat.options).remote() for seat in topology.trainer_seats]
     if given:  # the only worker is on the GPU of the engine's actor
         workers = [Actor.options(**seat.options).remote() for seat in topology.engine_seats]
@@ -149,8 +149,8 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, given):
         assert {seat.options["num_gpus"] for seat in topology.engine_seats} == {0}
         workers = [start_worker(bundle) for seat in topology.engine_seats for bundle in seat.bundles]
     seen = ray.get([actor.gpus.remote() for actor in trainers + workers], timeout=60)
-    assert seen[4:] == seen[:4] * given.get("engines_per_gpu", 1)
-    assert len({gpu for (gpu,) in seen}) == 4
+    assert seen[ranks:] == seen[:ranks] * given.get("engines_per_gpu", 1)
+    assert len({gpu for (gpu,) in seen}) == ranks
     for actor in trainers + workers:
         ray.kill(actor)
 

@@ -225,11 +225,13 @@ def _read(file: str) -> Iterator[dict]:
                 if None in row:
                     raise ValueError(f"line {reader.line_num} of {file} has more fields than its header")
                 yield {column: text or None for column, text in row.items()}
-        elif file_ending(file) == ".json" and (text := lines.read()).lstrip().startswith("["):
+            return
+        text = lines.read()
+        if file_ending(file) == ".json" and text.lstrip().startswith("["):
             yield from json.loads(text)
-        else:
-            for number, line in enumerate(text.split("\n") if file_ending(file) == ".json" else lines, 1):
-                try:
-                    yield from [json.loads(line)] if line.strip() else []
-                except ValueError as error:
-                    raise ValueError(f"line {number} of {file} is not JSON ({error})") from error
+            return
+        for number, line in enumerate(text.split("\n"), 1):
+            try:
+                yield from [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise ValueError(f"line {number} of {file} is not JSON ({error})") from None  # this is shown
