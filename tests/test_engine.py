@@ -77,7 +77,7 @@ def test_engine_that_cannot_start_says_what_its_processes_raised_first(capfd, lo
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_whose_engine_cannot_start_says_why(script, tmp_path):
     no_memory = '{"kv_cache_memory_bytes": 1000}'
     options = ["--topology", "separate", "--tensor-parallel-size", 1, "--output", "run"]

@@ -495,7 +495,7 @@ def test_run_learns_colours(script, tmp_path):
     [
         pytest.param("Qwen2_5_VL", ["--max-staleness", 2, "--train-vision"], marks=pytest.mark.slow),
         pytest.param("Qwen3VL", ["--topology", "shared", "--train-vision", "--engines", 2], marks=pytest.mark.long),
-        pytest.param("Gemma3", ["--topology", "separate"], marks=pytest.mark.slow),
+        pytest.param("Gemma3", ["--topology", "separate"], marks=pytest.mark.long),
     ],
 )
 def test_every_sync_is_proven_by_answers_about_images(script, tmp_path, data, family, flags):
