@@ -113,7 +113,7 @@ class Arguments:
         gpu_memory_utilization=arg(0.1, help="share of the GPU that must be free when the engine starts"),
         max_model_len=arg(256, help="tokens of a sequence (the engine generates none)"),
     )
-    actors: ActorArguments = section(SeparateActorArguments)
+    actors: ActorArguments = section(ActorArguments)
     shape: Literal[tuple(SHAPES)] = arg("tiny", help="shape of the model")
     topology: Literal[tuple(TOPOLOGIES)] = arg(
         "nccl",

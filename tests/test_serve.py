@@ -47,7 +47,7 @@ class FakeServer:
         self.silent.set()  # while it is not, nothing is answered
         self.refuses = self.redirects = None  # a path
         self.length, self.page = 64, None  # page: what it answers in place of JSON
-        self.lacks, self.calls, self.proof, self.channel, self.resets = None, [], "True", "broadcast", True
+        self.lacks, self.calls, self.proof, self.resets = None, [], "True", True
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
         self.start(0)
@@ -112,7 +112,7 @@ class FakeServer:
             answers[path] = {"success": self.resets and (resets_waiting or not self.paused)}
         if path == "/collective_rpc":
             results = {"receive_weights": {"version": 1}, "check_weights_changed": self.proof}
-            results["report_channel"] = self.channel
+            results["report_channel"] = "broadcast"
             first = "True" if body["method"] == "check_weights_changed" else results.get(body["method"])
             answers[path] = {"results": [first, results.get(body["method"])]}
         return 401 if path == "/v1/models" and key != "Bearer secret" else 200, answers.get(path, {})
@@ -137,12 +137,7 @@ class Trainer:
     def __init__(self):
         self.step, self.failing, self.joined = 4, {}, []
         self.init_server_group = SimpleNamespace(remote=self.join)
-        self.share_memory = SimpleNamespace(remote=self.share)
         self.send_to_servers = SimpleNamespace(remote=self.send)
-
-    async def share(self, name, timeout):
-        self.joined.append((name,))
-        return {"cpu:0": f"/handle/of/{name}"}
 
     async def join(self, name, host, size, timeout):
         self.joined.append((name, host, size))
@@ -262,17 +257,6 @@ def test_certificates_in_the_environment_are_trusted(monkeypatch, tmp_path):
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
     with pytest.raises(FileNotFoundError):
         Server("engine", "https://a:8000", None, 1)
-
-
-def test_a_server_on_the_trainers_device_maps_its_memory(servers):
-    servers[1].channel = "shared memory"
-    _, trainer = pool_of(servers, sample)
-    assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1",)]
-    received = [
-        [body["args"] for path, body in own.calls if body and body.get("method") == "receive_weights"]
-        for own in servers
-    ]
-    assert received == [[[3600.0]], [[{"cpu:0": "/handle/of/engine 1"}, 3600.0]]]
 
 
 @pytest.mark.parametrize("fault", ["death", "silence", "shutdown", "restart"])
@@ -545,13 +529,11 @@ def test_resumed_run_may_have_another_topology(monkeypatch, tmp_path):
 
 MARKING = """
 import os, pathlib
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension
-class Marking:
+from rlhf_utils import WorkerExtension
+class Marking(WorkerExtension):
     def receive_weights(self, *arguments):
         pathlib.Path(os.environ["RECEIVING"]).touch()
         return super().receive_weights(*arguments)
-class Broadcast(Marking, WorkerExtension): ...
-class Shared(Marking, ColocateWorkerExtension): ...
 """
 SLOW_REWARD = """
 import asyncio
@@ -562,10 +544,9 @@ async def reward(completions, **_):
 
 
 def server_of(folder: Path, model: Path, number: int, port: int) -> Script:
-    """One of vLLM's, as docs/cluster.md starts it, on a core of its own: the first gets broadcasts, the second maps the
-    trainer's memory. A worker leaves a file when a sync begins."""
+    """One of vLLM's, as docs/cluster.md starts it, on a core of its own. A worker leaves a file when a sync begins."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--worker-extension-cls", ("marking.Broadcast", "marking.Shared")[number], "--enable-scale-out"]
+    command += ["--worker-extension-cls", "marking.Marking", "--enable-scale-out"]
     command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
     command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(64 << 20)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "secret", "PYTHONPATH": f"{folder}:{ROOT}"}

@@ -65,12 +65,6 @@ class SendingActor(LearnerActor):
         self.set_sender(name, join)  # in a thread, since `join` waits for the workers
         return address, port
 
-    def share_memory(self, name: str, timeout: float) -> dict[str, str]:
-        """Begin to share this device's memory with the server of this name. Returns the handle for its worker."""
-        channel = SharedMemoryChannel(self.model.device)
-        self.set_sender(name, lambda: WeightSender(channel, timeout=timeout))
-        return channel.handles
-
     def set_sender(self, name: str, make_sender: Callable[[], WeightSender]) -> None:
         """From now on, the server of this name gets its weights by the sender that this function makes in a thread."""
         if not hasattr(self, "senders"):

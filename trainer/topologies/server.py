@@ -26,8 +26,7 @@ class Server:
     def __init__(self, name: str, url: str, api_key: str | None, timeout: float):
         self.name, self.url, self.timeout = name, url, timeout
         self.serving, self.in_flight = False, 0  # in_flight: requests
-        self.workers, self.shares_device = 0, False  # shares_device: its worker is on the trainer's GPU
-        self.arguments: tuple = ()  # of `receive_weights`, beside the timeout
+        self.workers = 0
         self.report: SyncReport | None = None  # of its last sync
         self.reason = ""  # why it was lost, or could not return
         try:
@@ -92,14 +91,11 @@ class Server:
             self.workers = (await self.call("/get_world_size", method="GET"))["world_size"]
             with suppress(RunError):
                 await self.call("/inference/v1/generate", {})  # which it refuses, if it has that path
-            self.shares_device = (await self.rpc("report_channel"))[0] == "shared memory"
-            max_model_len = models["data"][0]["max_model_len"]
+            await self.rpc("report_channel")
+            return models["data"][0]["max_model_len"]
         except (ServerLost, LookupError, TypeError) as error:
             reason = error if isinstance(error, ServerLost) else "what answers there is no server of vLLM"
             raise RunError(f"--engine-url {self.url}: {reason}; start it with {HOW_TO_START}") from error
-        if self.shares_device and self.workers > 1:
-            raise RunError(f"--engine-url {self.url}: of its {self.workers} workers, one can be on the trainer's GPU")
-        return max_model_len
 
     async def generate(self, token_ids: list[int], sampling: dict) -> list[dict]:
         """The completions of one prompt, as `/inference/v1/generate` returns them. Waits for as long as it takes."""

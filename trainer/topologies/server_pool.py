@@ -71,11 +71,7 @@ class ServerPool(Engine):
         return self.max_model_len
 
     async def connect(self, server: Server) -> None:
-        """Join the trainer and this server in a group or, on the trainer's GPU, by its memory."""
-        server.arguments = ()
-        if server.shares_device:
-            server.arguments = (await self.trainer.share_memory.remote(server.name, self.engine_timeout),)
-            return
+        """Join the trainer and this server's workers in a group."""
         world_size = 1 + server.workers
         group = self.trainer.init_server_group
         address = await group.remote(server.name, server.host, world_size, self.engine_timeout)
@@ -86,10 +82,10 @@ class ServerPool(Engine):
         self.syncing |= set(servers)
         try:
             paused = await self.together(servers, Server.pause)
-            receiving = {}
-            for server in paused:
-                receives = server.rpc("receive_weights", *server.arguments, self.timeout, timeout=None)
-                receiving[server] = asyncio.ensure_future(receives)
+            receiving = {
+                server: asyncio.ensure_future(server.rpc("receive_weights", self.timeout, timeout=None))
+                for server in paused
+            }
             names = [server.name for server in paused]
             # The trainer sends as soon as it is not learning.
             version, reports = await self.trainer.send_to_servers.remote(names, self.engine_timeout)
