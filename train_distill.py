@@ -40,12 +40,12 @@ from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import in_parts
-from trainer.rollouts.teacher import TeacherActor, TeacherArguments, check_lengths, differing_ends, score
+from trainer.rollouts.teacher import TeacherActor, TeacherArguments, differing_ends, score, shared_length
 from trainer.run.actors import (
+    ActorArguments,
     ActorGroup,
     LearnerActor,
     Seat,
-    SeparateActorArguments,
     StepClock,
     by_node,
     engine_seat,
@@ -53,8 +53,8 @@ from trainer.run.actors import (
     seat,
 )
 from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import Models, choose_models, choose_teacher
 from trainer.run.folder import RunFolder
+from trainer.run.models import Models, choose_models, choose_teacher
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.task import TaskArguments, load_task
 from trainer.tasks.tools import ToolArguments
@@ -73,7 +73,7 @@ class Arguments:
         tensor_parallel_size=arg(1, help="GPUs that each engine is spread over (CPU: groups of cores)"),
         gpu_memory_utilization=arg(0.8, help="fraction of each of its GPUs' memory that an engine takes"),
     )
-    actors: SeparateActorArguments = section(SeparateActorArguments)
+    actors: ActorArguments = section(ActorArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     teacher: TeacherArguments = section(TeacherArguments)
@@ -135,8 +135,8 @@ def main(args: Arguments) -> None:
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
         models, args.learner = choose_models(run.path, args.run, args.learner, device)
         name, temperature = args.teacher.teacher, args.learner.temperature
-        teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
-        task.tokenize(models.loaded, args.engine.max_model_len)
+        teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded)
+        task = task.tokenized(models.loaded, args.engine.max_model_len)
         run.say(remark)
         ends = differing_ends(teacher, models.loaded)
         run.say(f"model {models.checkpoint or models.initial}\nteacher {teacher}{ends}\nrun folder {run.path}")
@@ -148,7 +148,8 @@ def main(args: Arguments) -> None:
         gpu = trainers.call_rank_0("starting", LearnerActor.gpu)
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, gpu)
         (steps_done, remarks), lengths = start(trainers, engines, teachers, models, teacher, args, device)
-        run.say(remarks + check_lengths(task, *lengths, args.learner.max_tokens))
+        max_model_len = shared_length(task, *lengths, args.learner.max_tokens)
+        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -159,7 +160,7 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, score, learn, sync
-        with Rollouts(engines, task, args.learner, steps_done) as rollouts:
+        with Rollouts(engines, task, args.learner, steps_done, max_model_len=max_model_len) as rollouts:
             if not steps_done and args.task.eval_every:
                 run.log_metrics(0, evaluate(rollouts, 0))
             for step in range(steps_done + 1, args.run.steps + 1):

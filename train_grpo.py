@@ -32,8 +32,8 @@ from trainer.rollouts.options import QuantizedEngineArguments
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import Models, choose_models
 from trainer.run.folder import RunFolder
+from trainer.run.models import Models, choose_models
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.task import TaskArguments, load_task
 from trainer.tasks.tools import ToolArguments
@@ -77,11 +77,12 @@ def main(args: Arguments) -> None:
 
         # 2. Start
         topology.start_actors(Trainer, models.loaded)
-        task.tokenize(models.loaded, args.engine.max_model_len)
+        task = task.tokenized(models.loaded, args.engine.max_model_len)
         known = (topology.gpu, topology.by_nccl, args.servers.engine_url, task.has_images)
         args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, *known)
         steps_done, remarks, max_model_len = topology.start(models)
-        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        task.check_lengths(max_model_len)
+        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -91,7 +92,8 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, learn, sync
-        with Rollouts(topology.engines, task, args.learner, steps_done, args.ahead) as rollouts:
+        options = {"args": args.ahead, "max_model_len": max_model_len}
+        with Rollouts(topology.engines, task, args.learner, steps_done, **options) as rollouts:
             if not steps_done and args.task.eval_every:
                 run.log_metrics(0, evaluate(rollouts, 0))
             for step in range(steps_done + 1, args.run.steps + 1):

@@ -59,8 +59,9 @@ from trainer.run.actors import (
     seat,
 )
 from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import CRITIC, choose_ppo_models, disk_errors, end_checkpoint, new_checkpoint
+from trainer.run.checkpoint import CRITIC, disk_errors, end_checkpoint, new_checkpoint
 from trainer.run.folder import RunFolder
+from trainer.run.models import choose_ppo_models
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.rewards import Batch
 from trainer.tasks.task import TaskArguments, load_task
@@ -219,9 +220,9 @@ def main(args: Arguments) -> None:
         run.started("ray")
         device, shared, args, seats = place(args)
         paths, states, args.learner = choose_ppo_models(
-            run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device, task.is_chat
+            run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device
         )
-        task.tokenize(paths["trainer"], args.engine.max_model_len)
+        task = task.tokenized(paths["trainer"], args.engine.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
         models = {name: ActorGroup(session, name, RANKS[name], seats[name]) for name in paths}
@@ -236,7 +237,8 @@ def main(args: Arguments) -> None:
         starting = (paths["trainer"], args.engine, engine_setting(args, device), args.sleep)
         max_model_len = engine.agreed("starting", EngineActor.start, *starting, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
-        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        task.check_lengths(max_model_len)
+        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds

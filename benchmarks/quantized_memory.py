@@ -27,8 +27,8 @@ from trainer.rollouts.quantization import AUTO, quantize_by_torchao
 from trainer.rollouts.sampling import engine_prompt
 from trainer.run.actors import ActorGroup, Seat, engine_seat, reserve
 from trainer.run.arguments import parse
-from trainer.run.checkpoint import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
 from trainer.run.folder import RunFolder
+from trainer.run.models import BUILTIN_MODEL, DEFAULT_MODEL, load_or_make
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.uppercase import PROMPTS
 

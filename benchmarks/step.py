@@ -74,12 +74,19 @@ from trainer.flags import arg  # noqa: E402
 from trainer.learning.multimodal import auto_class, learning_modules  # noqa: E402
 from trainer.run.arguments import parse  # noqa: E402
 from trainer.run.session import run_main  # noqa: E402
-from trainer.tasks.colour import TEMPLATE  # noqa: E402
 
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors
 COMPILED = ["--task", "step_trl", "--engine-args", '{"compilation_config": {}}']
 TOPOLOGIES = ("shared", "separate")
+TEMPLATE = """
+{%- for message in messages %}
+    {%- for part in message.content if message.content is not string %}
+        {{- "<|image_pad|>" if part.type == "image" else part.text }}
+    {%- else %}
+        {{- message.content }}
+    {%- endfor %}
+{%- endfor %}"""
 SHAPES = SHAPES | MULTIMODAL
 
 
@@ -142,7 +149,7 @@ def build_model(folder: Path, args: Arguments, device: str) -> None:
 
         tokenizer.add_special_tokens({"extra_special_tokens": ["<|image_pad|>", "<|video_pad|>"]})
         parts = Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor()
-        tokenizer.chat_template = TEMPLATE.replace("<image>", "<|image_pad|>")
+        tokenizer.chat_template = TEMPLATE
         Qwen2_5_VLProcessor(*parts, chat_template=tokenizer.chat_template).save_pretrained(folder)
     torch.manual_seed(0)
     with torch.device(device):

@@ -69,10 +69,10 @@ from trainer.rollouts.engine import EngineActor  # noqa: E402
 from trainer.rollouts.options import EngineSetting, llm_options  # noqa: E402
 from trainer.rollouts.quantization import quantize_by_torchao  # noqa: E402
 from trainer.run.actors import (  # noqa: E402
+    ActorArguments,
     ActorGroup,
     LearnerActor,
     Seat,
-    SeparateActorArguments,
     by_node,
     engine_seat,
     reserve,
@@ -113,7 +113,7 @@ class Arguments:
         gpu_memory_utilization=arg(0.1, help="share of the GPU that must be free when the engine starts"),
         max_model_len=arg(256, help="tokens of a sequence (the engine generates none)"),
     )
-    actors: SeparateActorArguments = section(SeparateActorArguments)
+    actors: ActorArguments = section(ActorArguments)
     shape: Literal[tuple(SHAPES)] = arg("tiny", help="shape of the model")
     topology: Literal[tuple(TOPOLOGIES)] = arg(
         "nccl",

@@ -296,3 +296,26 @@ def torch_arithmetic(monkeypatch):
             (logits.float() / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
         ),
     )
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """A task as flags and settings describe it, in an empty working folder whose modules are this test's. If they name
+    neither a reward nor a task, there is a `reward`."""
+    from train_grpo import Arguments
+    from trainer.flags import with_values
+    from trainer.run.arguments import parse
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    modules = set(sys.modules)
+
+    def load_from_flags(*flags, reward="trainer.tasks.uppercase:uppercase", **settings):
+        own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
+        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, flags), *own])
+        return task_of(with_values(parse(Arguments, "a test"), settings))
+
+    yield load_from_flags
+    for name in sys.modules.keys() - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]

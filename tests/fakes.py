@@ -1,11 +1,13 @@
 """What stands for an engine: both ends of a sync without vLLM, models that load as vLLM's do, and engine actors."""
 
+import json
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain, repeat
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -419,3 +421,34 @@ class Engines:
 
         ids, versions = np.array([7], np.int32), np.array([self.version], np.int32)
         return Rollout(np.array(prompt_ids, np.int32), ids, np.zeros(1, np.float32), text=text, versions=versions)
+
+
+# --- Prompts, completions and rewards ---------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
+
+
+def write_lines(name, *rows):
+    """JSON lines, in the working folder."""
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def group(*texts, prompt="p", **columns):
+    """Completions with these texts, without rewards; their ids are their bytes."""
+    from trainer.learning.rollout import Rollout
+    from trainer.tasks.dataset import Row
+    from trainer.tasks.rewards import Group
+
+    return Group(Row(prompt, columns, "row 7"), [Rollout([1], list(text.encode()), [], None, text) for text in texts])
+
+
+def score(rewards, *groups, steps_done=0):
+    """The batch of these groups with the rewards of these functions, in this process, or of these workers."""
+    from trainer.tasks.rewards import Batch, Rewards
+
+    workers = local_rewards(rewards) if isinstance(rewards, Rewards) else rewards
+    return workers.compute(Batch(list(groups)), steps_done)
+
+
+def sums(batch):
+    return [rollout.reward for rollout in batch.rollouts]

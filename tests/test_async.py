@@ -36,7 +36,7 @@ from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.options import EngineSetting
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import sampling_options
-from trainer.run.checkpoint import Models
+from trainer.run.models import Models
 from trainer.tasks.dataset import Row
 from trainer.tasks.rewards import Batch, Rewards
 from trainer.tasks.tiny_model import byte_tokenizer
@@ -206,20 +206,6 @@ def test_rewards_are_computed_while_the_step_has_prompts_without_completions():
     ahead.engines.answer = answer_one
     assert len(beside(ahead.take, 1).result(timeout=30).rollouts) == 4
     assert scored == [2, 2]
-
-
-def test_reward_that_is_no_coroutine_runs_alone():
-    running = []
-
-    def reward(completions, **_):
-        running.append(1)
-        assert len(running) == 1
-        time.sleep(0.05)
-        running.pop()
-        return one(completions)
-
-    ahead = Ahead(reward, max_staleness=2, engines=2)
-    assert len(ahead.take(1).groups) == 2
 
 
 def test_reward_that_raises_ends_its_step():
@@ -402,7 +388,6 @@ class HeldLLM:
         self.priorities, self.labels, self.served, self.fails = [], [], True, ""
         self.resets, self.while_resetting = True, AsyncMock()
         self.dropped = []  # caches
-        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause)
 
     async def generate(self, prompt, params, name, priority):
         self.begun.append(prompt["prompt_token_ids"])
@@ -413,8 +398,8 @@ class HeldLLM:
         output = SimpleNamespace(token_ids=[70], finish_reason="length", logprobs=logprobs, weight_versions=[span])
         yield SimpleNamespace(prompt_token_ids=self.begun[-1], outputs=[output])
 
-    async def pause(self, mode):
-        assert mode == "keep"
+    async def sleep(self, level, mode):
+        assert (level, mode) == (0, "keep")
         self.clock += 1
 
     async def reset_prefix_cache(self, reset_running_requests, reset_connector):
@@ -686,10 +671,7 @@ def test_tensor_that_a_sync_leaves_unchanged_is_noticed(pair, monkeypatch):
 
 @cpu_only
 def test_keys_and_values_do_not_outlive_a_sync(pair, monkeypatch):
-    """Nor where vLLM's pause leaves its caches alone, as it says of this mode."""
-    core, prompts = pair.engine.llm.engine_core, [list(range(5, 185))] * 2  # longer than a block of the cache
-    pause = core.pause_scheduler_async
-    monkeypatch.setattr(core, "pause_scheduler_async", lambda mode, **_: pause(mode=mode, clear_cache=False))
+    prompts = [list(range(5, 185))] * 2  # longer than a block of the cache
     pair.sync(8)
     pair.sample(1, prompts).result()
     pair.sync(9)

@@ -23,9 +23,9 @@ from trainer.learning.distill import DistillConfig, DistillLearner
 from trainer.learning.objectives import reverse_kl, token_losses
 from trainer.learning.rollout import Rollout
 from trainer.rollouts.options import llm_options
-from trainer.rollouts.teacher import TeacherActor, check_lengths, differing_ends
+from trainer.rollouts.teacher import TeacherActor, differing_ends, shared_length
 from trainer.run.arguments import RunArguments
-from trainer.run.checkpoint import choose_teacher
+from trainer.run.models import choose_teacher
 from trainer.tasks.tiny_model import byte_tokenizer
 
 TEACHER = "trainer.tasks.tiny_model:build_tiny_base"
@@ -108,7 +108,7 @@ def changed(folder, file, **settings):
 
 def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
     def choose(name, temperature=1.0):
-        return choose_teacher(tmp_path, RunArguments(), name, temperature, model, "cpu")
+        return choose_teacher(tmp_path, RunArguments(), name, temperature, model)
 
     teacher = str(shutil.copytree(model, tmp_path / "other"))
     config = json.loads((tmp_path / "other" / "config.json").read_text()) | {"vocab_size": 512}
@@ -133,8 +133,8 @@ def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
         choose(str(shutil.copytree(teacher, tmp_path / "[7b]")))
     larger = str(changed(shutil.copytree(model, tmp_path / "larger"), "config.json", vocab_size=512))
     with pytest.raises(RunError, match=r"^the teacher .* has 258 embeddings, and .*larger 512, so it may sample an id"):
-        choose_teacher(tmp_path, RunArguments(), model, 1.0, larger, "cpu")
-    assert choose_teacher(tmp_path, RunArguments(), larger, 1.0, model, "cpu") == larger
+        choose_teacher(tmp_path, RunArguments(), model, 1.0, larger)
+    assert choose_teacher(tmp_path, RunArguments(), larger, 1.0, model) == larger
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(teacher)
@@ -157,13 +157,14 @@ def test_teacher_that_ends_a_text_with_another_token_is_named(tmp_path, model, e
 @pytest.mark.parametrize(("engine", "teacher", "longest"), [(64, 128, 64), (64, 64, 63), (64, 32, 31)])
 def test_teacher_too_short_for_the_students_texts_is_refused(engine, teacher, longest):
     """A teacher samples a token itself, for which there has to be room."""
-    task = SimpleNamespace(check_lengths=lambda limit, tokens: "" if 20 + tokens <= limit else f"ends at {limit}")
-    assert check_lengths(task, engine, teacher, longest - 20) == ""
+    remark = lambda limit, tokens: "" if 20 + tokens <= limit else "it ends before"  # noqa: E731
+    task = SimpleNamespace(check_lengths=lambda limit: None, length_remark=remark)
+    assert shared_length(task, engine, teacher, longest - 20) == longest
     if longest == engine:
-        assert check_lengths(task, engine, teacher, longest) == "ends at 64"
+        assert shared_length(task, engine, teacher, longest) == longest
     else:
         with pytest.raises(RunError, match=rf"^the teacher scores {longest} tokens, .* lower --max-tokens"):
-            check_lengths(task, engine, teacher, longest - 19)
+            shared_length(task, engine, teacher, longest - 19)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from trainer.learning.learner import learning_rate
 from trainer.rollouts.evaluation import evaluate, pass_at_k
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import sampling_options
-from trainer.run.checkpoint import Models, choose_models, write_checkpoint
+from trainer.run.checkpoint import write_checkpoint
+from trainer.run.models import Models, choose_models
 from trainer.tasks import addition
 from trainer.tasks.rewards import Batch, exact
 from trainer.tasks.task import load_task

@@ -23,10 +23,7 @@ from learners import build
 import trainer
 from trainer.errors import RunError
 from trainer.run.arguments import RunArguments
-from trainer.run.checkpoint import last_checkpoint, write_checkpoint
 from trainer.run.session import RaySession
-from trainer.tasks.tiny_model import build_tiny_model
-from trainer.topologies.server_pool import SERVER
 
 pytestmark = cpu_only
 
@@ -255,34 +252,13 @@ def test_ray_that_is_missing_is_named(address):
         pass
 
 
-def test_path_that_is_no_text_in_this_locale_is_named(monkeypatch):
-    monkeypatch.setattr("ray.init", lambda *_, **options: "/\udcc3\udca9".encode())  # as of its working folder
-    named = r"^cannot start Ray: '/\\udcc3\\udca9' is not a text in this locale: set PYTHONUTF8=1$"
-    with pytest.raises(RunError, match=named), RaySession(RunArguments(), None):
-        pass
-
-
-def test_resume_refuses_another_model(tmp_path):
-    model = build_tiny_model(tmp_path / "model")
-    other = json.loads((model / "config.json").read_text()) | {"hidden_size": 64}
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps(other))
-    (tmp_path / "run").mkdir()
-    write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
-    assert last_checkpoint(tmp_path / "run", str(model)).name == "checkpoint-000007"
-    with pytest.raises(RunError, match="checkpoint-000007 is a checkpoint of another model"):
-        last_checkpoint(tmp_path / "run", str(tmp_path / "other"))
-
-
 @pytest.mark.slow
 def test_trainer_of_the_user_in_the_working_folder_does_not_win(tmp_path, monkeypatch):
     def trainers():
-        """What an actor imports, its processes, and the servers that it starts."""
+        """What an actor imports, and its processes."""
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             of_process = pool.submit(eval, "__import__('trainer').__file__").result()
-        server = SERVER[: SERVER.index("runpy.run_module")] + "import trainer; print(trainer.__file__)"
-        of_server = subprocess.check_output([sys.executable, "-c", server], text=True).strip()
-        return trainer.__file__, of_process, of_server
+        return trainer.__file__, of_process
 
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__init__.py").write_text("raise ImportError('of the user')")

@@ -27,7 +27,8 @@ from trainer.learning.grpo import GRPOLearner
 from trainer.learning.lora import add_adapters, load_adapters
 from trainer.learning.named_tensors import NamedTensors
 from trainer.run.arguments import parse
-from trainer.run.checkpoint import Models, choose_models, write_checkpoint
+from trainer.run.checkpoint import write_checkpoint
+from trainer.run.models import Models, choose_models
 from weight_sync.lora import LoRAWeight
 
 LORA = {"lora_rank": 4, "learning_rate": 1e-2}
@@ -262,7 +263,7 @@ def test_adapters_go_on_where_their_base_is_now(model, tmp_path):
     write_checkpoint(run, 7, GRPOLearner(str(base), config(**LORA), CPU).save)
     args = arguments_of(train_grpo, model=str(base), resume=run, steps=9, **LORA)
     base.rename(tmp_path / "moved")
-    with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
+    with pytest.raises(RunError, match=f"cannot load the model {base}: no such folder"):
         choose_models(run, args.run, args.learner, "cpu")
     models, _ = choose_models(run, replace(args.run, model=str(tmp_path / "moved")), args.learner, "cpu")
     GRPOLearner(models.loaded, config(**LORA), CPU).load_state(models.checkpoint)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from colour import TEMPLATE
 from conftest import cpu_only, metrics_of, settings_of
 from fakes import materialized
 from learners import (
@@ -36,8 +37,7 @@ from trainer.learning.exact import missing_operation
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.layout import SHARED
 from trainer.learning.learner import MERGED
-from trainer.run.checkpoint import check_model
-from trainer.tasks.colour import TEMPLATE
+from trainer.run.models import check_model
 from trainer.tasks.tiny_model import byte_tokenizer
 from weight_sync.lora import LoRAWeight
 

@@ -32,7 +32,8 @@ from trainer.learning.precision import bf16_weights, freeze
 from trainer.learning.rollout import Rollout
 from trainer.learning.saving import state_files
 from trainer.learning.value_models import RewardModel
-from trainer.run.checkpoint import CRITIC, check_critic, check_files, check_reward_model, checkpoints, choose_ppo_models
+from trainer.run.checkpoint import CRITIC, checkpoints
+from trainer.run.models import check_reward_model, check_vocabulary, choose_ppo_models
 from trainer.tasks.task import TaskArguments, load_task
 from trainer.tasks.tiny_reward_model import build_tiny_reward_model, examples, points
 
@@ -321,7 +322,6 @@ def test_critic_begins_a_checkpoint_that_the_trainer_completes(model, tmp_path):
     (run / "unfinished-000007" / "left").touch()  # by a run that was killed
     on_ranks(2, save_on_this_rank, tmp_path, model)
     (checkpoint,) = run.iterdir()
-    check_files(checkpoint)
     assert (checkpoint.name, (checkpoint / "left").exists()) == ("checkpoint-000007", False)
     for folder in (checkpoint, checkpoint / CRITIC):
         assert len(state_files(folder)) == len([*folder.glob("adapter_model.safetensors")]) * 2 == 2
@@ -420,10 +420,8 @@ def test_critic_begins_with_a_reward_models_head(reward_model):
 
 
 def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
-    check_critic(reward_model, model)
+    check_vocabulary("the critic", reward_model, model, "--critic-model")
     check_reward_model(reward_model)
-    with pytest.raises(RunError, match="has no chat template, and the prompts are chat messages"):
-        check_reward_model(reward_model, is_chat=True)
     with pytest.raises(RunError, match="is a OPTForCausalLM: a "):
         check_reward_model(model)
     several = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
@@ -435,16 +433,14 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(tmp_path)
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(RunError, match="the tokenizer of another vocabulary: token 258, and 258 embeddings"):
-        check_reward_model(str(tmp_path))
     with pytest.raises(RunError, match="has another tokenizer than"):
-        check_critic(str(tmp_path), model)
+        check_vocabulary("the critic", str(tmp_path), model, "--critic-model")
     larger = AutoModelForCausalLM.from_pretrained(model)
     larger.resize_token_embeddings(300)
     larger.save_pretrained(tmp_path / "larger")
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "larger")
-    with pytest.raises(RunError, match=r"^the critic .* has 258 embeddings, and .*larger 300, so it may sample an id"):
-        check_critic(reward_model, str(tmp_path / "larger"))
+    with pytest.raises(RunError, match=r"^the critic has 258 embeddings, and .*larger 300, so it may sample an id"):
+        check_vocabulary("the critic", reward_model, str(tmp_path / "larger"), "--critic-model")
     AutoConfig.for_model("granite").save_pretrained(tmp_path)
     for flag in ("critic_model", "reward_model"):
         args = arguments_of(train_ppo, model=model, **{flag: str(tmp_path)})

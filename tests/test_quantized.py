@@ -179,12 +179,12 @@ def test_run_quantizes_learns_and_proves_every_sync(script, tmp_path, topology):
 
 
 @pytest.mark.long
-def test_memory_table_of_a_config_file(script, tmp_path):
+def test_memory_table_of_a_configuration(script, tmp_path):
     from torchao.core.config import config_to_dict
     from torchao.quantization import Int8WeightOnlyConfig
 
-    (tmp_path / "int8.json").write_text(json.dumps(config_to_dict(Int8WeightOnlyConfig())))
-    arguments = ["--quantization", "int8.json", "--tensor-parallel-size", 1]
+    config = json.dumps(config_to_dict(Int8WeightOnlyConfig()))
+    arguments = ["--quantization", config, "--tensor-parallel-size", 1]
     text = script("benchmarks/quantized_memory.py", *arguments).finish()
     assert text.splitlines()[-1].startswith("OK: "), text
     assert "/model, CUDA graphs NONE, TP=1\n" in text
@@ -211,7 +211,7 @@ def test_memory_table_of_a_config_file(script, tmp_path):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (None, r"neither auto nor JSON nor a file: it takes what torchao.s config_to_dict\(config\) gives"),
+        ("fp8", r"neither auto nor the JSON of what config_to_dict of torchao gives"),
         ("{", "Expecting property name"),
         ("[]", "Expected dictionary"),
         ('{"_type": "Float5WeightConfig", "_data": {}}', "Failed to find class Float5WeightConfig"),
@@ -219,15 +219,12 @@ def test_memory_table_of_a_config_file(script, tmp_path):
         ('{"_type": "PerRow", "_data": {}}', "that is no quantization"),
     ],
 )
-def test_config_file_that_is_none_is_named(tmp_path, monkeypatch, capsys, text, fault):
-    path = tmp_path / "config.json"
-    if text:
-        path.write_text(text)
-    monkeypatch.setattr("sys.argv", ["train_grpo.py", "--quantization", str(path)])
+def test_text_that_is_no_quantization_is_named(monkeypatch, capsys, text, fault):
+    monkeypatch.setattr("sys.argv", ["train_grpo.py", "--quantization", text])
     with pytest.raises(SystemExit):
         parse(train_grpo.Arguments, "A script.")
     error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(f"argument --quantization: .*{fault}.*, not {path}", error)
+    assert re.search(f"argument --quantization: .*{fault}.*, not {re.escape(text)}", error)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])

@@ -27,19 +27,19 @@ from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
 from trainer.flags import flat
 from trainer.learning.grpo import GRPOConfig
-from trainer.rollouts.options import EngineSetting
 from trainer.rollouts.sampling import sampling_options
 from trainer.run.arguments import parse
 from trainer.run.folder import RunFolder
 from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
 from trainer.topologies import server_pool
 from trainer.topologies.link import MAX_MISMATCH
-from trainer.topologies.server_pool import Replica, ReplicaError, ServerPool, flags_of
+from trainer.topologies.server import Server, ServerLost
+from trainer.topologies.server_pool import ServerPool
 
 REPORT = SyncReport(1, 36, 1000, 0.1, "replay")
 
 
-class Server:
+class FakeServer:
     """Speaks as vLLM's server does. A completion is as many tokens as there are in its prompt, of value `seed`."""
 
     def __init__(self):
@@ -47,7 +47,7 @@ class Server:
         self.silent.set()  # while it is not, nothing is answered
         self.refuses = self.redirects = None  # a path
         self.length, self.page = 64, None  # page: what it answers in place of JSON
-        self.lacks, self.calls, self.proof, self.channel, self.resets = None, [], "True", "broadcast", True
+        self.lacks, self.calls, self.proof, self.resets = None, [], "True", True
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
         self.start(0)
@@ -112,7 +112,7 @@ class Server:
             answers[path] = {"success": self.resets and (resets_waiting or not self.paused)}
         if path == "/collective_rpc":
             results = {"receive_weights": {"version": 1}, "check_weights_changed": self.proof}
-            results["report_channel"] = self.channel
+            results["report_channel"] = "broadcast"
             first = "True" if body["method"] == "check_weights_changed" else results.get(body["method"])
             answers[path] = {"results": [first, results.get(body["method"])]}
         return 401 if path == "/v1/models" and key != "Bearer secret" else 200, answers.get(path, {})
@@ -137,12 +137,7 @@ class Trainer:
     def __init__(self):
         self.step, self.failing, self.joined = 4, {}, []
         self.init_server_group = SimpleNamespace(remote=self.join)
-        self.share_memory = SimpleNamespace(remote=self.share)
         self.send_to_servers = SimpleNamespace(remote=self.send)
-
-    async def share(self, name, timeout):
-        self.joined.append((name,))
-        return {"cpu:0": f"/handle/of/{name}"}
 
     async def join(self, name, host, size, timeout):
         self.joined.append((name, host, size))
@@ -158,7 +153,7 @@ def servers(monkeypatch):
     monkeypatch.setattr(server_pool, "RETRY_SECONDS", 0.02)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: byte_tokenizer())
-    servers = [Server(), Server()]
+    servers = [FakeServer(), FakeServer()]
     yield servers
     for server in servers:
         server.silent.set()
@@ -174,8 +169,7 @@ def arguments(servers: list, **options) -> train_grpo.Arguments:
 
 
 def start(pool: ServerPool, args: train_grpo.Arguments, trainer: Trainer):
-    setting = EngineSetting("cpu", "WorkerExtension")
-    return pool.start("model", args.servers, args.engine, setting, args.run.timeout, trainer)
+    return pool.start("model", args.servers, args.engine.max_model_len, args.run.timeout, trainer)
 
 
 def test_completions_end_at_the_runs_own_limit_as_well(servers):
@@ -213,7 +207,7 @@ async def until(holds) -> None:
         await asyncio.sleep(0.01)
 
 
-def seeds(server: Server) -> list[int]:
+def seeds(server: FakeServer) -> list[int]:
     """Of the requests that it was sent."""
     return [body["sampling_params"]["seed"] for path, body in server.calls if path.endswith("generate") and body]
 
@@ -262,18 +256,7 @@ def test_a_proxy_in_the_environment_is_not_asked(servers, monkeypatch):
 def test_certificates_in_the_environment_are_trusted(monkeypatch, tmp_path):
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
     with pytest.raises(FileNotFoundError):
-        Replica("engine", "https://a:8000", None, 1)
-
-
-def test_a_server_on_the_trainers_device_maps_its_memory(servers):
-    servers[1].channel = "shared memory"
-    _, trainer = pool_of(servers, sample)
-    assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1",)]
-    received = [
-        [body["args"] for path, body in own.calls if body and body.get("method") == "receive_weights"]
-        for own in servers
-    ]
-    assert received == [[[3600.0]], [[{"cpu:0": "/handle/of/engine 1"}, 3600.0]]]
+        Server("engine", "https://a:8000", None, 1)
 
 
 @pytest.mark.parametrize("fault", ["death", "silence", "shutdown", "restart"])
@@ -310,7 +293,7 @@ def test_returning_server_takes_the_weights_before_a_request(servers, capsys):
     async def act(pool, args):
         trainer = pool.trainer
         servers[0].die()
-        await until(lambda: (pool._serving()) == pool.replicas[1:])
+        await until(lambda: (pool._serving()) == pool.servers[1:])
         assert await pool.metrics() == {"engines/alive": 1}
         trainer.step = 5
         await pool.take_weights()
@@ -351,37 +334,6 @@ def test_with_none_left_a_run_waits_for_one_to_return(servers, capsys):
     assert "no engine is left: the run waits for one to return" in capsys.readouterr().out
 
 
-def test_run_ends_with_the_last_server_it_started(servers):
-    async def act(pool, args):
-        running, ended = SimpleNamespace(poll=lambda: None), SimpleNamespace(poll=lambda: 1)
-        pool.servers = [ended, running]
-        for server in servers:
-            server.die()
-        await until(lambda: not pool._serving())
-        syncing, sampling = asyncio.ensure_future(pool.take_weights()), asyncio.ensure_future(sample(pool, args))
-        await asyncio.sleep(0.2)
-        assert not syncing.done()
-        assert not sampling.done()
-        pool.servers = [ended, ended]
-        with pytest.raises(RunError, match="all servers that this run has started have ended"):
-            await syncing
-        with pytest.raises(RunError, match="all servers that this run has started have ended"):
-            await sampling
-
-    pool_of(servers, act)
-
-
-def test_started_servers_join_the_trainer_from_any_node(servers, monkeypatch):
-    monkeypatch.setattr(server_pool.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
-
-    async def act(pool, args):
-        pool.servers = [SimpleNamespace(poll=lambda: 1)]
-        await pool.connect(pool.replicas[0])
-
-    _, trainer = pool_of(servers, act)
-    assert trainer.joined[-1] == ("engine 0", "10.0.0.7", 2)
-
-
 def test_new_sender_gives_back_the_last_ones_memory():
     ended, trainer = threading.Event(), train_grpo.Trainer(0)
     communicator = SimpleNamespace(group=SimpleNamespace(store=HashStore()), destroy=ended.set)
@@ -401,7 +353,7 @@ def test_server_that_a_sync_did_not_reach_stays_paused(servers, fault):
             servers[0].proof = "False"
         pool.trainer.step = 5
         await pool.take_weights()
-        assert pool._serving() == pool.replicas[1:]
+        assert pool._serving() == pool.servers[1:]
         assert (servers[0].version, servers[0].paused) == ("4", True)
         before = len(seeds(servers[0]))
         rollouts = await sample(pool, args)
@@ -443,38 +395,31 @@ def test_error_of_the_trainers_own_gpu_ends_the_run(servers):
     pool_of(servers, act)
 
 
-@pytest.mark.parametrize(
-    ("lacks", "said"),
-    [
-        ("/get_world_size", "it runs without VLLM_SERVER_DEV_MODE=1; start it with VLLM_SERVER_DEV_MODE=1 vllm serve"),
-        ("/inference/v1/generate", "it runs without --enable-scale-out; start it with .* --enable-scale-out"),
-        ("/collective_rpc", "its workers are without --worker-extension-cls rlhf_utils.WorkerExtension; start it"),
-        ("/v1/models", "it has no /v1/models, as a server of vLLM has below http://HOST:PORT; start it with"),
-    ],
-)
-def test_wrongly_started_server_is_refused_with_how_to_start_it(servers, lacks, said):
+@pytest.mark.parametrize("lacks", ["/get_world_size", "/inference/v1/generate", "/collective_rpc", "/v1/models"])
+def test_wrongly_started_server_is_refused_with_how_to_start_it(servers, lacks):
     servers[1].lacks = lacks
-    with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: {said}"):
+    start = "start it with VLLM_SERVER_DEV_MODE=1 vllm serve .*WorkerExtension --enable-scale-out"
+    with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: it answered {lacks} with (404|500).*{start}"):
         pool_of(servers, sample)
 
 
 def test_missing_server_and_wrong_key_are_refused(servers, monkeypatch):
     servers[1].die()
-    with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: nobody answers there .*; start it with"):
+    with pytest.raises(RunError, match=rf"^--engine-url {servers[1].url}: no answer: .*; start it with"):
         pool_of(servers, sample)
     with monkeypatch.context() as other:
         other.setenv("VLLM_API_KEY", "other")
-        with pytest.raises(RunError, match=r"^--engine-url \S+: it wants another key than \$VLLM_API_KEY$"):
+        with pytest.raises(RunError, match=r"^--engine-url \S+: it answered /v1/models with 401.*VLLM_API_KEY"):
             pool_of(servers[:1], sample)
     servers[0].redirects = "/v1/models"
-    with pytest.raises(RunError, match=r"^--engine-url \S+: it has no /v1/models"):
+    with pytest.raises(RunError, match=r"^--engine-url \S+: it answered /v1/models with 307"):
         pool_of(servers[:1], sample)
-    with pytest.raises(RunError, match=r"^--engine-url localhost:8000: nobody answers there .*protocol"):
+    with pytest.raises(RunError, match=r"^--engine-url localhost:8000: no answer: .*protocol"):
         pool_of([SimpleNamespace(url="localhost:8000")], sample)
     servers[0].redirects = None
     pool_of([*servers[:1], SimpleNamespace(url=f"{servers[0].url}/")], sample)  # one server
     servers[0].page = b"<html>"
-    with pytest.raises(RunError, match=r"^--engine-url \S+: what answers there is no server of vLLM; start it with"):
+    with pytest.raises(RunError, match=r"^--engine-url \S+: it answered /v1/models with something that is not JSON"):
         pool_of(servers[:1], sample)
     with pytest.raises(RunError, match=r"^--engine-url http://a:80a0: Invalid port: '80a0'$"):
         pool_of([SimpleNamespace(url="http://a:80a0")], sample)
@@ -544,21 +489,16 @@ def test_server_that_cannot_join_is_asked_again(servers, capsys):
 
 def test_reset_connection_is_a_lost_server_and_no_error(servers):
     async def act(pool, args):
-        replica = Replica("engine", servers[0].url, None, 0.2)
+        server = Server("engine", servers[0].url, None, 0.2)
         servers[0].silent.clear()
-        with pytest.raises(ReplicaError, match=r"^it did not answer /pause within 0.2 s$"):
-            await replica.call("/pause")
+        with pytest.raises(ServerLost, match=r"^it did not answer /pause within 0.2 s$"):
+            await server.call("/pause")
         servers[0].silent.set()
         servers[0].die()
-        with pytest.raises(ReplicaError, match=r"^no answer: "):
-            await replica.call("/pause")
+        with pytest.raises(ServerLost, match=r"^no answer: "):
+            await server.call("/pause")
 
     pool_of(servers, act)
-
-
-def test_options_of_an_engine_are_flags_of_a_server():
-    options = {"enforce_eager": True, "enable_x": False, "max_model_len": None, "mode": {"a": 1}, "dtype": "float32"}
-    assert flags_of(options) == ["--enforce-eager", "--no-enable-x", "--mode", '{"a": 1}', "--dtype", "float32"]
 
 
 def test_urls_may_be_repeated(monkeypatch):
@@ -589,13 +529,11 @@ def test_resumed_run_may_have_another_topology(monkeypatch, tmp_path):
 
 MARKING = """
 import os, pathlib
-from rlhf_utils import ColocateWorkerExtension, WorkerExtension
-class Marking:
+from rlhf_utils import WorkerExtension
+class Marking(WorkerExtension):
     def receive_weights(self, *arguments):
         pathlib.Path(os.environ["RECEIVING"]).touch()
         return super().receive_weights(*arguments)
-class Broadcast(Marking, WorkerExtension): ...
-class Shared(Marking, ColocateWorkerExtension): ...
 """
 SLOW_REWARD = """
 import asyncio
@@ -606,10 +544,9 @@ async def reward(completions, **_):
 
 
 def server_of(folder: Path, model: Path, number: int, port: int) -> Script:
-    """One of vLLM's, as docs/cluster.md starts it, on a core of its own: the first gets broadcasts, the second maps the
-    trainer's memory. A worker leaves a file when a sync begins."""
+    """One of vLLM's, as docs/cluster.md starts it, on a core of its own. A worker leaves a file when a sync begins."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--worker-extension-cls", ("marking.Broadcast", "marking.Shared")[number], "--enable-scale-out"]
+    command += ["--worker-extension-cls", "marking.Marking", "--enable-scale-out"]
     command += ["--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--enforce-eager"]
     command += ["--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(64 << 20)]
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": "secret", "PYTHONPATH": f"{folder}:{ROOT}"}

@@ -119,7 +119,7 @@ trainer/learning/named_tensors.py
 ! peft.tuners.tuners_utils: base_layer
   transformers.core_model_loading: revert_weight_conversion(model, state_dict)
   transformers.modeling_utils.PreTrainedModel: all_tied_weights_keys
-trainer/run/checkpoint.py
+trainer/run/models.py
   transformers.models.auto.modeling_auto: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
   transformers.models.auto.modeling_auto: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
   transformers.models.auto.modeling_auto: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -128,17 +128,16 @@ trainer/run/session.py
 trainer/rollouts/engine.py
   vllm.usage.usage_lib.UsageContext: LLM_CLASS
   vllm.sampling_params.RequestOutputKind: FINAL_ONLY
-  vllm.v1.engine.async_llm.AsyncLLM: from_engine_args(*, usage_context); engine_core; model_config; get_tokenizer()
+  vllm.v1.engine.async_llm.AsyncLLM: from_engine_args(*, usage_context); model_config; get_tokenizer()
   vllm.v1.engine.async_llm.AsyncLLM: generate(prompt, sampling_params, request_id, *, priority); shutdown()
   vllm.v1.engine.async_llm.AsyncLLM: reset_prefix_cache(*, reset_running_requests, reset_connector)
   vllm.v1.engine.async_llm.AsyncLLM: reset_mm_cache(); reset_encoder_cache(); collective_rpc(method, *, args)
-  vllm.v1.engine.async_llm.AsyncLLM: sleep(*, level); release_kv_cache_memory(); wake_up(*, tags)
+  vllm.v1.engine.async_llm.AsyncLLM: sleep(*, level, mode); release_kv_cache_memory(); wake_up(*, tags)
   vllm.v1.engine.async_llm.AsyncLLM: update_weight_version(new_version); resume_generation()
-  vllm.v1.engine.core_client.AsyncMPClient: pause_scheduler_async(mode)
 trainer/rollouts/teacher.py
   vllm.v1.engine.async_llm.AsyncLLM: vllm_config
   vllm.config.vllm.VllmConfig: use_v2_model_runner
-trainer/topologies/server_pool.py
+trainer/topologies/server.py
   vllm.entrypoints.rl.online.api_router: /pause; /is_paused; /get_world_size; /update_weight_version; /resume
   vllm.entrypoints.serve.dev.cache.api_router: reset_prefix_cache(*, reset_running_requests, reset_external)
   vllm.entrypoints.serve.dev.cache.api_router: /reset_prefix_cache; /reset_mm_cache; /reset_encoder_cache

@@ -19,7 +19,7 @@ from trainer.errors import RunError, TaskError
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.options import EngineSetting
 from trainer.run.actors import StepClock
-from trainer.run.checkpoint import Models
+from trainer.run.models import Models
 from trainer.topologies import choose, link, separate, servers
 from trainer.topologies.base import Topology
 from trainer.topologies.choose import choose_topology
@@ -129,8 +129,8 @@ def place(ray_with_four_gpus, monkeypatch):
         ray.util.remove_placement_group(topology.placement)
 
 
-@pytest.mark.parametrize("given", [{}, {"tensor_parallel_size": 1, "engines_per_gpu": 2}])
-def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, given):
+@pytest.mark.parametrize(("ranks", "given"), [(2, {}), (1, {"engines_per_gpu": 2})])
+def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, ranks, given):
     @ray.remote
     class Actor:
         def gpus(self):
@@ -141,7 +141,7 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, given):
         where = PlacementGroupSchedulingStrategy(topology.placement, bundle)
         return Actor.options(scheduling_strategy=where, num_gpus=GPU_SHARE, num_cpus=0).remote()
 
-    topology = place(**given)
+    topology = place(engines=1, tensor_parallel_size=ranks, **given)
     trainers = [Actor.options(**seat.options).remote() for seat in topology.trainer_seats]
     if given:  # the only worker is on the GPU of the engine's actor
         workers = [Actor.options(**seat.options).remote() for seat in topology.engine_seats]
@@ -149,8 +149,8 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, given):
         assert {seat.options["num_gpus"] for seat in topology.engine_seats} == {0}
         workers = [start_worker(bundle) for seat in topology.engine_seats for bundle in seat.bundles]
     seen = ray.get([actor.gpus.remote() for actor in trainers + workers], timeout=60)
-    assert seen[4:] == seen[:4] * given.get("engines_per_gpu", 1)
-    assert len({gpu for (gpu,) in seen}) == 4
+    assert seen[ranks:] == seen[:ranks] * given.get("engines_per_gpu", 1)
+    assert len({gpu for (gpu,) in seen}) == ranks
     for actor in trainers + workers:
         ray.kill(actor)
 
@@ -322,23 +322,14 @@ def test_too_few_gpus_is_an_error_with_their_number(placed):
         placed(Separate, 5, trainers=2, engines=2)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "urls", "bundles", "shares"),
-    [
-        (5, [], [{"GPU": 1}, {"GPU": 4}], [1, 4]),
-        (5, ["http://a:1"], [{"GPU": 1}], [1, 0]),
-        (0, [], [{"CPU": 1}, {"CPU": 1}], [None, 0]),
-    ],
-)
-def test_servers_of_the_runs_own_have_gpus_on_one_machine(placed, gpus, urls, bundles, shares):
-    reserved, topology = placed(Servers, gpus, engine_url=urls, engines=2)
-    assert reserved == [(bundles, "PACK")]
-    seats = topology.trainer_seats + topology.engine_seats
-    assert [bundle_of(seat) for seat in seats] == [0, len(bundles) - 1]
-    assert [seat.options.get("num_gpus") for seat in seats] == shares
-    assert topology.args.engine.tensor_parallel_size == topology.setting.engines == 2
-    with pytest.raises(RunError, match=r"wants 5 GPUs, 1 for the trainer and 2 for each engine, and there are 4"):
-        placed(Servers, 4, engines=2)
+@pytest.mark.parametrize(("gpus", "resource"), [(5, "GPU"), (0, "CPU")])
+def test_trainer_of_servers_has_a_device_and_they_have_theirs(placed, gpus, resource):
+    reserved, topology = placed(Servers, gpus, engine_url=["http://a:1"])
+    assert reserved == [([{resource: 1}], "PACK")]
+    assert topology.trainer_seats[0].options[f"num_{resource.lower()}s"] == 1
+    assert topology.engine_seats[0].options["num_gpus"] == 0
+    with pytest.raises(RunError, match=r"^--topology servers: --engine-url is missing"):
+        placed(Servers, gpus)
 
 
 # --- Who sleeps -------------------------------------------------------------------------------------------------------
@@ -348,7 +339,7 @@ class RecordedLLM:
     """What an engine asks of vLLM while it sleeps, wakes and is synced, in order."""
 
     def __init__(self):
-        self.calls, self.engine_core = [], self
+        self.calls = []
 
     def __getattr__(self, name):
         async def call(*args, **kwargs):
@@ -389,7 +380,7 @@ def test_engine_sleeps_and_wakes_in_the_order_of_least_memory(level, expected):
         calls = ", ".join(engine.llm.calls)
         sync = "collective_rpc receive_weights ({'GPU-a': '/a'}, 60.0), collective_rpc check_weights_changed"
         calls = calls.replace(f"{sync}, update_weight_version 7", "SYNC")
-        return calls.replace("pause_scheduler_async keep", "PAUSE").replace("resume_generation", "RESUME")
+        return calls.replace("sleep 0 keep", "PAUSE").replace("resume_generation", "RESUME")
 
     for _ in range(2):
         assert asyncio.run(sync(sleeps=True)) == f"{RESET}, {expected}"

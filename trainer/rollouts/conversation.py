@@ -34,16 +34,20 @@ class Turn:
 
 class Conversation:
     """The completion of this number in a step, for this row's prompt with these images. It has at most `max_tokens`,
-    with the answers of the tools.
-
-    After `start`, as long as it `goes_on`, an engine continues `turn`, and `take` calls the tools.
-    """
+    with the answers of the tools, and fits with its prompt into `max_model_len`."""
 
     def __init__(
-        self, tools: Tools, row: Row, images: Images | None, number: int, max_tokens: int, evaluation: bool = False
+        self,
+        tools: Tools,
+        row: Row,
+        images: Images | None,
+        number: int,
+        max_tokens: int,
+        max_model_len: int | None = None,
+        evaluation: bool = False,
     ):
         self.tools, self.row, self.images, self.number = tools, row, images, number
-        self.max_tokens, self.evaluation = max_tokens, evaluation
+        self.max_tokens, self.max_model_len, self.evaluation = max_tokens, max_model_len, evaluation
         self.prompt, self.prompt_ids, self.schemas = row.prompt, row.prompt_ids, tools.schemas_of(row)
         self.messages: list[dict] = []
         self.ids: list[int] = []  # the completion's
@@ -51,6 +55,12 @@ class Conversation:
         self.turns, self.calls, self.failures = 0, 0, 0
         self.goes_on, self.truncated = True, False
         self.environment: Environment | None = None
+
+    async def run(self, sample: Callable[[Turn], Awaitable[Rollout]]) -> None:
+        """Take this conversation to its end. `sample` has an engine continue the next turn."""
+        await self.start()
+        while self.goes_on:
+            await self.take(await sample(self.turn))
 
     async def start(self) -> None:
         """Reset the environment. Text that it returns goes to the end of the prompt's last message."""
@@ -61,10 +71,10 @@ class Conversation:
             content = content + ([{"type": "text", "text": text}] if isinstance(content, list) else text)
             self.prompt = [*self.prompt[:-1], last | {"content": content}]
             self.prompt_ids = self.tools.template.prompt_ids(self.prompt, self.schemas, self.row.origin)
-        if self.tools.max_model_len and len(self.prompt_ids) >= self.tools.max_model_len:
+        if self.max_model_len and len(self.prompt_ids) >= self.max_model_len:
             raise TaskError(
                 f"{self.row.origin}: with the text that reset returned, the prompt has {len(self.prompt_ids)} tokens,"
-                f" and the engine takes {self.tools.max_model_len} with the completion's: --max-model-len"
+                f" and the engine takes {self.max_model_len} with the completion's: --max-model-len"
             )
 
     @property
@@ -75,11 +85,9 @@ class Conversation:
     @property
     def room(self) -> int:
         """How many tokens the completion may still have."""
-        most, max_model_len = self.max_tokens, self.tools.max_model_len
-        if max_model_len:
-            prompt_ids = self.parts[0].prompt_ids if self.parts else self.prompt_ids  # the engine expands images
-            most = min(most, max_model_len - len(prompt_ids))
-        return most - len(self.ids)
+        prompt_ids = self.parts[0].prompt_ids if self.parts else self.prompt_ids  # the engine expands images
+        most = self.max_model_len - len(prompt_ids) if self.max_model_len else self.max_tokens
+        return min(self.max_tokens, most) - len(self.ids)
 
     async def take(self, sampled: Rollout) -> None:
         """Append what was sampled, call the tools that it names, and append their answers.
@@ -160,16 +168,6 @@ class Conversation:
             messages=self.messages,
             images=self.images,
         )
-
-
-async def converse(conversations: list[Conversation], sample: Callable[[list[Turn]], Awaitable[list[Rollout]]]) -> None:
-    """Take these conversations from their beginnings to their ends, in lock-step. `sample` has an engine continue the
-    next turns of those that go on."""
-    await asyncio.gather(*(conversation.start() for conversation in conversations))
-    while going_on := [conversation for conversation in conversations if conversation.goes_on]:
-        rollouts = await sample([conversation.turn for conversation in going_on])
-        taking = zip(going_on, rollouts, strict=True)
-        await asyncio.gather(*(conversation.take(rollout) for conversation, rollout in taking))
 
 
 def group_of(conversations: list[Conversation]) -> Group:

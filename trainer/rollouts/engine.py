@@ -1,73 +1,60 @@
-"""The engine: a Ray actor around one vllm.AsyncLLM, the same in all topologies, and the reason if it cannot start."""
+"""The engine: a Ray actor around one vllm.AsyncLLM, the same in all topologies."""
 
 import asyncio
 import itertools
 import os
-import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Sequence
 
-import psutil
 import ray
-from pydantic import ValidationError
 
 from rlhf_utils import WeightSyncError
 
-from ..errors import EngineError, RunError
+from ..errors import RunError
 from ..images import Images
 from ..learning.rollout import Rollout
 from ..run.session import die_with_children
+from .engine_start import engine_start
 from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
 from .sampling import engine_prompt, rollouts_of, sampling_params
 
-UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # how vLLM refers to another process
-LOG_PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] ?)?", re.MULTILINE)
-RAISED = re.compile(r"^((?:[\w.]*(?:Error|Exception)|\S+\.py: error): .*(?:\n  (?!File ).*)*)", re.MULTILINE)
+
+class Engine:
+    """What a run calls of each of its engines, a Ray actor many of whose methods run at the same time: vLLM in the
+    actor's own processes (EngineActor), or vLLM's servers (ServerPool in trainer/topologies/server_pool.py)."""
+
+    async def prepare(self) -> None:
+        """Import what takes long, while the run settles what to start."""
+
+    async def sample(
+        self,
+        prompts: list[list[int]],
+        sampling: list[dict],
+        images: Sequence[Images | None] | None = None,
+        low_priority: bool = False,
+    ) -> list[Rollout]:
+        """The completions of prompts, given as token ids, in order and without rewards. `sampling` has the options of
+        each prompt, and `images` its images. The prompt has a token for each.
+
+        Prompts of `low_priority` wait behind all others in vLLM's queue.
+        """
+        raise NotImplementedError
+
+    async def drop_caches(self) -> None:
+        """Drop what was computed for earlier prompts; what is needed for prompts in flight may stay."""
+        raise NotImplementedError
+
+    async def sleep(self, level: str) -> None:
+        """Generate nothing until the next sync, if nobody else may ask for it, and release memory by this level."""
+
+    async def idle_share(self) -> float | None:
+        """The share of the time between the last two syncs in which nothing was generated; None if that is unknown."""
 
 
-def unlink_shared_memory(parent: psutil.Process) -> None:
-    """Remove the names of what vLLM's workers below this process share on a CPU, which no resource tracker knows. By
-    now all of them have it open."""
-    for process in parent.children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
-            for path in {mapping.path for mapping in process.memory_maps()}:
-                if path.startswith("/dev/shm/vllm_dist_"):
-                    Path(path).unlink(missing_ok=True)
-
-
-@contextmanager
-def engine_start() -> Iterator[None]:
-    """Raise RunError, with vLLM's reason alone, if it refuses an engine's options, and EngineError, with what its
-    processes have logged, if they cannot start."""
-    try:
-        yield
-        unlink_shared_memory(psutil.Process())
-    except ValidationError as error:
-        raise RunError(f"vLLM refuses these options of the engine: {error.errors()[0]['msg']}") from error
-    except TypeError as error:
-        if "EngineArgs" not in str(error):
-            raise
-        raise RunError(f"--engine-args: {error}") from error
-    except Exception as error:
-        if not UNEXPLAINED.search(str(error)):
-            raise
-        raise EngineError(logged_reason()) from error
-
-
-def logged_reason() -> str:
-    """The first error that this actor and its child processes have logged: later ones only follow from it."""
-    log = Path("/proc/self/fd/2")
-    text = LOG_PREFIX.sub("", log.read_text(errors="replace")) if log.is_file() else ""
-    reasons = (" ".join(found.split()) for found in RAISED.findall(text) if not UNEXPLAINED.search(found))
-    return next(reasons, "one of vLLM's processes ended")
-
-
-class EngineActor:
-    """A Ray actor around vllm.AsyncLLM, many of whose methods run at the same time. One worker computes in a child of
-    the actor; several are Ray's actors, in bundles of its placement group."""
+class EngineActor(Engine):
+    """A Ray actor around vllm.AsyncLLM. One worker computes in a child of the actor; several are Ray's actors, in
+    bundles of its placement group."""
 
     def __init__(self, number: int):
         self.request_ids, self.leaving = itertools.count(), False
@@ -79,7 +66,6 @@ class EngineActor:
         self.last_idle_share = 0.0
 
     async def prepare(self) -> None:
-        """Import vLLM, which takes ten seconds: the run has yet to settle what to start."""
         if not ray.get_gpu_ids():
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
         import vllm.v1.engine.async_llm  # noqa: F401
@@ -130,11 +116,6 @@ class EngineActor:
         images: Sequence[Images | None] | None = None,
         low_priority: bool = False,
     ) -> list[Rollout]:
-        """The completions of prompts, given as token ids, in order and without rewards. `sampling` has the options of
-        each prompt, and `images` its images. The prompt has a token for each.
-
-        Prompts of `low_priority` wait behind all others in vLLM's queue.
-        """
         inputs = map(engine_prompt, prompts, images or [None] * len(prompts))
         calls = [self.generate(*request, low_priority) for request in zip(inputs, sampling, strict=True)]
         return rollouts_of(await asyncio.gather(*calls), self.llm.get_tokenizer())
@@ -155,8 +136,7 @@ class EngineActor:
             self._count(-1)
 
     async def drop_caches(self) -> None:
-        """Drop the caches, unless something is generated: then the next sync does."""
-        if not self.running:
+        if not self.running:  # else the next sync does
             await self._reset_caches()
 
     async def init_weight_update_group(self, address: str, port: int, world_size: int, rank_offset: int) -> None:
@@ -168,8 +148,7 @@ class EngineActor:
         pauses. An engine that sleeps wakes up. Returns whether all workers serve exactly what was sent. Only then does
         generation go on, with tokens of this version. Raises WeightSyncError if the sync fails."""
         if self.asleep is None:
-            # pause_generation would sleep for 20 ms as well.
-            await self.llm.engine_core.pause_scheduler_async(mode="keep")
+            await self.llm.sleep(level=0, mode="keep")  # pause_generation would do no more, and wait for 20 ms
             self._count(0, paused=True)
             await self._reset_caches()
         if self.asleep == "weights":
@@ -208,7 +187,6 @@ class EngineActor:
         await self.llm.reset_encoder_cache()
 
     async def idle_share(self) -> float:
-        """The share of the time between the last two syncs in which nothing was generated."""
         return self.last_idle_share
 
     async def shutdown(self) -> None:

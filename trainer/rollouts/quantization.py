@@ -1,29 +1,22 @@
 """How torchao quantizes an engine's weights as they are loaded."""
 
 import json
-from pathlib import Path
 
 AUTO = "auto"  # the value of --quantization for the default
 
 
 def torchao_config(value: str) -> str:
-    """ "auto", or the JSON of a torchao configuration, as `json.dumps(config_to_dict(config))` makes it. `value` is
-    one of them, or a file with the JSON. Raises ValueError if torchao cannot read it.
-    """
+    """Returns `value` if it is "auto", or the JSON of a torchao configuration, as `json.dumps(config_to_dict(config))`
+    makes it. Raises ValueError if torchao cannot read it."""
     from torchao.core.config import AOBaseConfig, config_from_dict
 
-    if value == AUTO:
-        return value
-    is_json = value.lstrip().startswith("{")
-    if not is_json and not Path(value).is_file():
-        raise ValueError(f"neither {AUTO} nor JSON nor a file: it takes what torchao's config_to_dict(config) gives")
     try:
-        text = value if is_json else Path(value).read_text()
-        if not isinstance(config_from_dict(json.loads(text)), AOBaseConfig):
-            raise ValueError("that is no quantization")
+        is_config = value == AUTO or isinstance(config_from_dict(json.loads(value)), AOBaseConfig)
     except Exception as error:  # torchao raises many types
-        raise ValueError(str(error)) from error
-    return text
+        raise ValueError(f"neither {AUTO} nor the JSON of what config_to_dict of torchao gives ({error})") from error
+    if not is_config:
+        raise ValueError("that is no quantization")
+    return value
 
 
 def quantize_by_torchao(config: str = AUTO) -> tuple[dict, str]:

@@ -36,8 +36,8 @@ from ..tasks.dataset import Row
 from ..tasks.environment import together
 from ..tasks.rewards import Batch, Group, reward_metrics
 from ..tasks.task import Task
-from .conversation import Conversation, Turn, converse, group_of
-from .engine import EngineActor
+from .conversation import Conversation, Turn, group_of
+from .engine import Engine
 from .sampling import in_parts, sampling_options, with_images
 
 PROOF_TOKENS = 256  # a batch with fewer proves no sync: their mean varies too much to have a bound
@@ -60,7 +60,8 @@ class AheadArguments:
 
 class Rollouts:
     """The rollouts of the steps after `steps_done`, in order, with rewards unless they are to be computed later
-    (`rewarded`). A slow reward stops neither the engines nor the trainer."""
+    (`rewarded`). Conversations with tools fit into `max_model_len`. A slow reward stops neither the engines nor the
+    trainer."""
 
     def __init__(
         self,
@@ -70,9 +71,10 @@ class Rollouts:
         steps_done: int,
         args: AheadArguments | None = None,
         rewarded: bool = True,
+        max_model_len: int | None = None,
     ):
         self.engines, self.session, self.task, self.config = engines, engines.session, task, config
-        self.args, self.rewarded = args or AheadArguments(), rewarded
+        self.args, self.rewarded, self.max_model_len = args or AheadArguments(), rewarded, max_model_len
         self.last_begun, self.batches = steps_done, deque()  # the batches of the steps begun and not taken
         self.max_in_flight = self.args.in_flight or 2 * task.args.prompts_per_step
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
@@ -118,7 +120,7 @@ class Rollouts:
         size = math.ceil(count / len(groups))
         short = replace(self.config, group_size=size, max_tokens=length)
         sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
-        rollouts = itertools.chain(*self.engines.call("proving", EngineActor.sample, prompts, sampling, images))
+        rollouts = itertools.chain(*self.engines.call("proving", Engine.sample, prompts, sampling, images))
         return [replace(own, images=images[i // size % len(images)]) for i, own in enumerate(rollouts)]
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
@@ -127,7 +129,7 @@ class Rollouts:
         if not self.args.max_staleness:
             return {}
         metrics = {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
-        shares = self.engines.call("syncing", EngineActor.idle_share)
+        shares = self.engines.call("syncing", Engine.idle_share)
         if None not in shares:
             metrics["async/engine_idle"] = sum(shares) / len(shares)
         if len(shares) > 1:
@@ -228,18 +230,16 @@ class Rollouts:
                 call = actor.sample.remote([prompt_ids], [options], [images], low_priority)
             return (await self.session.answers("generating", {engine: call}))[0]
 
-        async def sample_turn(turns: list[Turn]) -> list[Rollout]:
-            (turn,) = turns
+        async def sample_turn(turn: Turn) -> Rollout:
             low_priority = self._waits(request) and not turn.index  # what has begun goes before what has not
-            return await sample(turn.prompt_ids, sampling(turn.number, turn=turn), low_priority)
+            return (await sample(turn.prompt_ids, sampling(turn.number, turn=turn), low_priority))[0]
 
         if not self.task.tools:
             return Group(row, with_images(await sample(row.prompt_ids, sampling(i), self._waits(request)), images))
-        conversations = [
-            Conversation(self.task.tools, row, images, number, request.config.max_tokens, request.evaluation)
-            for number in range(i * size, (i + 1) * size)
-        ]
-        await asyncio.gather(*(converse([conversation], sample_turn) for conversation in conversations))
+        limits = request.config.max_tokens, self.max_model_len, request.evaluation
+        numbers = range(i * size, (i + 1) * size)
+        conversations = [Conversation(self.task.tools, row, images, number, *limits) for number in numbers]
+        await asyncio.gather(*(conversation.run(sample_turn) for conversation in conversations))
         return group_of(conversations)
 
 

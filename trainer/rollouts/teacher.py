@@ -94,14 +94,17 @@ def differing_ends(teacher: str, student: str) -> str:
     )
 
 
-def check_lengths(task: Task, max_model_len: int, teacher_max_model_len: int, max_tokens: int) -> str:
-    """As `Task.check_lengths`. Raises RunError if the teacher may get more tokens than it takes: vLLM wants room for
-    one that it samples."""
-    longest = min(max_model_len, teacher_max_model_len - 1)
-    remark = task.check_lengths(longest, max_tokens)
-    if remark and longest < max_model_len:
+def shared_length(task: Task, max_model_len: int, teacher_max_model_len: int, max_tokens: int) -> int:
+    """The tokens that a prompt and its completion may have for student and teacher. vLLM wants room for one that the
+    teacher samples.
+
+    Raises TaskError as `Task.check_lengths` does, and RunError if the student may make more than the teacher takes.
+    """
+    shared = min(max_model_len, teacher_max_model_len - 1)
+    task.check_lengths(shared)
+    if shared < max_model_len and task.length_remark(shared, max_tokens):
         raise RunError(
-            f"the teacher scores {longest} tokens, of a prompt and its completion together, and the student may make"
+            f"the teacher scores {shared} tokens, of a prompt and its completion together, and the student may make"
             " more: lower --max-tokens, or raise --max-model-len"
         )
-    return remark
+    return shared

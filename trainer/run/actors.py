@@ -38,15 +38,9 @@ RESERVE_SECONDS = 60  # limit for Ray to reserve a placement group
 
 @dataclass
 class ActorArguments:
-    """How many engines there are."""
+    """How many trainers and engines there are, on devices of their own."""
 
     engines: Annotated[int, Ge(1)] = arg(1, help="engines; the prompts of a step are divided among them")
-
-
-@dataclass
-class SeparateActorArguments(ActorArguments):
-    """How many trainers there are, on other devices than the engines."""
-
     trainers: Annotated[int, Ge(1)] = arg(1, help="trainer ranks, each on a GPU; FSDP2 shards the model over them")
 
 

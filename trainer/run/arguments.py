@@ -29,7 +29,7 @@ REFUSED = [  # flags, what each of them is told, and whether these arguments are
     (("reward_coef",), "needs a --group-size of 2 or more", lambda a: a.group_size == 1),
     (
         ("engines", "engine_args", "gpu_memory_utilization"),
-        "is for a run's own servers: --engine-url names others",
+        "is for engines that a run starts: --engine-url names servers",
         lambda a: a.engine_url,
     ),
     (("output",), "is another folder than that of --resume", lambda a: a.resume),

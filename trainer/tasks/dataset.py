@@ -39,10 +39,6 @@ class Row:
         return self.prompt if isinstance(self.prompt, str) else content_text(self.prompt[-1].get("content"))
 
 
-class JSONLine(str):
-    """A row that is still to be parsed."""
-
-
 def content_text(content: str | list[dict] | None) -> str:
     """The text of a message's content, which may be in parts, as {"type": "text", "text": "..."}. None is no text."""
     return "".join(part.get("text", "") for part in content) if isinstance(content, list) else content or ""
@@ -74,10 +70,10 @@ def load_rows(
     function, rows = named_function("--map", mapping) if mapping else None, []
     for number, record in enumerate(_records(name, config, split)):
         origin = f"{name}, row {number} of {split}"
-        mapped = _parsed(record, origin) if isinstance(record, JSONLine) else record
+        mapped = record
         if function:
             try:
-                mapped = function(copy.deepcopy(mapped))  # a dataset's function may return its rows again
+                mapped = function(copy.deepcopy(record))  # a dataset's function may return its rows again
             except Exception as error:
                 raise failed(f"{origin}: --map {mapping}", error) from error
             if mapped is None:
@@ -95,13 +91,6 @@ def file_ending(name: str) -> str | None:
     """The ending, one of FORMATS, by which this file is read; None if it has none of them."""
     ending = Path(name.lower().removesuffix(".gz")).suffix
     return ending if ending in FORMATS else None
-
-
-def _parsed(line: JSONLine, origin: str):
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise TaskError(f"{origin}: not JSON ({error})") from error
 
 
 def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: list[dict] | None) -> Row:
@@ -129,10 +118,6 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
         raise TaskError(f"{origin}: a prompt with images is chat messages, and not a text: --map can make them")
     if images:
         columns = {name: value for name, value in columns.items() if name != "image"} | {"images": images}
-    try:
-        json.dumps(prompt, ensure_ascii=False).encode()
-    except (UnicodeEncodeError, TypeError) as error:
-        raise TaskError(f"{origin}: the prompt is not Unicode text, or not JSON ({error})") from error
     if taken := record.keys() & set(reserved):
         raise TaskError(f"{origin}: a reward gets {' and '.join(sorted(taken))} from the run itself")
     return Row(prompt, columns, origin, images=images)
@@ -158,13 +143,11 @@ def _are_messages(value) -> bool:
 
 def _is_content(content) -> bool:
     """Whether this content of a message is a text, or parts that are texts and images."""
-    return isinstance(content, str) or (
-        isinstance(content, list)
-        and all(
-            isinstance(part, dict)
-            and (part.get("type") in PART_TYPES or (part.get("type") == "text" and isinstance(part.get("text"), str)))
-            for part in content
-        )
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in parts]
+    return all(
+        kind in PART_TYPES or (kind == "text" and isinstance(part.get("text"), str))
+        for kind, part in zip(kinds, parts, strict=True)
     )
 
 
@@ -176,7 +159,7 @@ def _without_nones(value):
     return [_without_nones(part) for part in value] if isinstance(value, list) else value
 
 
-def _records(name: str, config: str | None, split: str) -> list[dict | JSONLine]:
+def _records(name: str, config: str | None, split: str) -> list[dict]:
     """The rows of a function, of files, or of what else `datasets.load_dataset` takes.
 
     `datasets` finds the files of each split. CSV and JSON are read here, since it guesses the types of texts.
@@ -189,12 +172,6 @@ def _records(name: str, config: str | None, split: str) -> list[dict | JSONLine]
         except Exception as error:
             raise failed(f"--dataset {name}", error) from error
     ending = file_ending(name)
-    if os.path.isfile(name) and not ending:
-        raise TaskError(f"{name} is not read: a file ends with {', '.join(FORMATS)}, or with .gz after one of them")
-    if os.path.isdir(name) and glob.has_magic(name):
-        raise TaskError(f"{name} is not read: `datasets` takes its brackets, * or ? for a pattern")
-    if os.path.isfile(name) and not os.path.getsize(name):
-        return []  # for which `datasets` has another error in each format
     import datasets  # only where it is needed: importing it takes a second
 
     datasets.disable_progress_bars()
@@ -226,7 +203,7 @@ def _encoded_images(features):
     return Features({name: encoded(feature) for name, feature in features.items()})
 
 
-def _read_split(files: dict[str, list[str]], split: str) -> list[dict | JSONLine]:
+def _read_split(files: dict[str, list[str]], split: str) -> list[dict]:
     """The rows of `split`, which may consist of slices ("train[:9]+test"). `files` has the files of each split."""
     from datasets import ReadInstruction
 
@@ -236,7 +213,7 @@ def _read_split(files: dict[str, list[str]], split: str) -> list[dict | JSONLine
     return [row for part in slices for row in rows[part.splitname][part.from_ : part.to]]
 
 
-def _read(file: str) -> Iterator[dict | JSONLine]:
+def _read(file: str) -> Iterator[dict]:
     """The rows of a JSON file, an array or lines, or of a CSV file, whose fields are texts, or None if empty."""
     import fsspec  # as `datasets` opens files: a .gz and addresses as well
 
@@ -244,20 +221,17 @@ def _read(file: str) -> Iterator[dict | JSONLine]:
         if separator := SEPARATORS.get(file_ending(file)):
             csv.field_size_limit(sys.maxsize)  # by default, a field has at most 131,072 characters
             reader = csv.DictReader(lines, delimiter=separator, strict=True)
-            columns = reader.fieldnames or []
-            if len(set(columns)) < len(columns):
-                raise ValueError(f"{file} has two columns of the same name")
             for row in reader:
                 if None in row:
                     raise ValueError(f"line {reader.line_num} of {file} has more fields than its header")
                 yield {column: text or None for column, text in row.items()}
-        elif file_ending(file) == ".json":
-            text = lines.read()
-            yield from json.loads(text) if text.lstrip().startswith("[") else _json_lines(text.split("\n"))
-        else:
-            yield from _json_lines(lines)
-
-
-def _json_lines(lines: Iterable[str]) -> Iterator[JSONLine]:
-    """These lines without the blank ones, which are no rows."""
-    return (JSONLine(line) for line in lines if line.strip())
+            return
+        text = lines.read()
+        if file_ending(file) == ".json" and text.lstrip().startswith("["):
+            yield from json.loads(text)
+            return
+        for number, line in enumerate(text.split("\n"), 1):
+            try:
+                yield from [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise ValueError(f"line {number} of {file} is not JSON ({error})") from None  # this is shown

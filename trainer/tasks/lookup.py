@@ -19,16 +19,11 @@ CALLS = 0.1  # of the supervised examples with a call, the share that teaches to
 RIGHT = 0.99  # the share of right calls and repetitions at which the supervised steps end
 TEMPLATE = """
 {%- for message in messages %}
-    {%- if message.role == "assistant" %}
-        {{- ":" + message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- "[" + call.function.name + "(" }}
-            {%- for name, value in call.function.arguments.items() %}{{ name ~ '="' ~ value ~ '"' }}{% endfor %}
-            {{- ")]" }}
-        {%- endfor %}
-        {{- "</s>" }}
-    {%- else %}
-        {{- ("=" if message.role == "tool" else "") + message.content }}
+    {%- if message.role != "assistant" %}{{ ("=" if message.role == "tool" else "") + message.content }}
+    {%- else %}{{ ":" + message.content }}
+        {%- for call in message.tool_calls or [] %}{{ "[" + call.function.name + "(" }}
+          {%- for name, value in call.function.arguments.items() %}{{ name ~ '="' ~ value ~ '"' }}{% endfor %}{{ ")]" }}
+        {%- endfor %}{{ "</s>" }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ ":" }}{% endif %}"""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # it imports torch, and a reward's process starts sooner with
     from ..learning.rollout import Rollout
 
 OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
-COPIES = {"completion_ids": np.ndarray.tolist}  # of entries that `copy.deepcopy` would take longer for
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -167,11 +166,8 @@ class RewardCall:
             if name == "images":
                 own[name] = ImagesOfCompletions(entries)
             elif isinstance(entries, list) and name != "environments":
-                copy_of = COPIES.get(name, copy.deepcopy)
-                try:
-                    own[name] = [copy_of(entry) for entry in entries]
-                except Exception as error:  # of an object in a row that a function has made
-                    raise TaskError(f"the column {name!r} cannot be copied for each completion ({error})") from error
+                copy_of = np.ndarray.tolist if name == "completion_ids" else copy.deepcopy  # which would take longer
+                own[name] = [*map(copy_of, entries)]
         return own
 
     def _checked(self, values, returned: Returned) -> Returned:
@@ -181,16 +177,13 @@ class RewardCall:
         returned.values = list(values)
         if len(returned.values) != len(self.texts):
             raise TaskError(f"{what} {len(returned.values)} values for {len(self.texts)} completions")
-        for i, (value, text) in enumerate(zip(returned.values, self.texts, strict=True)):
+        for i, value in enumerate(returned.values):
             try:
                 returned.values[i] = number = None if value is None else float(value)
-            except (TypeError, ValueError) as error:
-                raise TaskError(f"{what} {value!r}, which is not a number, for {text!r} ({self.origin})") from error
-            except OverflowError as error:  # of an integer; Python may refuse to print it
-                where = f"for {text!r} ({self.origin})"
-                raise TaskError(f"{what} a number that is too large for a float {where}") from error
+            except (TypeError, ValueError):
+                number = math.nan
             if number is not None and not math.isfinite(number):
-                raise TaskError(f"{what} {number} for {text!r} ({self.origin})")
+                raise TaskError(f"{what} {value!r}, no finite number, for {self.texts[i]!r} ({self.origin})")
         return returned
 
 

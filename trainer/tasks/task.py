@@ -7,7 +7,7 @@ flags. docs/tasks.md shows how to write one.
 import functools
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from ..errors import TaskError
 from ..flags import arg, setting
 from ..functions import json_object
-from ..learning.multimodal import image_tokens, is_multimodal, load_tokenizer
+from ..learning.multimodal import is_multimodal, load_tokenizer
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows, without_parts
 from .rewards import FROM_THE_RUN, Rewards
@@ -88,11 +88,6 @@ class Task:
     tools: Tools | None
 
     @property
-    def is_chat(self) -> bool:
-        """Whether a prompt is chat messages."""
-        return not all(isinstance(row.prompt, str) for row in [*self.rows, *self.eval_rows])
-
-    @property
     def has_images(self) -> bool:
         """Whether a prompt has images."""
         return any(row.images for row in [*self.rows, *self.eval_rows])
@@ -113,12 +108,12 @@ class Task:
         candidates = rng.sample(self.rows, min(len(self.rows), count + len(drawn_ids)))
         return [row for row in candidates if id(row) not in drawn_ids][:count]
 
-    def tokenize(self, model: str, max_model_len: int | None = None) -> None:
-        """Give each row its token ids. With `max_model_len`, check the lengths as well.
+    def tokenized(self, model: str, max_model_len: int | None = None) -> "Task":
+        """This task, with the token ids of its rows. With `max_model_len`, their lengths are checked as well.
 
         Raises TaskError for the first row without a token, with a token that the model has no embedding for, with
-        messages that the chat template refuses, or with images that the model's processor refuses; with tools, also if
-        the template or the parser does not fit.
+        messages that the chat template refuses, or with images for a model without towers; with tools, also if the
+        template or the parser does not fit.
         """
         from transformers import AutoConfig
 
@@ -127,29 +122,26 @@ class Task:
         config = AutoConfig.from_pretrained(model)
         embeddings = config.get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
-        if is_multimodal(config.model_type):
-            self._check_images(model, [*filter(None, tokenizer.convert_ids_to_tokens(image_tokens(config)))])
-        else:
+        if not is_multimodal(config.model_type):
             self.refuse_images(f"{model} takes text alone")
-        for row in [*self.rows, *self.eval_rows]:
-            row.prompt_ids = self._prompt_ids(row, template, appends_end)
-            if not row.prompt_ids:
+
+        def with_ids(row: Row) -> Row:
+            ids = self._prompt_ids(row, template, appends_end)
+            if not ids:
                 raise TaskError(f"{row.origin}: the model's tokenizer makes no token of the prompt {row.text!r}")
-            if max(row.prompt_ids) >= embeddings:
+            if max(ids) >= embeddings:
                 raise TaskError(
-                    f"{row.origin}: the tokenizer of {model} makes token {max(row.prompt_ids)} of the prompt, and the"
-                    f" model has embeddings for {embeddings}: they do not belong together"
+                    f"{row.origin}: the tokenizer of {model} makes token {max(ids)} of the prompt, and the model has"
+                    f" embeddings for {embeddings}: they do not belong together"
                 )
+            return replace(row, prompt_ids=ids)
+
+        task = replace(self, rows=[*map(with_ids, self.rows)], eval_rows=[*map(with_ids, self.eval_rows)])
         if self.tools:
             self.tools.prepare(template)
         if max_model_len:
-            self.check_lengths(max_model_len)
-        thinking = sum(_begins_thought(row, tokenizer) for row in self.rows)
-        if thinking and self.rewards.functions:
-            print(
-                f"{thinking} of {len(self.rows)} prompts open <think> at their end: rewards get what comes after it, so"
-                " one that looks for <think>, such as trl.rewards:think_format_reward, does not find it"
-            )
+            task.check_lengths(max_model_len)
+        return task
 
     def _prompt_ids(self, row: Row, template: ChatTemplate, appends_end: bool) -> list[int]:
         if not isinstance(row.prompt, str):
@@ -169,42 +161,19 @@ class Task:
             if row.images:
                 raise TaskError(f"{row.origin}: the prompt has images, and {reason}: --map can drop them")
 
-    def _check_images(self, model: str, tokens: list[str]) -> None:
-        """Raise TaskError for the first row with an image whose size the model's processor refuses, or with one of the
-        `tokens` that stand for an image in a text."""
-        from transformers import AutoProcessor
+    def check_lengths(self, max_model_len: int) -> None:
+        """Raise TaskError for the longest prompt if there is no room for a completion: the engine takes at most
+        `max_model_len` tokens of both."""
+        longest = self._longest
+        if len(longest.prompt_ids) >= max_model_len:
+            raise TaskError(
+                f"{longest.origin}: the prompt {longest.text[:30]!r}... has {len(longest.prompt_ids)} tokens, and the"
+                f" engine takes {max_model_len} with the completion's: --max-model-len"
+            )
 
-        processor = AutoProcessor.from_pretrained(model).image_processor if self.has_images else None
-        count_patches = getattr(processor, "get_number_of_image_patches", None)  # if it resizes by an image's own size
-        for row in [*self.rows, *self.eval_rows]:
-            text = json.dumps(row.prompt, ensure_ascii=False)
-            if found := [token for token in tokens if token in text]:
-                raise TaskError(
-                    f"{row.origin}: the text of the prompt has {found[0]}, which stands for an image: --map can drop it"
-                )
-            for width, height in row.images.sizes() if row.images and count_patches else ():
-                try:
-                    count_patches(height, width)
-                except Exception as error:  # processors raise what they like
-                    size = f"an image of {width} x {height} pixels"
-                    raise TaskError(f"{row.origin}: the model's processor refuses {size}: {error}") from error
-
-    def check_lengths(self, max_model_len: int, max_tokens: int = 0) -> str:
-        """Returns a line to print if there may be no room for a completion of `max_tokens`: the engine takes at most
-        `max_model_len` tokens, of a prompt and its completion together.
-
-        Raises TaskError for the first prompt after which there is no room at all.
-        """
-        longest = 0  # of the prompts, in tokens
-        if self.tools:
-            self.tools.max_model_len = max_model_len
-        for row in [*self.rows, *self.eval_rows]:
-            longest = max(longest, len(row.prompt_ids))
-            if longest >= max_model_len:
-                raise TaskError(
-                    f"{row.origin}: the prompt {row.text[:30]!r}... has {longest} tokens, and the engine takes"
-                    f" {max_model_len} with the completion's: --max-model-len"
-                )
+    def length_remark(self, max_model_len: int, max_tokens: int) -> str:
+        """A line to print if there may be no room for a completion of `max_tokens` after the longest prompt."""
+        longest = len(self._longest.prompt_ids)
         if longest + max_tokens <= max_model_len or self.has_images:  # only the engine counts an image's tokens
             return ""
         return (
@@ -212,13 +181,9 @@ class Task:
             f" {max_model_len - longest}, and not at --max-tokens {max_tokens}"
         )
 
-
-def _begins_thought(row: Row, tokenizer) -> bool:
-    """Whether the prompt ends in the middle of reasoning, which the row or the chat template has begun."""
-    if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
-        _, begins, thought = row.text.rpartition("<think>")
-        return bool(begins) and "</think>" not in thought
-    return tokenizer.decode(row.prompt_ids[-8:]).rstrip().endswith("<think>")  # which may be several tokens
+    @property
+    def _longest(self) -> Row:
+        return max([*self.rows, *self.eval_rows], key=lambda row: len(row.prompt_ids))
 
 
 @functools.lru_cache(maxsize=2)
@@ -238,41 +203,43 @@ def load_task(
 
     Raises TaskError, which names the row, flag or function that is wrong.
     """
-    reward_models = ["reward_model"] if reward_model else []
-    environment = tool_args.environment if tool_args else None
-    tools = Tools(tool_args) if tool_args and (environment or tool_args.tools) else None
-    if not args.dataset and (not environment or tools.rows_choose):
-        chooses = f"--environment {environment} names several: each row of a dataset chooses one"
-        raise TaskError(f"--dataset is missing: {chooses if environment else f'--task {args.task} has no default'}")
+    tools = Tools(tool_args) if tool_args and (tool_args.environment or tool_args.tools) else None
+    environment, reward_models = tools and tool_args.environment, ["reward_model"] if reward_model else []
+    if not args.dataset and not environment:
+        raise TaskError(f"--dataset is missing: --task {args.task} has no default")
+    if not args.dataset and tools.rows_choose:
+        raise TaskError(
+            f"--dataset is missing: --environment {environment} names several: each row of a dataset chooses one"
+        )
     has_reward = args.reward or reward_models or (tools and tools.rewards)
     if not has_reward and (needs_reward or args.eval_every):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
-    rows = _load(args, args.dataset, args.dataset_split, environment)
-    eval_rows = _load_eval_rows(args, rows, seed, environment)
+
+    all_rows = _load(args, args.dataset, args.dataset_split, environment)
+    eval_rows = _load_eval_rows(args, all_rows, seed, environment)
+    rows = _without(eval_rows, all_rows, environment)
     if args.eval_every and not eval_rows:
         raise TaskError("--eval-every: nothing to evaluate on without --eval-dataset, --eval-split or --eval-share")
-    held_out = {_key(row, environment) for row in eval_rows}
-    train_rows = [row for row in rows if _key(row, environment) not in held_out] if held_out else rows
-    if not train_rows:
+    if not rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
-    first_rows = [train_rows[0], *eval_rows[:1]]
-    rewards = Rewards(
-        args.reward or [],
-        args.reward_weights,
-        first_rows,
-        steps,
-        reward_models,
-        bool(environment),
-        args.reward_timeout,
-    )
+
+    known = [rows[0], *eval_rows[:1]], steps, reward_models, bool(environment), args.reward_timeout
+    rewards = Rewards(args.reward or [], args.reward_weights, *known)
     for name, function in tools.rewards.items() if tools else ():
         rewards.add(name, function)
-    print(f"{len(train_rows)} prompts of {args.dataset or environment}; reward: {rewards}")
-    if (left_out := len(rows) - len(train_rows)) and not args.eval_share:
-        print(f"{left_out} of {len(rows)} prompts are not learned from: they are among those to evaluate on")
+
+    print(f"{len(rows)} prompts of {args.dataset or environment}; reward: {rewards}")
+    if (left_out := len(all_rows) - len(rows)) and not args.eval_share:
+        print(f"{left_out} of {len(all_rows)} prompts are not learned from: they are among those to evaluate on")
     if eval_rows and not args.eval_every:
         print(f"{len(eval_rows)} prompts are held out, and no step evaluates on them: --eval-every is 0")
-    return Task(train_rows, eval_rows, rewards, args, seed, steps, tools)
+    return Task(rows, eval_rows, rewards, args, seed, steps, tools)
+
+
+def _without(held_out: list[Row], rows: list[Row], environment: str | None) -> list[Row]:
+    """The rows whose prompts are not among those held out."""
+    keys = {_key(row, environment) for row in held_out}
+    return [row for row in rows if _key(row, environment) not in keys] if keys else rows
 
 
 def _load_eval_rows(args: TaskArguments, rows: list[Row], seed: int, environment: str | None) -> list[Row]:

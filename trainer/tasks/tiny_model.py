@@ -43,22 +43,27 @@ def build_tiny_model(folder: str | Path, seed: int = 0, init_std: float = 0.02) 
     """Write the model to `folder` (about 0.5 million fp32 parameters, one token a byte) and return the folder."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
-    config = OPTConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN_SIZE,
-        word_embed_proj_dim=HIDDEN_SIZE,
-        ffn_dim=4 * HIDDEN_SIZE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        max_position_embeddings=MAX_LENGTH,
-        init_std=init_std,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = opt_config(tokenizer, HIDDEN_SIZE, 4 * HIDDEN_SIZE, LAYERS, HEADS, init_std=init_std)
     OPTForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def opt_config(tokenizer, hidden_size: int, ffn_dim: int, layers: int, heads: int, **options) -> OPTConfig:
+    """The configuration of an OPT of this size for this tokenizer."""
+    return OPTConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        word_embed_proj_dim=hidden_size,
+        ffn_dim=ffn_dim,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=MAX_LENGTH,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **options,
+    )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -8,9 +8,9 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import OPTConfig, OPTForSequenceClassification
+from transformers import OPTForSequenceClassification
 
-from .tiny_model import MAX_LENGTH, byte_tokenizer
+from .tiny_model import byte_tokenizer, opt_config
 from .uppercase import PROMPTS
 
 POINTS = 3 / 16  # for each upper-case letter: 3 for a completion of 16 of them
@@ -24,20 +24,8 @@ def build_tiny_reward_model(folder: str | Path, seed: int = 0) -> Path:
     random_state, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # there is no work for more
-    model = OPTForSequenceClassification(
-        OPTConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=HIDDEN_SIZE,
-            word_embed_proj_dim=HIDDEN_SIZE,
-            ffn_dim=HIDDEN_SIZE,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=MAX_LENGTH,
-            pad_token_id=tokenizer.pad_token_id,
-            num_labels=1,
-            dropout=0.0,
-        )
-    )
+    config = opt_config(tokenizer, HIDDEN_SIZE, HIDDEN_SIZE, layers=1, heads=2, num_labels=1, dropout=0.0)
+    model = OPTForSequenceClassification(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
     for _ in range(STEPS):

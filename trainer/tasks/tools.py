@@ -14,6 +14,7 @@ the column `environment` of each row chooses one.
 import asyncio
 import copy
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,35 +53,44 @@ class Tools:
     """The functions of `--tools` and the environments of `--environment`. Raises TaskError for what cannot be used."""
 
     def __init__(self, args: ToolArguments):
-        self.args, self.max_model_len = args, None  # the tokens that an engine takes, once it has started
+        self.args = args
         self.functions = [named_function("--tools", name) for name in args.tools or ()]
-        for function in self.functions:
-            _schema(function)  # raises for what is no documented function
         factory = named_value("--environment", args.environment) if args.environment else None
         self.rows_choose = isinstance(factory, dict)
         self.factories = factory if self.rows_choose else {None: factory}
-        if args.environment and not all(map(callable, self.factories.values())):
-            raise TaskError(f"--environment {args.environment}: not a factory, and not a dict of factories")
         self.pools = {(name, evaluation): [] for name in self.factories for evaluation in (False, True)}
-        self.schemas: dict[str | None, list[dict]] = {}  # by the environment's name
         self.rewards: dict[str, Callable] = {}  # by the name of the environment's class
         self.environments = weakref.WeakValueDictionary()  # by the id of the instance
+        function_schemas = [_schema(function) for function in self.functions]
+        self.schemas: dict[str | None, list[dict]] = {}  # by the environment's name
         for name, factory in self.factories.items():
-            try:
-                environment = Environment(factory, self.functions, self.pools[name, False])
-                environment.made.result()
-            except Exception as error:  # the user's code
-                raise failed(f"--environment {args.environment}", error) from error
-            self.environments[id(environment.instance)], cls = environment, type(environment.instance)
-            if factory and not callable(getattr(cls, "reset", None)):
-                raise TaskError(f"--environment {args.environment}: {cls.__name__} has no method reset")
-            if inspect.isfunction(getattr(cls, "get_reward", None)):
-                reward = self.rewards.setdefault(cls.__name__, partial(self._rewards_of, cls))
-                if reward.args != (cls,):
-                    raise TaskError(f"--environment {args.environment}: two classes have the name {cls.__name__}")
-            _check_names([*self.functions, *environment.methods])
-            self.schemas[name] = [_schema(tool) for tool in environment.tools.values()]
+            environment = self._first(factory, self.pools[name, False])
+            self.schemas[name] = function_schemas + [_schema(method) for method in environment.methods]
             environment.release()
+
+    def _first(self, factory: Callable | None, pool: list[Environment]) -> Environment:
+        """The first environment that this factory makes, which shows whether others can be used."""
+        flag = f"--environment {self.args.environment}"
+        if self.args.environment and not callable(factory):
+            raise TaskError(f"{flag}: not a factory, and not a dict of factories")
+        try:
+            environment = Environment(factory, self.functions, pool)
+            environment.made.result()
+        except Exception as error:  # the user's code
+            raise failed(flag, error) from error
+        self.environments[id(environment.instance)], cls = environment, type(environment.instance)
+        if factory and not callable(getattr(cls, "reset", None)):
+            raise TaskError(f"{flag}: {cls.__name__} has no method reset")
+        if inspect.isfunction(getattr(cls, "get_reward", None)):
+            reward = self.rewards.setdefault(cls.__name__, partial(self._rewards_of, cls))
+            if reward.args != (cls,):
+                raise TaskError(f"{flag}: two classes have the name {cls.__name__}")
+        tools = [*self.functions, *environment.methods]
+        for one, other in itertools.combinations(tools, 2):
+            if one.__name__ == other.__name__ and one is not other:  # the policy could call only one of them
+                both = " and ".join(f"{each.__module__}:{each.__qualname__}" for each in (one, other))
+                raise TaskError(f"the tools {both} have the same name")
+        return environment
 
     def prepare(self, template: ChatTemplate) -> None:
         """Prepare for conversations in this chat template."""
@@ -95,12 +105,8 @@ class Tools:
         try:
             self.parser = partial(ToolParserManager.get_tool_parser(self.args.tool_parser), tokenizer)
             self.parser().extract_tool_calls("", request)
-        except NotImplementedError as error:  # gpt-oss's, for example
-            raise TaskError(
-                f"--tool-parser {self.args.tool_parser}: vLLM finds these calls only in its server"
-            ) from error
-        except Exception as error:  # an unknown name, or a tokenizer without the parser's tokens
-            raise TaskError(f"--tool-parser {self.args.tool_parser}: {error}") from error
+        except Exception as error:  # an unknown name, a tokenizer without its tokens, or calls that only servers find
+            raise TaskError(f"--tool-parser {self.args.tool_parser}: {type(error).__name__}: {error}") from error
 
     def name_of(self, row: Row) -> str | None:
         """The name of the environment that this row chooses, if rows choose. Raises TaskError for an unknown name."""
@@ -147,15 +153,6 @@ class Tools:
             has_reward = type(instance) is cls and not environment.lost
             calls.append(environment.begin(instance.get_reward) if has_reward else None)
         return [call and call.result() for call in calls]
-
-
-def _check_names(tools: list[Callable]) -> None:
-    """Raise TaskError if two tools have one name: the policy could call only one of them."""
-    by_name: dict[str, Callable] = {}
-    for tool in tools:
-        if (other := by_name.setdefault(tool.__name__, tool)) is not tool:
-            both = " and ".join(f"{each.__module__}:{each.__qualname__}" for each in (other, tool))
-            raise TaskError(f"the tools {both} have the same name")
 
 
 def _schema(tool: Callable) -> dict:

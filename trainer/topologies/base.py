@@ -12,11 +12,11 @@ from rlhf_utils import Comparison, SyncReport, WeightSyncError
 from ..flags import arg, setting
 from ..learning.exact import GPU
 from ..learning.rollout import Rollout
-from ..rollouts.engine import EngineActor
+from ..rollouts.engine import Engine, EngineActor
 from ..rollouts.options import EngineSetting
 from ..run.actors import ActorGroup, LearnerActor, Seat, StepClock
-from ..run.checkpoint import Models
 from ..run.folder import RunFolder
+from ..run.models import Models
 from ..run.session import RaySession
 from ..tasks.task import Task
 from .link import SendingActor, TrainerActor, say_first_sync, sync
@@ -79,7 +79,7 @@ class Topology:
         """Start the actors of trainer ranks and engines of this model. They import what they need, and load nothing."""
         self.trainers = ActorGroup(self.session, "trainer", cls, self.trainer_seats)
         self.engines = ActorGroup(self.session, self.engine_name, self.engine_class, self.engine_seats)
-        self.engines.begin(self.engine_class.prepare)
+        self.engines.begin(Engine.prepare)
         self.gpu: GPU | None = None
         if self.device == "cuda":
             self.size = ModelSize.of(model)
@@ -138,7 +138,7 @@ class Topology:
         """Begin to have the engines sleep until the next sync, unless they are to go on for later steps."""
         if self.args.ahead.max_staleness:
             return {}
-        resting = self.engines.begin(self.engine_class.sleep, self.level)
+        resting = self.engines.begin(Engine.sleep, self.level)
         if self.level == "none":
             return resting
         self.session.wait("sleeping", resting)  # the trainers need the memory

@@ -14,8 +14,8 @@ from ..learning.learner import Proof
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
 from ..run.actors import ActorGroup, LearnerActor
-from ..run.checkpoint import Models
 from ..run.folder import RunFolder
+from ..run.models import Models
 
 MAX_MISMATCH = {"cpu": 1e-5, "cuda": 0.02}  # mean |Δ logprob| that rounding explains, in fp32 and bf16
 # The same if int8 or FP8 explains it: in FP8, random weights of Qwen2.5's shapes had up to 0.095. This bound cannot
@@ -64,12 +64,6 @@ class SendingActor(LearnerActor):
 
         self.set_sender(name, join)  # in a thread, since `join` waits for the workers
         return address, port
-
-    def share_memory(self, name: str, timeout: float) -> dict[str, str]:
-        """Begin to share this device's memory with the server of this name. Returns the handle for its worker."""
-        channel = SharedMemoryChannel(self.model.device)
-        self.set_sender(name, lambda: WeightSender(channel, timeout=timeout))
-        return channel.handles
 
     def set_sender(self, name: str, make_sender: Callable[[], WeightSender]) -> None:
         """From now on, the server of this name gets its weights by the sender that this function makes in a thread."""
@@ -137,21 +131,21 @@ def connect_by_memory(run: RunFolder, trainers: ActorGroup, engines: ActorGroup,
 
     Returns for each engine the handles of the ranks beside its workers, by device id, as a tuple of one.
     """
-    devices = engines.call("connecting", EngineActor.device_ids)
-    rank_handles = trainers.call("connecting", SendingActor.open_channel, len(devices[0]), workers)
-    engine_handles, lines = [], [f"{'device':40}  trainer  engine  worker"]
+    devices = engines.call("connecting", EngineActor.device_ids)  # of each engine's workers
+    tp = len(devices[0])
+    opened = trainers.call("connecting", SendingActor.open_channel, tp, workers)
+    ranks = [(rank, *handle) for rank, handles in enumerate(opened) for handle in handles.items()]
+    arguments, lines = [], [f"{'device':40}  trainer  engine  worker"]
     for i, device_ids in enumerate(devices):
-        first = i * len(device_ids) % len(trainers)
-        ranks = range(first, first + len(device_ids))
-        handles = {device_id: path for rank in ranks for device_id, path in rank_handles[rank].items()}
+        first = i * tp % len(ranks)  # several engines may be on the same devices
+        beside = ranks[first : first + tp]
+        handles = {device_id: path for _, device_id, path in beside}
         if handles.keys() != set(device_ids):
             raise RunError(f"engine {i} runs on {sorted(device_ids)}, and its trainer ranks on {sorted(handles)}")
-        for rank in ranks:
-            (device_id,) = rank_handles[rank].keys()
-            lines.append(f"{device_id:40}  {rank:7}  {i:6}  {device_ids.index(device_id):6}")
-        engine_handles.append((handles,))
+        lines += [f"{device:40}  {rank:7}  {i:6}  {device_ids.index(device):6}" for rank, device, _ in beside]
+        arguments.append((handles,))
     run.say("\n".join(lines))
-    return engine_handles
+    return arguments
 
 
 def sync(trainers: ActorGroup, engines: ActorGroup, version: int, each: list[tuple]) -> SyncReport:

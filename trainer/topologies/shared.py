@@ -9,7 +9,7 @@ from weight_sync.groups import refuse_expandable_segments
 from ..errors import RunError
 from ..rollouts.options import EngineSetting
 from ..run.actors import StepClock, engine_seat, on_one_node, reserve, seat
-from ..run.checkpoint import Models
+from ..run.models import Models
 from .base import Topology
 from .link import TrainerActor, connect_by_memory
 from .memory import ModelSize
@@ -68,10 +68,9 @@ class Shared(Topology):
         super().start_actors(cls, model)
 
     def start(self, models: Models) -> tuple[int, str, int]:
-        memory = self.gpu.memory if self.gpu else 0
-        if self.level == "none" or self.size.loads_beside(self.args.engine.gpu_memory_utilization * memory, memory):
+        if self.level == "none" or self._loads_beside():
             return super().start(models)
-        lengths = self.session.wait("starting", self.start_engines(models.loaded))[0]
+        lengths = self.session.wait("starting", self.start_engines(models.loaded))[0]  # and sleep, before trainers load
         loaded = self.session.wait("loading", self.load_trainers(models))[0]
         return *loaded[0], lengths[0]
 
@@ -81,10 +80,10 @@ class Shared(Topology):
             return super().start_engines(model)
         # vLLM measures the free memory, so those of a GPU start one after another.
         starting: dict[str, ray.ObjectRef] = {}
-        before: list[ray.ObjectRef | None] = [None] * self.args.placement.engines
+        last: dict[int, ray.ObjectRef] = {}  # that starts on a GPU
         for (name, actor), (bundles,) in zip(self.engines.actors.items(), self.engines.bundles, strict=True):
-            starting[name] = actor.start.remote(*self.start_arguments(model), bundles, before[len(starting)])
-            before.append(starting[name])
+            starting[name] = actor.start.remote(*self.start_arguments(model), bundles, last.get(bundles[0]))
+            last[bundles[0]] = starting[name]
         return starting
 
     def connect(self) -> None:
@@ -111,6 +110,10 @@ class Shared(Topology):
                 reason = f"learning takes {trainer:.1f} GB and an engine awake {engine:.1f} GB of {gpu:.1f}"
                 self.run.say(f"--sleep {level} from now on: {reason}")
         return {}
+
+    def _loads_beside(self) -> bool:
+        """Whether trainers can load while engines are awake."""
+        return self.size.loads_beside(self.args.engine.gpu_memory_utilization * self.gpu.memory, self.gpu.memory)
 
     def _engines_per_gpu(self, model: str) -> int:
         """How many engines there are on each GPU unless a flag says it. Says why if there are more than one."""

@@ -1,6 +1,6 @@
-"""`--task colour`: a small model learns to say which colour a square has, as seen on images that no step learns from.
+"""A task of the tests, `--task colour`: a small model learns which colour a square has, as seen on held-out images.
 
-    python train_grpo.py --task colour
+    PYTHONPATH=tests python train_grpo.py --task colour
 
 An image has a square of one of six colours somewhere on a grey background. The model is made on the spot: a Qwen2.5-VL
 of two layers with a tower of two. Supervised steps have taught it three of the colours, and mixed the others up. It
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .tiny_model import END, HEADS, HIDDEN_SIZE, LAYERS, MAX_LENGTH, Part, byte_tokenizer, teach
+from trainer.tasks.tiny_model import END, HEADS, HIDDEN_SIZE, LAYERS, MAX_LENGTH, Part, byte_tokenizer, teach
 
 COLOURS = {"red": "#c02020", "green": "#20a020", "blue": "#2020c0", "yellow": "#c0c020", "white": "#f0f0f0"}
 COLOURS["black"] = "#101010"
@@ -108,10 +108,10 @@ def build_tiny_vision_model(folder: Path, seed: int) -> None:
 
 
 DEFAULTS = {
-    "dataset": "trainer.tasks.colour:squares",
+    "dataset": "colour:squares",
     "eval_split": "test",
     "reward": ["trainer.tasks.rewards:exact"],
-    "model": "trainer.tasks.colour:build_model",
+    "model": "colour:build_model",
     "max_tokens": 8,  # the longest name and the end
     "steps": 60,
     "prompts_per_step": 32,

@@ -1,103 +1,31 @@
-"""The task, without an engine: rows of datasets, tokens of prompts, and rewards as TRL calls them.
+"""Rows of datasets and the tokens of their prompts, without an engine.
 
-pytest tests/test_task.py
+pytest tests/test_dataset.py
 """
 
-import asyncio
 import json
 import logging
-import math
-import os
-import re
-import signal
 import socket
-import sys
 import tempfile
-import threading
-import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
-import numpy as np
 import pandas
 import pytest
-import torch
-from conftest import code_of, task_of
-from fakes import Engines, local_rewards
+from fakes import group, score, sums, write_lines
 from learners import CHAT_TEMPLATE, chat_tokenizer
 from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
-from transformers import OPTConfig, TrainerState
+from transformers import OPTConfig
 
 from train_grpo import Arguments
 from trainer.errors import TaskError
-from trainer.flags import flags_in, with_values
-from trainer.learning.grpo import GRPOConfig
-from trainer.learning.rollout import Rollout
-from trainer.rollouts.rollouts import Rollouts
-from trainer.run.arguments import parse, task_defaults
-from trainer.tasks.dataset import Row
+from trainer.run.arguments import parse
 from trainer.tasks.gsm8k import final_number
-from trainer.tasks.rewards import Batch, Group, Rewards, completion_text, exact, reward_metrics
+from trainer.tasks.rewards import Group, completion_text, exact
 from trainer.tasks.tiny_model import byte_tokenizer
-from trainer.tasks.uppercase import uppercase
-
-
-@pytest.fixture
-def load(tmp_path, monkeypatch):
-    """A task as flags and settings describe it, in an empty working folder whose modules are this test's. If they name
-    neither a reward nor a task, there is a `reward`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    modules = set(sys.modules)
-
-    def load_from_flags(*flags, reward="trainer.tasks.uppercase:uppercase", **settings):
-        own = ("--reward", reward) if reward and not {"--reward", "--task"} & set(flags) else ()
-        monkeypatch.setattr(sys, "argv", ["train_grpo.py", *map(str, flags), *own])
-        return task_of(with_values(parse(Arguments, "a test"), settings))
-
-    yield load_from_flags
-    for name in sys.modules.keys() - modules:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-MESSAGES = [{"role": "user", "content": "What is 1/2 + 1/2?"}]
-
-
-def write_lines(name, *rows):
-    """JSON lines, in the working folder."""
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def group(*texts, prompt="p", **columns):
-    """Completions with these texts, without rewards; their ids are their bytes."""
-    return Group(Row(prompt, columns, "row 7"), [Rollout([1], list(text.encode()), [], None, text) for text in texts])
-
-
-@pytest.fixture
-def rewards(monkeypatch):
-    """Rewards of these functions, by name, for rows with these columns."""
-
-    def make(weights=None, columns=(), steps=1, timeout=20, **functions):
-        monkeypatch.setitem(sys.modules, "graded", SimpleNamespace(**functions))
-        rows = [Row("p", dict.fromkeys(columns), "row 7")]
-        return Rewards([f"graded:{name}" for name in functions], weights, rows, steps, timeout=timeout)
-
-    return make
-
-
-def score(rewards, *groups, steps_done=0):
-    workers = local_rewards(rewards) if isinstance(rewards, Rewards) else rewards
-    return workers.compute(Batch(list(groups)), steps_done)
-
-
-def sums(batch):
-    return [rollout.reward for rollout in batch.rollouts]
-
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
 
@@ -119,12 +47,11 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
     ("text", "message"),
     [
         ('{"prompt": "a"}\n{"prompt": 3}\n', 'row 1 of train: no usable "prompt"'),
-        ('{"prompt": "a"}\n\n{"prompt": \n', "row 1 of train: not JSON"),
+        ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 of .*rows.jsonl is not JSON"),
         ('{"prompt": "a"}\n["prompt"]\n', "row 1 of train: no usable"),
         ('{"prompt": []}\n', "row 0 of train: no usable"),
         ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: no usable"),
         ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
-        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
         ('{"prompt": [1], "answer": null}\n', "row 0 of train: no usable"),
         ('{"prompt": [{"role": "user", "content": null}]}\n', "row 0 of train: no usable"),
         *(
@@ -260,9 +187,8 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
     [
         (["--dataset", "broken.parquet"], r"cannot load the dataset .*broken.parquet: ArrowInvalid: "),
         (["--dataset", "missing.parquet"], r"cannot load the dataset missing.parquet: FileNotFoundError: "),
-        (["--dataset", "rows.txt"], r"rows.txt is not read: a file ends with .jsonl, .*, or with .gz"),
+        (["--dataset", "rows.txt"], r"cannot load the dataset .*rows.txt: "),
         (["--dataset", "comma.csv"], r"comma.csv: ValueError: line 3 of .*comma.csv has more fields than its header"),
-        (["--dataset", "twice.csv"], r"twice.csv has two columns of the same name"),
         (["--dataset", "open.csv"], r"open.csv: Error: unexpected end of data"),
         (["--dataset", "rows.json", "--eval-split", "dev"], r"rows.json: ValueError: Unknown split .dev."),
         (
@@ -272,7 +198,6 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         (["--dataset", "rows.json", "--map", "maps:drops"], r"rows.json has no prompts"),
         (["--dataset", "rows.json", "--map", "maps:nothing"], r"--map maps:nothing: maps has no function nothing"),
         (["--dataset", "maps:fails"], r"--dataset maps:fails raised TypeError: string indices"),
-        (["--dataset", "maps:times"], r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"),
         (["--dataset", "maps:arrays"], "row 0 of train: no usable"),
         (["--dataset", "rows.json", "--eval-split", "train"], "no prompt is left to learn from"),
         (["--dataset", "rows.json", "--system-prompt", "Be brief."], "row 0 of train: --system-prompt is for chat"),
@@ -283,7 +208,6 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
             "cannot be called .* 'x'",
         ),
         (["--dataset", "rows.json", "--reward", "quits:f"], "--reward quits:f cannot be imported: SystemExit: 3"),
-        (["--dataset", "folder[1]"], r"folder\[1\] is not read: `datasets` takes its brackets"),
         (["--task", "incomplete"], "--dataset is missing: --task incomplete has no default"),
     ],
 )
@@ -293,18 +217,15 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
     Path("x.csv").write_text("prompt,x\nc,1\n")
     Path("rows.txt").write_text("a\n")
     Path("comma.csv").write_text("prompt,x\nc,1\nHello, you,2\n")
-    Path("twice.csv").write_text("prompt,x,x\nc,1,2\n")
     Path("open.csv").write_text('prompt,x\n"c,1\nd,2\n')
     Path("maps.py").write_text(
-        "import datetime, numpy\n"
+        "import numpy\n"
         "def fails(row):\n    return row['q']\n\ndef drops(row):\n    return None\n\n"
-        "def times(split):\n    return [{'prompt': [{'role': 'user', 'content': 'a', 'at': datetime.date.max}]}]\n"
         "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
         "def none(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n    return []\n"
     )
     Path("incomplete.py").write_text("DEFAULTS = {}")
     Path("quits.py").write_text("import sys\nsys.exit(3)\n")
-    Path("folder[1]").mkdir()
     with pytest.raises(TaskError, match=message):
         load(*flags)
     assert not logging.getLogger("datasets").isEnabledFor(logging.ERROR)  # it would say the same, before the error
@@ -492,10 +413,9 @@ def save_model(tokenizer, embeddings=None):
 def test_completions_that_the_context_ends_before_their_time_are_announced(load):
     save_model(byte_tokenizer())
     write_lines("rows.jsonl", {"prompt": "4444"}, {"prompt": "7 bytes"})
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
-    assert task.check_lengths(23, max_tokens=16) == ""
-    assert task.check_lengths(22, max_tokens=16) == (
+    task = load("--prompts", "rows.jsonl").tokenized("model")
+    assert task.length_remark(23, max_tokens=16) == ""
+    assert task.length_remark(22, max_tokens=16) == (
         "\nthe engine takes 22 tokens: after the longest prompt, of 7, a completion ends at 15, and not at"
         " --max-tokens 16"
     )
@@ -507,7 +427,7 @@ def test_every_prompt_has_one_bos_and_a_generation_prompt(load):
     messages = [{"role": "user", "content": "Hi"}]
     write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": messages}, {"prompt": [*messages, *messages]})
     task = load("--prompts", "rows.jsonl", "--eval-share", 0.3, chat_template_kwargs='{"think": false}')
-    task.tokenize("model")
+    task = task.tokenized("model")
     rows = sorted([*task.rows, *task.eval_rows], key=lambda row: len(row.prompt_ids))
     assert [tokenizer.decode(row.prompt_ids) for row in rows] == [
         "</s>Hi",
@@ -527,7 +447,7 @@ def test_text_ends_where_its_row_ends_it(load, ends):
     write_lines("rows.jsonl", {"prompt": "Hi"}, {"prompt": "Hi</s>"})
     write_lines("test.jsonl", {"prompt": "Ho"})
     task = load("--prompts", "rows.jsonl", "--eval-dataset", "test.jsonl")
-    task.tokenize("model")
+    task = task.tokenized("model")
     texts = [tokenizer.decode(row.prompt_ids) for row in [*task.rows, *task.eval_rows]]
     assert texts == ["</s>Hi", "</s>Hi</s>", "</s>Ho"]
 
@@ -540,8 +460,7 @@ def test_text_that_a_template_has_rendered_gets_no_second_beginning(load, begin)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(pieces, special_tokens=tokens)
     save_model(tokenizer)
     write_lines("rows.jsonl", *({"prompt": text} for text in (f"{begin}<user>Hi<assistant>", "Hi", f"Hi{begin}")))
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
+    task = load("--prompts", "rows.jsonl").tokenized("model")
     texts = [tokenizer.decode(row.prompt_ids) for row in task.rows]
     assert texts == [f"{begin}<user>Hi<assistant>", f"{begin}Hi", f"{begin}Hi{begin}"]
 
@@ -589,33 +508,9 @@ def test_arguments_of_a_call_are_an_object_for_the_template(load, arguments, giv
     call = {"type": "function", "function": {"name": "add", "arguments": given}}
     prompt = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     write_lines("rows.jsonl", {"prompt": [*prompt, {"role": "user", "content": "?"}]})
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
+    task = load("--prompts", "rows.jsonl").tokenized("model")
     assert tokenizer.decode(task.rows[0].prompt_ids) == f"Hi<add {rendered}>?"
     assert task.rows[0].prompt[1]["tool_calls"] == [call]  # which rewards get as the row has it
-
-
-@pytest.mark.parametrize(
-    ("end", "prompts", "count"),
-    [
-        ("<think>\n", [MESSAGES, [{"role": "user", "content": "?"}]], 2),
-        ("<think>\n\n</think>\n\n", [MESSAGES], 0),  # as Qwen3's without thinking
-        (
-            "",
-            ["Hi", "Hi <think>", "<think>: Hi", MESSAGES, [*MESSAGES, {"role": "assistant", "content": "<think>So"}]],
-            2,
-        ),
-        ("", [[*MESSAGES, {"role": "assistant", "content": "<think>So</think>"}]], 0),
-    ],
-)
-def test_run_says_that_rewards_do_not_see_a_thoughts_beginning(load, capsys, end, prompts, count):
-    tokenizer = chat_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE.replace("<assistant>", "<assistant>" + end)
-    save_model(tokenizer)
-    write_lines("rows.jsonl", *({"prompt": prompt} for prompt in prompts))
-    load("--prompts", "rows.jsonl").tokenize("model")
-    remark = f"{count} of {len(prompts)} prompts open <think> at their end: rewards get"
-    assert (remark in capsys.readouterr().out) == bool(count)
 
 
 def test_answer_that_a_prompt_begins_is_continued(load):
@@ -623,8 +518,7 @@ def test_answer_that_a_prompt_begins_is_continued(load):
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "{{ message.content }}<end>")
     save_model(tokenizer)
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh,"}]})
-    task = load("--prompts", "rows.jsonl")
-    task.tokenize("model")
+    task = load("--prompts", "rows.jsonl").tokenized("model")
     assert tokenizer.decode(task.rows[0].prompt_ids) == "</s><user>Hi<end><assistant>Oh,"
 
 
@@ -638,7 +532,7 @@ def test_tools_reach_the_chat_template_as_in_their_row(load, suffix):
     write = {"jsonl": lambda path: frame.to_json(path, orient="records", lines=True), "parquet": frame.to_parquet}
     write[suffix](f"rows.{suffix}")
     task = load("--dataset", f"rows.{suffix}")
-    task.tokenize("model")
+    task = task.tokenized("model")
     assert [tokenizer.decode(row.prompt_ids) for row in task.rows] == [
         '</s>[{"name": "add", "takes": {"x": "int"}}]<user>Hi<assistant>',
         '</s>[{"name": "say", "takes": {"text": "str"}}]<user>Hi<assistant>',
@@ -660,8 +554,7 @@ def test_content_in_parts_is_text_for_template_screen_and_rewards(load, content)
     save_model(tokenizer)
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     write_lines("rows.jsonl", {"prompt": [{"role": "user", "content": parts}]})
-    (row,) = (task := load("--prompts", "rows.jsonl")).rows
-    task.tokenize("model")
+    (row,) = load("--prompts", "rows.jsonl").tokenized("model").rows
     assert tokenizer.decode(row.prompt_ids) == "</s><user>Hi there<assistant>"
     assert row.text == "Hi there"
     assert completion_text([{"role": "assistant", "content": parts}]) == "Hi there"
@@ -695,7 +588,7 @@ def test_template_that_leaves_out_what_a_message_holds_is_refused(load, text, ca
     task = load("--prompts", "rows.jsonl")
     refused = pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: the chat template leaves out {left_out}")
     with refused if left_out else nullcontext():
-        task.tokenize("model")
+        task.tokenized("model")
 
 
 def test_system_prompt_goes_before_messages_that_have_none(load):
@@ -731,459 +624,4 @@ def test_prompt_that_the_model_cannot_take_is_named(load, prompt, changes, messa
     write_lines("rows.jsonl", {"prompt": "A"}, {"prompt": prompt})
     task = load("--prompts", "rows.jsonl")
     with pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: {message}"):
-        task.tokenize("model", 8)  # which leaves room for a token
-        task.check_lengths(7)
-
-
-# --- Rewards ----------------------------------------------------------------------------------------------------------
-
-
-def test_reward_gets_the_columns(load):
-    Path("graded.py").write_text(
-        "def reward(prompts, completions, answer, **_):\n"
-        "    return [float(p + a == c) for p, a, c in zip(prompts, answer, completions)]\n"
-    )
-    write_lines("rows.jsonl", {"prompt": "a", "answer": "b"}, {"prompt": "c", "answer": "d"})
-    task = load("--prompts", "rows.jsonl", "--reward", "graded:reward")
-    groups = [Group(row, group(text).rollouts) for row, text in zip(task.rows, ("ab", "xx"), strict=True)]
-    batch = score(task.rewards, *groups)
-    assert sums(batch) == [1.0, 0.0]
-    assert [rollout.rewards for rollout in batch.rollouts] == [{"reward": 1.0}, {"reward": 0.0}]
-    assert batch.metrics == {"rewards/reward/mean": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("takes", "problem"),
-    [
-        ("prompts, completions, answer, **_", None),
-        ("completions, answer=None, *, prompts, **_", None),
-        ("prompts, completions, solution, **_", "missing a required argument: 'solution'"),
-        ("prompts, completions", "got an unexpected keyword argument"),
-        ("prompts, answer, /, **_", "missing a required|parameter is positional"),
-    ],
-)
-def test_reward_that_does_not_fit_the_columns_is_refused(rewards, takes, problem):
-    module = {}
-    exec(f"def reward({takes}): raise AssertionError", module)
-    if problem is None:
-        assert rewards(columns=["answer"], reward=module["reward"]).functions == {"reward": module["reward"]}
-    else:
-        with pytest.raises(TaskError, match=rf"cannot be called as reward\(prompts, .*, answer\).*({problem})"):
-            rewards(columns=["answer"], reward=module["reward"])
-
-
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        *(
-            (lambda returned=returned, **_: returned, f"returned {re.escape(repr(returned))}, and not a list")
-            for returned in (1.0, None, "10", b"10", {0: 0.5, 1: 0.9}, {0.5, 0.9}, {0: 0.5, 1: 0.9}.keys())
-        ),
-        (
-            lambda completions, **_: (int(text) for text in completions),
-            r"raised ValueError: .* \(test_task.py, line ",
-        ),
-        (lambda **_: [1.0], "returned 1 values for 2 completions"),
-        (lambda **_: [1.0, math.nan], r"returned nan for 'y' \(row 7\)"),
-        (lambda **_: [1.0, -math.inf], r"returned -inf for 'y' \(row 7\)"),
-        (lambda **_: [1.0, "a"], r"returned 'a', which is not a number, for 'y' \(row 7\)"),
-        (lambda **_: [1.0, -(10**5000)], r"returned a number that is too large for a float for 'y' \(row 7\)"),
-        (lambda **_: 1 / 0, r"raised ZeroDivisionError: division by zero \(test_task.py, line"),
-        (
-            lambda log_extra, **_: log_extra("step", [1, 1]),
-            "raised ValueError: log_extra: completions have a column 'step'",
-        ),
-        (
-            lambda log_extra, **_: log_extra("pairs", [{("a", "b"): 1}] * 2),
-            "raised ValueError: log_extra: JSON cannot have the column 'pairs': keys must be str",
-        ),
-    ],
-)
-def test_reward_that_returns_nonsense(rewards, returned, message):
-    with pytest.raises(TaskError, match=f"the reward mine {message}"):
-        score(rewards(mine=returned), group("x", "y"))
-
-
-@pytest.mark.parametrize("returned", [np.array([0.5, 1]), torch.tensor([0.5, 1]), (0.5, 1), {0: 0.5, 1: 1}.values()])
-def test_reward_may_return_any_sequence_of_numbers(rewards, returned):
-    assert sums(score(rewards(mine=lambda **_: returned), group("x", "y"))) == [0.5, 1]
-
-
-def test_rewards_are_weighted_and_none_leaves_one_out(rewards):
-    functions = rewards(
-        weights=[2, 0.5],
-        first=lambda completions, **_: [float(text) if text != "-" else None for text in completions],
-        second=lambda completions, **_: [4.0 if text in ("1", "x") else None for text in completions],
-    )
-    with pytest.raises(TaskError, match="the reward first raised ValueError: could not convert string to float: 'x'"):
-        score(functions, group("x"))
-    batch = score(functions, group("1", "0.1", "0.1"), group("3", "5", "-"), group("-", "-"))
-    assert sums(batch) == [2 * 1 + 0.5 * 4, 0.2, 0.2, 6, 10, None, None, None]  # what all leave out is not known
-    assert batch.rollouts[1].rewards == {"first": 0.1, "second": None}
-    assert [group.is_equal for group in batch.groups] == [False, False, True]
-    assert batch.metrics == {"rewards/first/mean": pytest.approx(9.2 / 5), "rewards/second/mean": 4.0}
-    assert reward_metrics(batch.groups[2:]) == {}
-    assert [rollout.reward for rollout in batch.known_rollouts()] == [4, 0.2, 0.2, 6, 10]
-    with pytest.raises(TaskError, match="the rewards of all completions of this step are None"):
-        Batch(batch.groups[2:]).known_rollouts()
-
-
-def test_completion_left_out_does_not_make_equal_rewards_unequal(rewards):
-    mine = rewards(mine=lambda completions, **_: [None if text == "-" else 0.1 for text in completions])
-    assert score(mine, group(*"aaaaaaa-")).groups[0].is_equal  # 7 * 0.1 / 7 is another number
-
-
-def test_rewards_of_the_same_name_are_told_apart(load):
-    for name in ("one", "two"):
-        Path(f"{name}.py").write_text(f"def reward(completions, **_):\n    return [len('{name}')] * len(completions)\n")
-    task = load("--reward", "one:reward", "--reward", "two:reward", "trainer.tasks.uppercase:uppercase")
-    (rollout,) = score(task.rewards, group("A")).rollouts
-    assert rollout.rewards == {"one:reward": 3.0, "two:reward": 3.0, "uppercase": 1.0}
-
-
-def test_coroutines_run_together_in_one_event_loop_and_functions_one_by_one(rewards):
-    everyone, loops, running, threads = threading.Barrier(4), [], [], []
-
-    async def first(completions, **_):
-        loops.append(asyncio.get_running_loop())
-        return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
-
-    class Second:
-        async def __call__(self, completions, **_):
-            loops.append(asyncio.get_running_loop())
-            return [await asyncio.to_thread(everyone.wait, 20) * 0.0]
-
-    def third(completions, **_):
-        threads.append(threading.current_thread())
-        running.append(1)
-        assert len(running) == 1
-        time.sleep(0.05)
-        running.pop()
-        return [0.0]
-
-    functions = local_rewards(rewards(third=third, first=first, fourth=third, second=Second()))
-    for _ in range(2):  # the second time in the same loop
-        batch = score(functions, group("a"), group("b"))
-        assert list(batch.rollouts[0].rewards) == ["third", "first", "fourth", "second"]
-    assert (len(loops), len(threads)) == (8, 8)
-    assert len(set(loops)) == len(set(threads)) == 1
-
-
-def test_each_call_has_one_prompt_and_coroutines_run_at_once(rewards):
-    everyone, calls = threading.Barrier(3), []
-
-    async def judge(prompts, **_):
-        await asyncio.to_thread(everyone.wait, 20)
-        return [1.0] * len(prompts)
-
-    def plain(completions, answer, **_):
-        calls.append((completions, answer))
-        return [0.0] * len(completions)
-
-    groups = [group("a", "b", answer=1), group("c", answer=2), group("d", answer=3)]
-    batch = score(rewards(columns=["answer"], judge=judge, plain=plain), *groups)
-    assert calls == [(["a", "b"], [1, 1]), (["c"], [2]), (["d"], [3])]
-    assert sums(batch) == [1.0] * 4
-
-
-def test_reward_that_fails_ends_the_run_although_others_go_on(rewards):
-    ended, started = threading.Event(), time.monotonic()
-
-    def quick(**_):
-        return [1.0]
-
-    def slow(**_):
-        ended.wait(60)
-
-    async def waiting(**_):
-        await asyncio.sleep(60)
-
-    def leaves(**_):
-        sys.exit(3)
-
-    async def fails(**_):
-        raise KeyError("no")
-
-    with pytest.raises(TaskError, match=r"the reward mine raised SystemExit: 3 \(test_task.py, line"):
-        score(rewards(quick=quick, waiting=waiting, mine=leaves, slow=slow), group("a"))
-    with pytest.raises(TaskError, match=r"the reward mine raised KeyError: 'no' \(test_task.py, line"):
-        score(rewards(quick=quick, slow=slow, waiting=waiting, mine=fails), group("a"))
-    assert time.monotonic() - started < 30
-    ended.set()
-
-
-def never(**_):
-    threading.Event().wait()
-
-
-async def never_either(**_):
-    await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize("hangs", [never, never_either])
-def test_reward_that_never_returns_is_named_with_the_flag(rewards, hangs):
-    late = r"^the reward mine took longer than 0.3 s for one prompt's completions: --reward-timeout$"
-    with pytest.raises(TaskError, match=late):
-        score(rewards(timeout=0.3, quick=lambda **_: [1.0], mine=hangs), group("a"), group("b"))
-
-
-def test_ctrl_c_ends_a_run_whose_reward_never_returns(rewards):
-    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        score(rewards(mine=never), group("a"))
-
-
-def test_all_prompts_rewards_may_take_longer_than_one(rewards):
-    def mine(**_):
-        time.sleep(0.6)
-        return [1.0]
-
-    assert sums(score(rewards(timeout=3, mine=mine), *[group("a")] * 6)) == [1.0] * 6
-
-
-def test_what_a_reward_changes_is_its_own_copy(rewards):
-    def takes(prompts, completions, completion_ids, tests, **_):
-        """How much is left, when this has taken all of it."""
-        counts = []
-        for prompt, completion, ids, (own,) in zip(prompts, completions, completion_ids, tests, strict=True):
-            counts.append(len(prompt) + len(completion) + len(ids) + len(own))
-            for entries in (prompt, completion, ids, own):
-                entries.clear()
-        return counts
-
-    async def takes_later(**arguments):
-        return takes(**arguments)
-
-    functions = rewards(columns=["tests"], takes=takes, again=takes, later=takes_later, later_again=takes_later)
-    one = group("ab", "cd", prompt=[*MESSAGES], tests=[["1", "2", "3"]])
-    for _ in range(2):  # as in two epochs
-        batch = score(functions, one)
-        assert [list(rollout.rewards.values()) for rollout in batch.rollouts] == [[1 + 1 + 2 + 3] * 4] * 2
-    assert (one.row.prompt, one.row.columns) == (MESSAGES, {"tests": [["1", "2", "3"]]})
-
-
-def test_column_that_cannot_be_copied_is_named(rewards):
-    with pytest.raises(TaskError, match=r"the column 'lock' cannot be copied for each completion .*_thread\.lock"):
-        score(rewards(columns=["lock"], mine=lambda **_: [1.0]), group("x", lock=threading.Lock()))
-
-
-def test_messages_give_conversational_completions_and_what_trl_passes(rewards):
-    def mine(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric):
-        assert prompts == [MESSAGES] * 2
-        assert completions == [[{"role": "assistant", "content": text}] for text in ("ab", "c")]
-        assert completion_ids == [[97, 98], [99]]
-        assert answer == ["1", "1"]
-        assert (trainer_state.global_step, trainer_state.max_steps) == (4, 9)
-        log_extra("length", [len(ids) for ids in completion_ids])
-        for value in (1, 2):
-            log_metric("longest", value)
-        return [1, True]
-
-    functions = rewards(mine=mine, columns=["answer"], steps=9)
-    for _ in range(2):  # nothing is left for the next step
-        scored = score(functions, group("ab", "c", prompt=MESSAGES, answer="1"), steps_done=4)
-        assert sums(scored) == [1.0, 1.0]
-        assert [rollout.extra for rollout in scored.rollouts] == [{"length": 2}, {"length": 1}]
-        assert scored.metrics == {"longest": 1.5, "rewards/mine/mean": 1.0}
-
-
-def test_what_a_reward_logs_by_name_arrives(rewards):
-    """TRL's rewards may: log_extra(column=..., values=...)."""
-
-    def mine(log_extra, log_metric, **_):
-        log_extra(column="length", values=[7])
-        log_metric(name="longest", value=0.5)
-        return [1.0]
-
-    scored = score(rewards(mine=mine), group("x"))
-    assert (scored.rollouts[0].extra, scored.metrics["longest"]) == ({"length": 7}, 0.5)
-
-
-def test_only_rewards_that_name_environments_get_them(monkeypatch):
-    def takes(environments, **_):
-        raise AssertionError
-
-    module = SimpleNamespace(takes=takes, leaves=lambda **_: [], builtin=dict)
-    monkeypatch.setitem(sys.modules, "graded", module)
-    graded = Rewards([f"graded:{name}" for name in vars(module)], None, [Row("p", {}, "row 7")], environments=True)
-    own = group("x")
-    own.environments = [SimpleNamespace(instance="it")]
-    calls = {call.name: call.arguments.get("environments") for call in graded.calls(own, 0)}
-    assert calls == {"takes": ["it"], "leaves": None, "builtin": None}
-
-
-def test_trls_own_rewards_run_unchanged(load):
-    Path("shaped.py").write_text(
-        "from trl import rewards\n"
-        "overlong = rewards.get_soft_overlong_punishment(max_completion_len=40, soft_punish_cache=20)\n"
-        "repetition = rewards.get_repetition_penalty_reward(ngram_size=2)\n"
-        "cosine = rewards.get_cosine_scaled_reward(max_len=100)\n"
-    )
-    write_lines("rows.jsonl", {"prompt": MESSAGES, "solution": "$1$"}, {"prompt": MESSAGES, "solution": ""})
-    names = ["think_format_reward", "accuracy_reward", "reasoning_accuracy_reward"]
-    names = [f"trl.rewards:{name}" for name in names] + ["shaped:overlong", "shaped:repetition", "shaped:cosine"]
-    task = load("--prompts", "rows.jsonl", "--reward", *names)
-    right, wrong = r"<think>half</think>So $\boxed{1}$", r"<think>$\boxed{2}$"
-    groups = [Group(row, group(right, wrong).rollouts) for row in task.rows]
-    first, second, unknown, _ = score(task.rewards, *groups).rollouts
-    assert first.rewards == {
-        "think_format_reward": 1.0,
-        "accuracy_reward": 1.0,
-        "reasoning_accuracy_reward": 1.0,
-        "overlong": pytest.approx((20 - len(right)) / 20),
-        "repetition": pytest.approx(-5 / (len(right) - 1)),  # th, hi, in, nk and k>
-        "cosine": pytest.approx(0.5 + 0.25 * (1 + math.cos(math.pi * len(right) / 100))),
-    }
-    assert (second.rewards["accuracy_reward"], second.rewards["think_format_reward"]) == (0.0, 0.0)
-    assert second.rewards["cosine"] < 0
-    assert unknown.rewards["accuracy_reward"] is None  # as TRL leaves out what has no parseable solution
-    assert first.extra["answer_parsed"] != "[skipped]" == unknown.extra["answer_parsed"]
-
-
-@pytest.mark.slow  # importing TRL's trainer takes ten seconds
-def test_rewards_are_called_as_trls_trainer_calls_them(rewards, monkeypatch):
-    from trl.trainer import grpo_trainer
-
-    calls = []
-
-    def spy(completions, **arguments):
-        calls.append(arguments | {"completions": completions})
-        return [{"ab": 1.0, "c": None, "d": 3.0, "e": 0.5}[message["content"]] for (message,) in completions]
-
-    async def other(completions, **_):
-        return [{"ab": 1, "c": 2, "d": 3, "e": 4}[message["content"]] for (message,) in completions]
-
-    groups = [group("ab", "c", prompt=MESSAGES, answer=1), group("d", "e", prompt=MESSAGES, answer=None)]
-    scored = score(rewards(columns=["answer"], spy=spy, other=other), *groups)
-    once = {"trainer_state", "log_extra", "log_metric"}  # and of all else an entry for each completion
-    ours = {name: value if name in once else value + calls[1][name] for name, value in calls[0].items()}
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    monkeypatch.setattr(grpo_trainer, "gather", lambda tensor: tensor)
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=False),
-        args=SimpleNamespace(report_to=[]),
-        reward_funcs=[spy, other],
-        reward_processing_classes=[None, None],
-        reward_func_names=["spy", "other"],
-        state=TrainerState(max_steps=1),
-        environments=None,
-        async_loop=loop,
-        _log_completion_extra=None,
-        _log_metric=None,
-    )
-    inputs = [{"prompt": MESSAGES, "answer": answer} for answer in ours["answer"]]
-    values = grpo_trainer.GRPOTrainer._calculate_rewards(
-        trainer, inputs, ours["prompts"], ours["completions"], ours["completion_ids"]
-    )
-    loop.call_soon_threadsafe(loop.stop)
-    (theirs,) = calls[2:]
-    assert theirs.keys() == ours.keys()
-    assert vars(ours["trainer_state"]).items() <= vars(theirs["trainer_state"]).items()
-    for name in ours.keys() - once:
-        assert theirs[name] == ours[name], name
-    own = [[math.nan if value is None else value for value in rollout.rewards.values()] for rollout in scored.rollouts]
-    torch.testing.assert_close(values, torch.tensor(own, dtype=torch.float32), equal_nan=True)
-    assert sums(scored) == values.nansum(1).tolist()
-
-
-def test_code_of_the_documentation_runs_as_printed(load):
-    task, short, _, reward, shaped, _ = code_of("docs/tasks.md")
-    Path("arithmetic.py").write_text(task)
-    Path("logged.py").write_text(reward)
-    Path("shaped.py").write_text(shaped)
-    Path("short.py").write_text(short)
-    assert task_defaults("short", flags_in(Arguments), {})["clip_high"] == 0.4
-    task = load("--task", "arithmetic", "--reward", "arithmetic:right", "logged:reward", "shaped:overlong")
-    assert {row.prompt for row in task.eval_rows}.isdisjoint(row.prompt for row in task.rows)
-    row = task.rows[0]
-    right = row.columns["answer"]
-    batch = score(task.rewards, Group(row, group(f"{right} is it", "?").rollouts))
-    assert [list(rollout.rewards.values()) for rollout in batch.rollouts] == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert batch.metrics["completions/chars"] == (len(right) + 7) / 2
-
-
-# --- Dynamic sampling -------------------------------------------------------------------------------------------------
-
-
-def its_number(text, i):
-    """A completion that is the prompt's text, or where that is a "?" its own number."""
-    return str(i) if text == "?" else text
-
-
-@pytest.mark.parametrize(
-    ("rounds", "prompts", "asked", "differ"),
-    [
-        (0, "a" * 12, {4}, {0}),
-        (9, "?" * 12, {4}, {4}),
-        (1, "a" * 12, {8}, {0}),
-        (9, "a" * 12, {12}, {0}),  # then all have been tried
-        (9, "a" * 10 + "??", None, {2}),
-        (1, "aaaa????????", None, {3, 4}),  # one of the others may be equal as well
-        (9, "aaaa????????", None, {4}),
-    ],
-)
-def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, prompts, asked, differ):
-    Path("graded.py").write_text(
-        "def reward(completions, trainer_state, log_metric, **_):\n"
-        "    log_metric('steps done', trainer_state.global_step)\n"
-        "    return [text == '1' for text in completions]\n"
-    )
-    write_lines("rows.jsonl", *({"prompt": prompt, "number": i} for i, prompt in enumerate(prompts)))
-    task = load("--prompts", "rows.jsonl", "--reward", "graded:reward", "--prompts-per-step", 4)
-    for row in task.rows:
-        row.prompt_ids = list(map(ord, row.prompt))
-    config = GRPOConfig(dynamic_sampling=rounds)
-
-    def batch_of(engines, step):
-        return Rollouts(engines, task, config, step - 1).take(step)
-
-    def content(batch):
-        return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]
-
-    def seeds_of(engine):
-        return [options["seed"] for call in engine.calls for options in call.sampling]
-
-    seen, counts, seeds = set(), set(), []
-    for step in range(1, 20):
-        engine = Engines(its_number, version=step - 1)
-        batch = batch_of(engine, step)
-        kept, first = [group.row for group in batch.groups], task.draw(step)
-        assert len({row.columns["number"] for row in kept}) == 4
-        assert all(new is old for new, old in zip(kept, first, strict=True) if old.prompt == "?")  # and in its place
-        replaced = sum(new is not old for new, old in zip(kept, first, strict=True))
-        assert batch.metrics.get("dynamic_sampling/replaced", 0) == replaced
-        assert batch.metrics["rewards/reward/mean"] == sum(sums(batch)) / 32
-        assert batch.metrics["steps done"] == step - 1
-        seen.add(len(engine.calls))
-        counts.add(sum(not group.is_equal for group in batch.groups))
-        seeds += seeds_of(engine)
-        again = Engines(its_number, version=step - 1)
-        batch_of(again, step)
-        assert seeds_of(again) == seeds_of(engine)
-        two = batch_of(Engines(its_number, its_number, version=step - 1), step)
-        assert content(two) == content(batch)  # whatever was drawn before, and however many engines there are
-    assert asked in (None, seen)
-    assert counts == differ
-    assert len(set(seeds)) == len(seeds)  # of all steps and rounds
-
-
-def test_modules_of_the_working_folder_take_no_packages_place(load, monkeypatch):
-    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    Path("colorsys.py").write_text("raise AssertionError")
-    Path("trainer.py").write_text("raise AssertionError")
-    Path("graded.py").write_text("import colorsys, trainer\ndef reward(**_): return colorsys.rgb_to_hls(0, 0, 0)[:1]\n")
-    assert sums(score(load("--reward", "graded:reward").rewards, group("a"))) == [0.0]
-    for name, file in (("colorsys", "lib/.*/colorsys.py"), ("trainer", "trainer/__init__.py")):
-        with pytest.raises(TaskError, match=rf"--reward {name}:mine: {name} has no function mine \(/.*{file}\)"):
-            load("--reward", f"{name}:mine")
-
-
-def test_exact_reward_takes_whole_numbers_as_written_and_no_answer_for_unknown():
-    answers = [7, 7.0, 7.0, 7.5, "7.0", "7", None, None, True, math.inf, 1e22]
-    said = ["7", "7", "7.0", "7.5", "7", "7.0", "None", "7", "1", "inf", "1" + "0" * 22]
-    assert exact(said, answers) == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None, None, 0.0, 1.0, 1.0]
-
-
-def test_built_in_reward():
-    assert uppercase(["ABcd", "", [{"role": "assistant", "content": "É!"}]]) == [0.5, 0.0, 0.0]
+        task.tokenized("model", 8).check_lengths(7)  # 8 leave room for a token
