@@ -26,8 +26,8 @@ SHARED_TOKENS = 512  # a prompt of at least so many passes once for its group
 
 @dataclass
 class PromptGroups:
-    """An argument of attention functions: the groups of `one_row`. An object, since torch would compile a block anew for
-    each length of a list."""
+    """An argument of attention functions: the groups of `one_row`. An object, since torch would compile a block anew
+    for each length of a list."""
 
     shapes: list[tuple[int, int, int]]  # tokens P of a prompt, its completions G, tokens T of each, padding included
 
@@ -97,12 +97,12 @@ def prompt_key(rollout: Rollout) -> bytes:
 
 
 def shared_attention(
-    attend: Callable, module, query, key, value, attention_mask=None, prompt_groups: PromptGroups | None = None, **options
+    attend: Callable, module, query, key, value, attention_mask, prompt_groups: PromptGroups | None = None, **options
 ):
     """An attention function of transformers: `attend`, which is causal, also where completions share a prompt.
 
-    Queries, keys and values are [B, heads, S, D]. transformers makes no mask for an attention that it does not know, and
-    hands `prompt_groups` down to it.
+    Queries, keys and values are [B, heads, S, D]. For an attention that transformers does not know it makes no mask.
+    What else a model is called with, such as `prompt_groups`, it hands down.
     """
     if prompt_groups is None:
         return attend(module, query, key, value, None, **options)
