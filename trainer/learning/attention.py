@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .layout import SHARED, Layout, one_row, register_shared, separate_rows
-from .logprobs import scores_of_logits, token_scores
+from .logprobs import scores_of_logits
 from .rollout import Rollout
 
 MAX_ROUNDING = 4  # times the measured rounding by which two ways to compute the same function may differ
@@ -64,7 +64,7 @@ def choose_attention(module, forward: Callable | None = None) -> AttentionChoice
 
 
 @torch.no_grad()
-def can_share_prompts(module, ids: torch.Tensor) -> bool:
+def can_share_prompts(module, ids: torch.Tensor, head: Callable) -> bool:
     """Whether this fp32 model gives completions behind one prompt (layout.py) the same log-probabilities as in rows of
     their own, tried on `random_prompts`. Its attention is sdpa.
 
@@ -82,7 +82,7 @@ def can_share_prompts(module, ids: torch.Tensor) -> bool:
         tokens = layout.tokens(torch.tensor([0] * 32 + [1] * 16), torch.tensor([*range(32), *range(16)]))
         targets, states_at = (tensor.to(module.device) for tensor in tokens)
         inputs = layout.inputs_on(module.device)
-        return token_scores(module, inputs, targets, states_at, 1.0, False, scores_of_logits, False)[0]
+        return module.score(inputs, targets, states_at, 1.0, False, head, scores_of_logits, False)[0]
 
     expected = logprobs(separate_rows(pair))
     with _nudged_embeddings(module):

@@ -4,17 +4,17 @@ Logits are the largest tensor of a learning step: [tokens, vocabulary], many tim
 that predict target tokens go through the head, a chunk at a time. Unless there is memory for all of them, backward
 computes a chunk's logits again.
 
-A head is more than its matrix: Gemma 2 soft-caps logits, Cohere and Granite scale them. So the head runs inside the
-model's own `forward`, whose trunk (the embeddings and blocks below the head) returns states that were computed before.
+A head may be more than its matrix: Gemma 2 soft-caps logits, Cohere and Granite scale them. `choose_head` finds out.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import RunError
 from .multimodal import states_with_images
 
 CHUNK = 1024  # states whose logits are in memory at one time: 0.6 GB in fp32 for a vocabulary of 150,000
@@ -27,6 +27,7 @@ def token_scores(
     states_at: torch.Tensor,
     temperature: float,
     entropy: bool,
+    head: Callable,
     score_logits: Callable,
     logits_again: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -34,19 +35,20 @@ def token_scores(
 
     The inputs are the model's, from layout.py. They have no mask for padding on the right, since plain causal attention
     is faster. `states_at` [N] are the positions, in `input_ids.flatten()`, of the states that predict the targets.
-    `score_logits` is `scores_of_logits`, or a function like it. With `logits_again`, backward computes logits again.
+    `head` is one that `choose_head` returns, `score_logits` is `scores_of_logits` or a function like it. With
+    `logits_again`, backward computes logits again.
 
-    This calls the trunk by itself: call it by `as_forward` (sharding.py), since the model may be sharded.
+    This calls the trunk by itself. So it is a method of the model, `score`, before which FSDP gathers the weights.
     """
     if "pixels" in inputs:
-        output = states_with_images(model, **inputs)
+        states = states_with_images(model, **inputs)
     else:
-        output = model.get_decoder()(**inputs, use_cache=False)
+        states = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
 
     def score(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return score_logits(_head(model, type(output), states, targets), targets, temperature, entropy)
+        return score_logits(head(model, states), targets, temperature, entropy)
 
-    states = output.last_hidden_state.flatten(0, 1)[states_at]
+    states = states.flatten(0, 1)[states_at]
     if logits_again:
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
     chunks = map(score, states.split(CHUNK), targets.split(CHUNK))
@@ -66,16 +68,35 @@ def scores_of_logits(
         return logprobs, -(log_softmax.exp() * log_softmax).sum(-1) if entropy else None
 
 
-def _head(model, output_type: type, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The logits [N, V] that the model makes of these hidden states [N, H]. Only the shape of the ids [N] matters."""
-    with _trunk_returning(model.get_decoder(), output_type(last_hidden_state=states[None])):
-        return model.forward(input_ids=ids[None], use_cache=False).logits.flatten(0, 1)  # [0] would copy their gradient
+def plain_head(model, states: torch.Tensor) -> torch.Tensor:
+    """The logits [N, V] of these hidden states [N, H], if the head is a matrix and no more."""
+    return model.get_output_embeddings()(states)
 
 
-@contextmanager
-def _trunk_returning(trunk: torch.nn.Module, output) -> Iterator[None]:
-    trunk.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del trunk.forward
+def own_head(model, states: torch.Tensor) -> torch.Tensor:
+    """As `plain_head`, with all that the model's own forward pass does to logits: its trunk returns these states."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast  # it has what any model reads of its trunk
+
+    output = MoeModelOutputWithPast(last_hidden_state=states[None])
+    ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+    with patch.object(model.get_decoder(), "forward", lambda *_, **__: output):
+        return model.forward(input_ids=ids, use_cache=False).logits.flatten(0, 1)  # [0] would copy their gradient
+
+
+@torch.no_grad()
+def choose_head(module, ids: torch.Tensor) -> Callable:
+    """`plain_head` or, if it gives other logits, `own_head`, tried on these prompts [2, S] of an fp32 model. Raises
+    RunError if trunk and head do not give the log-probabilities of a whole forward pass."""
+    name = type(module).__name__
+    if module.get_decoder() is not module:
+        states_at = torch.arange(ids.numel(), device=ids.device).view_as(ids)[:, :-1].flatten()
+        targets = ids[:, 1:].flatten()
+        whole = module(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        expected, _ = scores_of_logits(whole, targets, 1.0, False)
+
+        def logprobs(head: Callable) -> torch.Tensor:
+            return module.score({"input_ids": ids}, targets, states_at, 1.0, False, head, scores_of_logits, False)[0]
+
+        if logprobs(own_head).allclose(expected, rtol=1e-3, atol=1e-3):
+            return plain_head if logprobs(plain_head).equal(logprobs(own_head)) else own_head
+    raise RunError(f"the trainer calls a model's trunk and its head separately, and {name} has no such trunk")

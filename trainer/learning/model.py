@@ -22,7 +22,7 @@ from ..flags import arg, setting
 from . import exact
 from .attention import AttentionChoice, can_share_prompts, choose_attention, random_prompts
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
-from .logprobs import scores_of_logits, token_scores
+from .logprobs import choose_head, scores_of_logits, token_scores
 from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
 from .multimodal import auto_class, image_inputs, is_multimodal, learning_modules, load_tokenizer
 from .named_tensors import NamedTensors
@@ -31,7 +31,7 @@ from .rollout import Rollout
 from .sampling import SamplingConfig
 from .sharding import (
     Checkpointing,
-    as_forward,
+    add_method,
     compile_blocks,
     fits_gathered,
     keep_gathered,
@@ -97,6 +97,7 @@ class Model:
         self.rank, self.ranks = rank_and_ranks()
         self.tokenizer, self.processor = load_tokenizer(path)
         self.attention: AttentionChoice | None = like.attention if like else None
+        self.head: Callable | None = like.head if like else None
         self.rounding = 0.0  # how far bf16 moves the log-probabilities on average, measured if the model learns
         self.exact_workers = 0  # of the engine as which the model computes, bit for bit; 0: of none
         self.scores_of_logits = self._choose_scores_of_logits()
@@ -139,8 +140,8 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [b, width] of the tokens that the policy sampled, and zeros elsewhere, for one micro-batch
         of b rollouts. If `entropy`, also the entropies [b, width]; else None."""
-        options = self.config.temperature, entropy, self.scores_of_logits, self.computes_again
-        return self.score_tokens(token_scores, rollouts, width, *options)
+        options = self.config.temperature, entropy, self.head, self.scores_of_logits, self.computes_again
+        return self.score_tokens(self.module.score, rollouts, width, *options)
 
     @torch.no_grad()
     def score_all(self, rollouts: list[Rollout], **options) -> list[torch.Tensor]:
@@ -267,9 +268,9 @@ class Model:
             self._choose_computation(module)
             fp32_logprobs = self._prompt_logprobs(module) if measures_rounding else None
             if self.ranks > 1:
-                choices = [self.attention]
+                choices = [self.attention, self.head]
                 dist.broadcast_object_list(choices, device=self.device)
-                (self.attention,) = choices
+                self.attention, self.head = choices
                 # Load again: the first forward pass has fixed FSDP's precision, and which weights learn.
                 module = None
                 gc.collect()  # its methods refer to it, so it would still be in memory
@@ -307,6 +308,7 @@ class Model:
         config = AutoConfig.from_pretrained(path)
         module, _ = self._load_as(auto_class(config), path, config, **loading)
         _make_savable(module.generation_config)
+        add_method(module, "score", token_scores)
         return module
 
     def _load_as(self, auto_class, path: str, config, mixed_precision: bool = False, frozen: bool = False) -> tuple:
@@ -317,12 +319,11 @@ class Model:
         return load_model(auto_class, path, config, self.device, mixed_precision, **options)
 
     def _choose_computation(self, module) -> None:
-        """Find out by which attention this fp32 model, and all models `like` it, compute."""
-        if module.get_decoder() is module:
-            name = type(module).__name__
-            raise RunError(f"the trainer calls a model's trunk and its head separately, and {name} has no such trunk")
+        """Find out by which attention and which head this fp32 model, and all models `like` it, compute."""
+        prompts = random_prompts(module)
+        self.head = choose_head(module, prompts)
         self.attention = choose_attention(module)
-        if self.attention.name == "sdpa" and as_forward(module, can_share_prompts)(random_prompts(module)):
+        if self.attention.name == "sdpa" and can_share_prompts(module, prompts, self.head):
             self.attention = self.attention._replace(name=SHARED)
 
     def _measure_rounding(self, fp32_logprobs: torch.Tensor) -> None:
@@ -349,10 +350,10 @@ class Model:
         return scores_of_logits
 
     def score_tokens(
-        self, function: Callable, rollouts: list[Rollout], width: int, *args
+        self, score: Callable, rollouts: list[Rollout], width: int, *args
     ) -> tuple[torch.Tensor | None, ...]:
-        """What a function like `token_scores` gives for the tokens that the policy sampled, as tensors [b, width] with
-        zeros elsewhere."""
+        """What a method of the module, such as `token_scores`, gives for the tokens that the policy sampled: tensors
+        [b, width] with zeros elsewhere."""
         layout = lay_out(rollouts, self.shares_prompts)
         masks = [
             torch.nn.functional.pad(as_tensor(rollout.mask), (0, width - len(rollout.mask))) for rollout in rollouts
@@ -366,7 +367,6 @@ class Model:
             inputs["pixels"] = image_inputs(self.processor, images, self.device)
             inputs["prompt_length"] = len(rollouts[0].prompt_ids)
         with self.autocast():
-            score = as_forward(self.module, function)
             scores = score(inputs, targets, states_at, *args)
         zeros = torch.zeros(len(rollouts), width, device=self.device)
         return tuple(None if values is None else zeros.index_put((rows, columns), values) for values in scores)

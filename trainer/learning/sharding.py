@@ -132,14 +132,11 @@ def fuses_weights(model) -> bool:
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-def as_forward(model, function: Callable) -> Callable:
-    """function(model, ...), as a forward pass of the model, for which FSDP gathers the weights. It needs an argument
-    besides the model: on a GPU, FSDP of torch 2.11 fails without."""
-    name = function.__name__
-    if name not in vars(model):  # FSDP wraps methods only
-        setattr(model, name, partial(function, model))
-        register_fsdp_forward_method(model, name)
-    return getattr(model, name)
+def add_method(model, name: str, function: Callable) -> None:
+    """Give the model a method that calls function(model, ...), and before which FSDP gathers the weights, as before a
+    forward pass. The method needs an argument: on a GPU, FSDP of torch 2.11 fails without."""
+    setattr(model, name, partial(function, model))  # FSDP wraps methods only
+    register_fsdp_forward_method(model, name)
 
 
 def fits_gathered(model, device: torch.device) -> bool:
