@@ -31,8 +31,10 @@ import torch
 
 from trainer.errors import RunError
 from trainer.flags import arg, section
-from trainer.learning.distill import DistillConfig, DistillLearner
+from trainer.learning.config import ModelConfig, OptimizerConfig
+from trainer.learning.distill import DistillLearner, DistillLossConfig
 from trainer.learning.learner import Proof
+from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
@@ -77,7 +79,10 @@ class Arguments:
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     teacher: TeacherArguments = section(TeacherArguments)
-    learner: DistillConfig = section(DistillConfig)
+    sampling: SamplingConfig = section(SamplingConfig)
+    loss: DistillLossConfig = section(DistillLossConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    model: ModelConfig = section(ModelConfig)
 
 
 class Trainer(TrainerActor):
@@ -85,7 +90,7 @@ class Trainer(TrainerActor):
 
     def make_learner(self, models: Models, args: Arguments, device: torch.device, proof: Proof) -> DistillLearner:
         options = {"seed": args.run.seed, "steps": args.run.steps, "initial": models.initial, "proof": proof}
-        return DistillLearner(models.loaded, args.learner, device, **options)
+        return DistillLearner(models.loaded, args, device, **options)
 
 
 def place(args: Arguments) -> tuple[str, str, EngineArguments, list[Seat], list[Seat], list[Seat]]:
@@ -126,15 +131,15 @@ def place(args: Arguments) -> tuple[str, str, EngineArguments, list[Seat], list[
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=args.learner.reward_coef > 0)
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=args.loss.reward_coef > 0)
     task.refuse_images("a teacher scores text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
-        models, args.learner = choose_models(run.path, args.run, args.learner, device)
-        name, temperature = args.teacher.teacher, args.learner.temperature
+        models, args.optimizer = choose_models(run.path, args, device)
+        name, temperature = args.teacher.teacher, args.sampling.temperature
         teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
@@ -146,9 +151,9 @@ def main(args: Arguments) -> None:
         engines = ActorGroup(session, "engine", EngineActor, engine_seats)
         teachers = ActorGroup(session, "teacher", TeacherActor, teacher_seats)
         gpu = trainers.call_rank_0("starting", LearnerActor.gpu)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, gpu)
+        args.engine = settle_exactness(run, args.engine, args.model, models.loaded, gpu)
         (steps_done, remarks), lengths = start(trainers, engines, teachers, models, teacher, args, device)
-        run.say(remarks + check_lengths(task, *lengths, args.learner.max_tokens))
+        run.say(remarks + check_lengths(task, *lengths, args.sampling.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -159,7 +164,7 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, score, learn, sync
-        with Rollouts(engines, task, args.learner, steps_done) as rollouts:
+        with Rollouts(engines, task, args.sampling, steps_done) as rollouts:
             if not steps_done and args.task.eval_every:
                 run.log_metrics(0, evaluate(rollouts, 0))
             for step in range(steps_done + 1, args.run.steps + 1):

@@ -24,8 +24,11 @@ from pathlib import Path
 import torch
 
 from trainer.flags import section
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.config import ModelConfig, OptimizerConfig
+from trainer.learning.grpo import GRPOLearner
 from trainer.learning.learner import Proof
+from trainer.learning.objectives import ObjectiveConfig
+from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import QuantizedEngineArguments
@@ -54,7 +57,10 @@ class Arguments:
     ahead: AheadArguments = section(AheadArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
-    learner: GRPOConfig = section(GRPOConfig)
+    sampling: SamplingConfig = section(SamplingConfig)
+    loss: ObjectiveConfig = section(ObjectiveConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    model: ModelConfig = section(ModelConfig)
 
 
 class Trainer(TrainerActor):
@@ -62,7 +68,7 @@ class Trainer(TrainerActor):
 
     def make_learner(self, models: Models, args: Arguments, device: torch.device, proof: Proof) -> GRPOLearner:
         options = {"seed": args.run.seed, "steps": args.run.steps, "initial": models.initial, "proof": proof}
-        return GRPOLearner(models.loaded, args.learner, device, **options)
+        return GRPOLearner(models.loaded, args, device, **options)
 
 
 def main(args: Arguments) -> None:
@@ -72,16 +78,16 @@ def main(args: Arguments) -> None:
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)
         topology = choose_topology(args, task, run, session)
-        models, args.learner = choose_models(run.path, args.run, args.learner, topology.device)
+        models, args.optimizer = choose_models(run.path, args, topology.device)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
 
         # 2. Start
         topology.start_actors(Trainer, models.loaded)
         task.tokenize(models.loaded, args.engine.max_model_len)
         known = (topology.gpu, topology.by_nccl, args.servers.engine_url, task.has_images)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, *known)
+        args.engine = settle_exactness(run, args.engine, args.model, models.loaded, *known)
         steps_done, remarks, max_model_len = topology.start(models)
-        run.say(remarks + task.check_lengths(max_model_len, args.learner.max_tokens))
+        run.say(remarks + task.check_lengths(max_model_len, args.sampling.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -91,7 +97,7 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, learn, sync
-        with Rollouts(topology.engines, task, args.learner, steps_done, args.ahead) as rollouts:
+        with Rollouts(topology.engines, task, args.sampling, steps_done, args.ahead) as rollouts:
             if not steps_done and args.task.eval_every:
                 run.log_metrics(0, evaluate(rollouts, 0))
             for step in range(steps_done + 1, args.run.steps + 1):

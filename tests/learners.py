@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
+from conftest import arguments_of
 from pair import DEVICE
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.utils import _to_kwargs
 
+import train_grpo
 from trainer.learning import layout
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.grpo import GRPOLearner
 from trainer.learning.learner import PolicyLearner, Proof
 from trainer.learning.model import Model
 from trainer.learning.rollout import Rollout
@@ -142,7 +144,7 @@ LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 
 
 def config(**changes):
-    return GRPOConfig(**{"group_size": 2, "max_tokens": 8, "learning_rate": 1e-3, **changes})
+    return arguments_of(train_grpo, **{"group_size": 2, "max_tokens": 8, "learning_rate": 1e-3, **changes})
 
 
 def rollouts(learner, seed=0, count=4):

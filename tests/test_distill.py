@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import train_distill
 from trainer.errors import RunError
-from trainer.learning.distill import DistillConfig, DistillLearner
+from trainer.learning.distill import DistillLearner, DistillLossConfig
 from trainer.learning.objectives import reverse_kl, token_losses
 from trainer.learning.rollout import Rollout
 from trainer.rollouts.options import llm_options
@@ -42,7 +42,7 @@ def test_expected_gradient_is_the_whole_vocabularys_kl(loss):
     student = logits.log_softmax(-1)
     (expected,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
     old, mask = student.detach(), torch.ones(3, 5)
-    losses, _ = token_losses(student, old, old, -reverse_kl(old, teacher, mask), mask, DistillConfig(loss=loss))
+    losses, _ = token_losses(student, old, old, -reverse_kl(old, teacher, mask), mask, DistillLossConfig(loss=loss))
     (gradient,) = torch.autograd.grad((old.exp() * losses).sum(), logits)
     torch.testing.assert_close(gradient, expected)
 
@@ -51,7 +51,9 @@ def test_step_learns_from_each_token_and_weighted_rewards(model):
     """In a step's only update the ratio is 1: the loss is minus the mean advantage."""
 
     def learner(**changes):
-        config = DistillConfig(group_size=2, max_tokens=4, learning_rate=1e-3, advantage="dr_grpo", **changes)
+        config = arguments_of(
+            train_distill, group_size=2, max_tokens=4, learning_rate=1e-3, advantage="dr_grpo", **changes
+        )
         return DistillLearner(model, config, torch.device("cpu"))
 
     student, distances = learner(), ([0.5, -1.0, 9.0], [2.0])  # from the teacher; a tool has answered with the third

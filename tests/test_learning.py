@@ -21,8 +21,8 @@ import train_distill
 import train_grpo
 import train_ppo
 from trainer.errors import MismatchError, RunError
-from trainer.flags import flags_in
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.flags import flags_in, with_values
+from trainer.learning.grpo import GRPOLearner
 from trainer.learning.learner import Proof, _token_means, learning_rate, rate_schedule
 from trainer.learning.model import micro_batch_slices
 from trainer.learning.objectives import advantages, kl_estimate
@@ -100,13 +100,14 @@ def test_micro_batches_hold_so_many_tokens_with_their_padding():
 def plain_gradient(learner, batch):
     """Of the loss of a first update, whose terms are worked out one completion at a time from all of its logits."""
     config, loss, entropy = learner.config, 0, 0
+    group_size, temperature = config.sampling.group_size, config.sampling.temperature
     tokens = sum(len(rollout.completion_ids) for rollout in batch)
-    weights = advantages(torch.tensor([r.reward for r in batch]), config.group_size, config.advantage)
+    weights = advantages(torch.tensor([r.reward for r in batch]), group_size, config.loss.advantage)
     for rollout, weight in zip(batch, weights, strict=True):
         begin, targets = len(rollout.prompt_ids), torch.tensor(rollout.completion_ids)
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
         logits = learner.model.module(ids, use_cache=False).logits[0, begin - 1 : -1]
-        distribution = torch.distributions.Categorical(logits=logits / config.temperature)
+        distribution = torch.distributions.Categorical(logits=logits / temperature)
         logprobs = distribution.log_prob(targets)
         importance = (logprobs.detach() - torch.tensor(rollout.logprobs)).exp().clamp(max=2)
         loss -= (importance * weight * (logprobs - logprobs.detach()).exp()).sum() / tokens
@@ -206,7 +207,7 @@ def test_a_sequence_longer_than_what_was_measured_is_computed_again(model):
     assert not learner.model.computes_again
     learner.learn(batch)
     assert learner.model.computes_again
-    assert learner.model.micro_batch_tokens == learner.config.micro_batch_tokens
+    assert learner.model.micro_batch_tokens == learner.config.model.micro_batch_tokens
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -308,7 +309,7 @@ def test_tokens_of_fillers_count_for_nothing_however_unlikely(model):
     assert metrics == dict.fromkeys(metrics, 0.0)
     assert not any(parameter.grad.any() for parameter in learner.parameters)
     logprobs = learner.model.score(batch.rollouts, width)[0].detach()
-    means = _token_means(batch.tensors | {"old_logprobs": logprobs}, learner.config)
+    means = _token_means(batch.tensors | {"old_logprobs": logprobs}, learner.config.loss)
     assert means == dict.fromkeys(means, 0.0)
 
 
@@ -756,8 +757,7 @@ def test_run_folder_keeps_metrics(tmp_path):
     row = {"reward/mean": 0.5, "reward/std": 0.1, "logprobs/mismatch": 1e-7, "time/sync": 0.02}
     row |= {"time/rollout": 1.0, "time/train": 1.0, "sync/transfer": 0.01, "sync/GBps": 0.1}
     with RunFolder(args.run, "test") as run:
-        settled = replace(args.learner, learning_rate=1e-3, group_size=4)  # a script settles what it finds
-        run.start_metrics(0, replace(args, learner=settled))
+        run.start_metrics(0, with_values(args, {"learning_rate": 1e-3, "group_size": 4}))  # what a script has settled
         for step in (1, 2, 3):
             run.log_metrics(step, row)
     settled = {"steps": 3, "group_size": 4, "learning_rate": 1e-4, "given": ["learning_rate"]}  # given: for --resume
@@ -832,8 +832,8 @@ def test_failed_run_shows_details_and_how_to_go_on(tmp_path, capsys, error, show
 def test_learning_rate_depends_on_what_learns_unless_it_is_given(model, tmp_path, changes, default, builtin):
     for name, used in ((model, default), (None, builtin)):
         args = arguments_of(train_grpo, model=name, **changes)
-        _, settled = choose_models(tmp_path, args.run, args.learner, "cpu")
-        assert learning_rate(settled) == used
+        _, optimizer = choose_models(tmp_path, args, "cpu")
+        assert learning_rate(replace(args, optimizer=optimizer)) == used
         assert args == arguments_of(train_grpo, model=name, **changes)  # what the user said stays as it is
 
 
@@ -902,7 +902,7 @@ def test_flag_that_would_do_nothing_is_a_usage_error(flags, capsys, script, give
 def test_flags_have_both_spellings_lists_grow_and_false_turns_off(flags):
     given = ["--group_size", "4", "--train-vision", "false", "--offload-optimizer", "--tools", "a:b", "--tools", "c:d"]
     args = flags(train_grpo, *given)
-    assert (args.learner.group_size, args.learner.train_vision, args.learner.offload_optimizer) == (4, False, True)
+    assert (args.sampling.group_size, args.model.train_vision, args.optimizer.offload_optimizer) == (4, False, True)
     assert args.tools.tools == ["a:b", "c:d"]
     assert args.run.given.keys() == {"group_size", "train_vision", "offload_optimizer", "tools"}
 
@@ -917,7 +917,7 @@ def test_settings_come_from_a_task_alone(flags, tmp_path, monkeypatch, capsys):
     assert wrong in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "with_settings")
     args = flags(train_grpo, *settings_of(tmp_path, importance_cap="3"))
-    assert args.learner.importance_cap == 3
+    assert args.loss.importance_cap == 3
     assert args.run.given.keys() == {"task"}
     monkeypatch.delitem(sys.modules, "with_settings")
 
@@ -970,13 +970,13 @@ def test_resume_keeps_what_was_given_and_takes_this_scripts_defaults(flags, tmp_
         (train_grpo, None, ["--resume", run], []),
     ):
         args = flags(script, *given)
-        assert (args.learner.group_size, args.engine.gpu_memory_utilization) == (4, share)
+        assert (args.sampling.group_size, args.engine.gpu_memory_utilization) == (4, share)
         # Also one that is what the default is:
         assert set(args.run.given) - {"sleep"} == {"group_size", "learning_rate"}
         assert args.run.remarks == remarks
         with RunFolder(args.run, "test") as folder:
             folder.start_metrics(0, args)
-    assert flags(train_grpo, "--resume", run, "--group-size", "2").learner.group_size == 2
+    assert flags(train_grpo, "--resume", run, "--group-size", "2").sampling.group_size == 2
 
 
 def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys):
@@ -992,8 +992,8 @@ def test_resumed_run_names_flags_that_are_gone_or_differ(flags, tmp_path, capsys
     capsys.readouterr()
 
     args = flags(train_grpo, "--resume", tmp_path, "--group-size", 2, "--steps", 40)
-    assert (args.learner.group_size, args.task.reward, args.task.reward_weights) == (2, ["a:b", "c:d"], [1, 2])
-    assert args.learner.advantage == GRPOConfig().advantage
+    assert (args.sampling.group_size, args.task.reward, args.task.reward_weights) == (2, ["a:b", "c:d"], [1, 2])
+    assert args.loss.advantage == "grpo"
     with RunFolder(args.run, "test"):
         pass
     assert capsys.readouterr().out.splitlines() == [
@@ -1064,12 +1064,12 @@ def test_run_goes_on_after_folder_and_model_moved(model, tmp_path):
     run, args = run.rename(tmp_path / "moved"), arguments_of(train_grpo, model=str(base), steps=9)
     args.run.resume, last = run, str(run / "checkpoint-000001")
     base.rename(tmp_path / "new base")
-    assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(last, last, run / last)
-    args.learner.kl_coef = 0.1  # the model is the reference
+    assert choose_models(run, args, "cpu")[0] == Models(last, last, run / last)
+    args.loss.kl_coef = 0.1  # the model is the reference
     with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
-        choose_models(run, args.run, args.learner, "cpu")
+        choose_models(run, args, "cpu")
     args.run.model = str(tmp_path / "new base")
-    assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(args.run.model, last, run / last)
+    assert choose_models(run, args, "cpu")[0] == Models(args.run.model, last, run / last)
 
 
 def test_finished_run_is_not_resumed(tmp_path):
@@ -1077,8 +1077,8 @@ def test_finished_run_is_not_resumed(tmp_path):
     write_checkpoint(tmp_path / "run", 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
     args = arguments_of(train_grpo, model=str(model), resume=tmp_path / "run", steps=7)
     with pytest.raises(RunError, match="that run has done its 7 steps: ask for more with --steps"):
-        choose_models(tmp_path / "run", args.run, args.learner, "cpu")
-    models, _ = choose_models(tmp_path / "run", replace(args.run, steps=8), args.learner, "cpu")
+        choose_models(tmp_path / "run", args, "cpu")
+    models, _ = choose_models(tmp_path / "run", with_values(args, {"steps": 8}), "cpu")
     assert models.loaded.endswith("checkpoint-000007")
 
 
@@ -1089,10 +1089,11 @@ def test_run_goes_on_with_its_default_model_on_other_hardware(tmp_path, monkeypa
     model = build_tiny_model(run / "model" if builtin else tmp_path / "default")
     monkeypatch.setattr(checkpoint, "DEFAULT_MODEL", str(model))
     write_checkpoint(run, 7, lambda folder: shutil.copytree(model, folder, dirs_exist_ok=True))
-    models, config = choose_models(run, RunArguments(resume=run, steps=8), GRPOConfig(), device)
+    args = arguments_of(train_grpo, resume=run, steps=8)
+    models, optimizer = choose_models(run, args, device)
     last = run / "checkpoint-000007"
     assert models == Models(str(model), str(last), last)
-    assert learning_rate(config) == rate
+    assert learning_rate(replace(args, optimizer=optimizer)) == rate
 
 
 @pytest.mark.parametrize(
@@ -1134,9 +1135,9 @@ def test_model_that_cannot_be_trained_is_refused_by_its_settings(model, tmp_path
     args = arguments_of(train_grpo, model=str(folder))
     if message:
         with pytest.raises(RunError, match=message):
-            choose_models(tmp_path, args.run, args.learner, "cpu")
+            choose_models(tmp_path, args, "cpu")
     else:
-        assert choose_models(tmp_path, args.run, args.learner, "cpu")[0].loaded == str(folder)
+        assert choose_models(tmp_path, args, "cpu")[0].loaded == str(folder)
 
 
 def test_model_that_transformers_loads_but_would_not_save_is_saved(model, tmp_path):
@@ -1203,14 +1204,14 @@ def test_tensors_that_a_conversion_computes_are_computed_for_every_sync(tmp_path
 @pytest.mark.parametrize("what", ["model", "checkpoint", "hub"])
 def test_path_that_an_engine_would_take_for_a_pattern_is_refused(model, tmp_path, monkeypatch, letter, what):
     folder = shutil.copytree(model, tmp_path / f"{letter}b]" / "model")
-    args = arguments_of(train_grpo, model=model if what == "checkpoint" else str(folder)).run
+    args = arguments_of(train_grpo, model=model if what == "checkpoint" else str(folder))
     if what == "hub":
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
-        args.model = "some/model"
+        args.run.model = "some/model"
     if what == "checkpoint":
         shutil.copytree(model, folder.parent / "checkpoint-000003")
-        args.resume = folder.parent
+        args.run.resume = folder.parent
     with pytest.raises(
         RunError, match=r"which vLLM takes for a pattern: use a path, or a link to it, without \[ \* \?"
     ):
-        choose_models(folder.parent, args, config(), "cpu")
+        choose_models(folder.parent, args, "cpu")

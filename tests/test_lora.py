@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import train_grpo
 from trainer.errors import MismatchError, RunError
+from trainer.flags import with_values
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.lora import add_adapters, load_adapters
 from trainer.learning.named_tensors import NamedTensors
@@ -237,16 +237,16 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
         write_checkpoint(run if rank else tmp_path / "whole", 7, learner.save)
     args = arguments_of(train_grpo, model=model, resume=run, steps=9, lora_rank=4)
     last = run / "checkpoint-000007"
-    assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(model, model, last)
+    assert choose_models(run, args, "cpu")[0] == Models(model, model, last)
     for change, message in (
         ({"lora_rank": 8}, "has adapters of rank 4, and --resume cannot go on with adapters of rank 8"),
         ({"lora_rank": None}, "has adapters of rank 4, and --resume cannot go on with a whole model"),
         ({"lora_alpha": 5}, "has adapters of lora_alpha 32, not 5"),
     ):
         with pytest.raises(RunError, match=message):
-            choose_models(run, args.run, replace(args.learner, **change), "cpu")
+            choose_models(run, with_values(args, change), "cpu")
     with pytest.raises(RunError, match="has a whole model, and --resume cannot go on with adapters of rank 4"):
-        choose_models(tmp_path / "whole", replace(args.run, resume=tmp_path / "whole"), args.learner, "cpu")
+        choose_models(tmp_path / "whole", with_values(args, {"resume": tmp_path / "whole"}), "cpu")
     fewer = GRPOLearner(model, config(lora_rank=4, lora_targets=["fc1"]), CPU)
     with pytest.raises(RunError, match=r"has adapters of other lora_targets: .*fc2"):
         fewer.load_state(last)
@@ -262,8 +262,8 @@ def test_adapters_go_on_where_their_base_is_now(model, tmp_path):
     args = arguments_of(train_grpo, model=str(base), resume=run, steps=9, **LORA)
     base.rename(tmp_path / "moved")
     with pytest.raises(RunError, match=f"is no longer at {base}: --model says where it is now"):
-        choose_models(run, args.run, args.learner, "cpu")
-    models, _ = choose_models(run, replace(args.run, model=str(tmp_path / "moved")), args.learner, "cpu")
+        choose_models(run, args, "cpu")
+    models, _ = choose_models(run, with_values(args, {"model": str(tmp_path / "moved")}), "cpu")
     GRPOLearner(models.loaded, config(**LORA), CPU).load_state(models.checkpoint)
 
 

@@ -23,11 +23,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import train_ppo
 from rlhf_utils import WeightSyncError
 from trainer.errors import MismatchError, RunError, TaskError
+from trainer.flags import with_values
 from trainer.learning import ppo
 from trainer.learning.learner import MERGED, PolicyScores
 from trainer.learning.model import Model
 from trainer.learning.objectives import kl_estimate
-from trainer.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
+from trainer.learning.ppo import CriticLearner, PPOLearner, estimate
 from trainer.learning.precision import bf16_weights, freeze
 from trainer.learning.rollout import Rollout
 from trainer.learning.saving import state_files
@@ -38,7 +39,8 @@ from trainer.tasks.tiny_reward_model import build_tiny_reward_model, examples, p
 
 
 def config(**changes):
-    return PPOConfig(**{"group_size": 2, "max_tokens": 8, "learning_rate": 1e-3, "num_mini_batches": 2, **changes})
+    settings = {"group_size": 2, "max_tokens": 8, "learning_rate": 1e-3, "num_mini_batches": 2}
+    return arguments_of(train_ppo, **settings | changes)
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +97,16 @@ def test_explained_variance():
     ("kl", "target", "factor"), [(0.9, None, 1), (0.11, 0.1, 1 + 0.1 * 0.5), (5.0, 0.1, 1.1), (0.0, 0.1, 0.9)]
 )
 def test_coefficient_of_the_kl_moves_towards_its_target(kl, target, factor):
-    settings = config(kl_target=target, kl_horizon=128)
+    settings = config(kl_target=target, kl_horizon=128).loss
     assert ppo.adapted_kl_coef(0.05, kl, 64, settings) == pytest.approx(0.05 * factor)
-    assert ppo.adapted_kl_coef(0.05, 0.0, 10**6, config(kl_target=0.1)) == pytest.approx(0.05 * 0.8)
+    assert ppo.adapted_kl_coef(0.05, 0.0, 10**6, config(kl_target=0.1).loss) == pytest.approx(0.05 * 0.8)
 
 
 def test_experience_is_what_its_numbers_give_by_hand():
     batch = [Rollout([5], [6, 7], [], 1.0), Rollout([5], [8], [], -2.0)]
     logprobs, reference = torch.tensor([[-1.0, -2.0], [-0.5, 0.0]]), torch.tensor([[-1.5, -1.0], [-0.5, 0.0]])
     old_policy = PolicyScores(logprobs, {"kl_coef": 0.1})
-    made, metrics = estimate(batch, old_policy, reference, torch.tensor([[0.5, 1.0], [0.25, 0.0]]), config())
+    made, metrics = estimate(batch, old_policy, reference, torch.tensor([[0.5, 1.0], [0.25, 0.0]]), config().loss)
     # KL 0.5, -1 and 0, so rewards -0.05, 1.1 and -2. Returns are their sums from there on.
     returns, values = torch.tensor([1.05, 1.1, -2.0]), torch.tensor([0.5, 1.0, 0.25])
     advantages, tokens = returns - values, made.mask.bool()
@@ -130,7 +132,7 @@ def experience(model, settings, count=6, seed=0):
     old_policy = policy.logprobs(batch)
     logprobs = old_policy.logprobs
     noise = [torch.randn(logprobs.shape, generator=generator) * 0.3 for _ in range(3)]
-    made, _ = estimate(batch, old_policy, logprobs + noise[1], critic.values(batch) + noise[0], settings)
+    made, _ = estimate(batch, old_policy, logprobs + noise[1], critic.values(batch) + noise[0], settings.loss)
     return policy, critic, replace(made, old_policy=replace(old_policy, logprobs=logprobs + noise[2] * made.mask))
 
 
@@ -233,10 +235,10 @@ def test_model_that_does_not_learn_is_frozen_and_without_adapters(model):
 
 
 def test_critic_learns_faster_than_a_slow_policy_unless_told(model):
-    assert CriticLearner(model, config(learning_rate=1e-6), CPU).config.learning_rate == 1e-5
-    assert CriticLearner(model, config(learning_rate=1e-3), CPU).config.learning_rate == 1e-3
-    assert CriticLearner(model, config(critic_learning_rate=1e-4), CPU).config.learning_rate == 1e-4
-    assert CriticLearner(model, config(learning_rate=None), CPU).config.learning_rate == 1e-5
+    assert CriticLearner(model, config(learning_rate=1e-6), CPU).config.optimizer.learning_rate == 1e-5
+    assert CriticLearner(model, config(learning_rate=1e-3), CPU).config.optimizer.learning_rate == 1e-3
+    assert CriticLearner(model, config(critic_learning_rate=1e-4), CPU).config.optimizer.learning_rate == 1e-4
+    assert CriticLearner(model, config(learning_rate=None), CPU).config.optimizer.learning_rate == 1e-5
 
 
 def test_with_adapters_the_critics_trunk_stays_and_its_head_learns(model):
@@ -278,8 +280,8 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
     policy, critic, made = experience(model, settings)
     for learner in (policy, critic):
         learner.learn(made)
-    coefficient = ppo.adapted_kl_coef(settings.kl_coef, made.kl, len(made.rollouts), settings)
-    assert policy.extra_state["kl_coef"] == coefficient != settings.kl_coef
+    coefficient = ppo.adapted_kl_coef(settings.loss.kl_coef, made.kl, len(made.rollouts), settings.loss)
+    assert policy.extra_state["kl_coef"] == coefficient != settings.loss.kl_coef
     policy.save(tmp_path)
     (tmp_path / "critic").mkdir()
     critic.save(tmp_path / "critic")
@@ -295,9 +297,9 @@ def test_checkpoints_go_on_bit_for_bit(model, tmp_path, lora_rank):
         for name, tensor in weights_of(learner).items():
             assert tensor.equal(weights_of(other)[name]), name
     for flags in ({"kl_target": None, "kl_coef": 0.7}, {"kl_target": None}, {"kl_coef": 0.7}):
-        changed = PPOLearner(paths[0], replace(settings, **flags), CPU)
+        changed = PPOLearner(paths[0], with_values(settings, flags), CPU)
         changed.load_state(tmp_path)
-        assert changed.extra_state["kl_coef"] == changed.config.kl_coef
+        assert changed.extra_state["kl_coef"] == changed.config.loss.kl_coef
 
 
 def save_on_this_rank(folder, model):
@@ -406,8 +408,8 @@ def test_reward_model_without_its_head_is_refused(reward_model, tmp_path):
 
 def test_nothing_keeps_a_models_memory_after_its_turn(model):
     critic = train_ppo.Critic(0)
-    critic.shared, critic.model = True, Model(model, PPOConfig(group_size=2, max_tokens=8), CPU)
-    with critic.turn():
+    critic.shared, critic.model = True, Model(model, config(), CPU)
+    with critic.on_device():
         views = [weakref.ref(view) for view in critic.model.named_tensors().values()]  # as saving does
     assert views
     assert not any(view() is not None for view in views)
@@ -449,7 +451,7 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
     for flag in ("critic_model", "reward_model"):
         args = arguments_of(train_ppo, model=model, **{flag: str(tmp_path)})
         with pytest.raises(RunError, match=r"type granite, for which .* no class \.\.\.ForSequenceClassification"):
-            choose_ppo_models(tmp_path, args.run, args.learner, args.critic_model, args.rewards.reward_model, "cpu")
+            choose_ppo_models(tmp_path, args, "cpu")
 
 
 # --- The placement ----------------------------------------------------------------------------------------------------

@@ -35,9 +35,9 @@ from transformers import OPTConfig, TrainerState
 from train_grpo import Arguments
 from trainer.errors import TaskError
 from trainer.flags import flags_in, with_values
-from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
-from trainer.rollouts.rollouts import Rollouts
+from trainer.learning.sampling import SamplingConfig
+from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import parse, task_defaults
 from trainer.tasks.dataset import Row
 from trainer.tasks.gsm8k import final_number
@@ -453,9 +453,9 @@ def test_gsm8k_has_both_splits_and_room_for_answers(load, monkeypatch):
     task = load("--task", "gsm8k")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert [row.prompt[-1]["content"] for row in task.eval_rows] == ["And 1000 more?"]
-    assert parse(Arguments, "a test").learner.max_tokens == 512
+    assert parse(Arguments, "a test").sampling.max_tokens == 512
     assert load("--task", "gsm8k", "--max-tokens", 9)
-    assert parse(Arguments, "a test").learner.max_tokens == 9
+    assert parse(Arguments, "a test").sampling.max_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -1133,10 +1133,10 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     task = load("--prompts", "rows.jsonl", "--reward", "graded:reward", "--prompts-per-step", 4)
     for row in task.rows:
         row.prompt_ids = list(map(ord, row.prompt))
-    config = GRPOConfig(dynamic_sampling=rounds)
+    config, args = SamplingConfig(), AheadArguments(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        return Rollouts(engines, task, config, step - 1).take(step)
+        return Rollouts(engines, task, config, step - 1, args).take(step)
 
     def content(batch):
         return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]

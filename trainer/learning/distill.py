@@ -18,14 +18,13 @@ from annotated_types import Ge
 from ..flags import arg
 from .grpo import GRPOLearner
 from .layout import as_tensor
-from .learner import LearnerConfig
 from .objectives import ObjectiveConfig, reverse_kl
-from .rollout import Rollout
+from .rollout import Rollout, known_rewards
 
 
 @dataclass
-class DistillConfig(ObjectiveConfig, LearnerConfig):
-    """The options of distillation."""
+class DistillLossConfig(ObjectiveConfig):
+    """The loss of distillation."""
 
     reward_coef: Annotated[float, Ge(0)] = arg(
         0.0, help="weight of the rewards' advantages, which are added to the teacher's; 0: rewards only measure"
@@ -37,14 +36,11 @@ class DistillLearner(GRPOLearner):
 
     def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
         """As `GRPOLearner.learn`. `distill/reverse_kl` is the mean over the tokens that the student sampled."""
-        tokens = sum(rollout.length for rollout in rollouts)
-        mean = float(self._reverse_kl(rollouts).sum()) / tokens
-        return super().learn(rollouts, proof_rollouts) | {"distill/reverse_kl": mean}
-
-    def _advantages(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages [B, T], and which rollouts have none: no rollout."""
-        of_rewards, unknown = super()._advantages(rollouts)
-        return self.config.reward_coef * of_rewards - self._reverse_kl(rollouts), torch.zeros_like(unknown)
+        distance, of_rewards = self._reverse_kl(rollouts), self.advantages(known_rewards(rollouts))
+        advantage = self.config.loss.reward_coef * of_rewards[:, None] - distance
+        metrics = self._learn(rollouts, advantage, torch.zeros(len(rollouts), dtype=torch.bool), proof_rollouts)
+        mean = float(distance.sum()) / sum(rollout.length for rollout in rollouts)
+        return metrics | {"distill/reverse_kl": mean}
 
     def _reverse_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
         tensors = self._completion_tensors(rollouts)

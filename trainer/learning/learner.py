@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge, Gt
 from torch.distributed.tensor import DTensor
 
 from ..errors import MismatchError, RunError
-from ..flags import arg, setting
+from .config import LearnerConfig
 from .layout import as_tensor
 from .lora import load_adapters, without_adapters
-from .model import Model, ModelConfig, RankBatch
+from .model import Model, RankBatch
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
@@ -31,37 +30,6 @@ from .sharding import Offload, stray_weights, whole
 WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 MERGED = "merged"  # a checkpoint's folder with the whole model, of save_merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
-
-
-@dataclass
-class LearnerConfig(ModelConfig):
-    """How a model learns: the optimizer and its updates."""
-
-    learning_rate: Annotated[float | None, Gt(0)] = arg(
-        None, help="AdamW's learning rate (default: 1e-6; adapters: 1e-5; the built-in model: 3e-3)"
-    )
-    adam_eps: Annotated[float, Gt(0)] = setting(
-        1e-15, help="AdamW's epsilon; the default is from ScaleRL, arXiv:2510.13786"
-    )
-    lr_scheduler: Literal["constant", "linear", "cosine"] = setting(
-        "constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
-    )
-    warmup_steps: Annotated[int, Ge(0)] = setting(
-        0, help="number of steps at the start in which the learning rate rises from 0"
-    )
-    max_grad_norm: Annotated[float, Gt(0)] = setting(
-        1.0, help="a gradient whose norm is larger is scaled down to this norm"
-    )
-    num_epochs: Annotated[int, Ge(1)] = arg(1, help="times that a step goes through its rollouts")
-    num_mini_batches: Annotated[int, Ge(1)] = arg(
-        1, help="mini-batches into which an epoch divides the rollouts, at most one for each; each makes an update"
-    )
-    offload_optimizer: bool = arg(False, help="keep the optimizer's state in host memory between updates")
-    max_mismatch: Annotated[float | None, Gt(0)] = arg(
-        None,
-        help="the run ends if the mean |Δ logprob| between engine and trainer exceeds this (default: the script's"
-        " bound, or twice the measured rounding of bf16, if that is more)",
-    )
 
 
 class Learner:
@@ -76,7 +44,12 @@ class Learner:
         self.parameters = [p for p in model.module.parameters() if p.requires_grad]  # what learns
         self.rate = rate_schedule(config, steps)
         self.optimizer = torch.optim.AdamW(  # fused, to make no temporary copies of the weights
-            self.parameters, lr=self.rate(0), betas=(0.9, 0.95), eps=config.adam_eps, weight_decay=0.0, fused=True
+            self.parameters,
+            lr=self.rate(0),
+            betas=(0.9, 0.95),
+            eps=config.optimizer.adam_eps,
+            weight_decay=0.0,
+            fused=True,
         )
         self.offload = Offload(self.optimizer)
         self.extra_state: dict[str, float] = {}  # what else a subclass keeps in checkpoints, by name
@@ -99,7 +72,7 @@ class Learner:
         """
         model, model_folder = self.model, folder
         if model.adapters:
-            model_folder = folder / MERGED if self.config.save_merged else None
+            model_folder = folder / MERGED if self.config.model.save_merged else None
             if model.rank == 0:
                 state = model.module.state_dict()
                 adapters = {name: tensor for name, tensor in state.items() if not isinstance(tensor, DTensor)}
@@ -116,7 +89,7 @@ class Learner:
         state = load_state(folder, self.parameters, self.optimizer)
         self.step = state["step"]
         self.extra_state |= {name: state[name] for name in self.extra_state if name in state}
-        if self.config.offload_optimizer:
+        if self.config.optimizer.offload_optimizer:
             self.offload.to_host()
 
     def _run_updates(
@@ -144,8 +117,8 @@ class Learner:
 
     def _mini_batches(self, count: int) -> Iterator[list[int]]:
         """The rows of each mini-batch of each epoch, in an order that the seed and the step determine."""
-        mini_batches = min(self.config.num_mini_batches, count)
-        for epoch in range(self.config.num_epochs):
+        mini_batches = min(self.config.optimizer.num_mini_batches, count)
+        for epoch in range(self.config.optimizer.num_epochs):
             order = random.Random(f"{self.seed} {self.step} {epoch}").sample(range(count), count)
             yield from (order[i::mini_batches] for i in range(mini_batches))
 
@@ -196,14 +169,14 @@ class Learner:
             total = torch.nn.utils.parameters_to_vector(gradients)
             dist.all_reduce(total)
             torch.nn.utils.vector_to_parameters(total / self.model.ranks, gradients)
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm))
         if not norm.isfinite():
             raise RunError(f"step {self.step + 1}: the gradient is not finite: {self._overflow_cause()}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
         self.offload.to_device()
         self.optimizer.step()
-        if self.config.offload_optimizer:
+        if self.config.optimizer.offload_optimizer:
             self.offload.to_host()
         return float(norm)
 
@@ -268,8 +241,8 @@ class PolicyLearner(Learner):
         if self.exact != "off":
             model.make_exact(self.proof.workers)
         self.example = ""  # a token whose log-probability is not the engine's, as the end of a message
-        self.max_mismatch, self.bound_remark = config.max_mismatch or self.proof.max_mismatch, ""
-        if config.max_mismatch is None and self.max_mismatch and 2 * model.rounding > self.max_mismatch:
+        self.max_mismatch, self.bound_remark = config.loss.max_mismatch or self.proof.max_mismatch, ""
+        if config.loss.max_mismatch is None and self.max_mismatch and 2 * model.rounding > self.max_mismatch:
             self.max_mismatch = 2 * model.rounding
             self.bound_remark = f"\nbf16 moves the model's log-probabilities by {model.rounding:.2g} on average:"
             self.bound_remark += f" the bound of the mismatch is {self.max_mismatch:.2g}"
@@ -413,7 +386,7 @@ class PolicyLearner(Learner):
         if scores is None:
             return self._run_single_update(rollouts, tensors, proof_rollouts)
         tensors["old_logprobs"] = scores.logprobs
-        means = _token_means(tensors | {"mean_weights": tensors["mask"] / tensors["mask"].sum()}, self.config)
+        means = _token_means(tensors | {"mean_weights": tensors["mask"] / tensors["mask"].sum()}, self.config.loss)
         means = {name: float(mean) for name, mean in means.items()}
         return self._run_updates(rollouts, tensors, self._token_weights) | scores.metrics | means
 
@@ -444,7 +417,7 @@ class PolicyLearner(Learner):
             sums = sums + self._score_mismatch(proof_rollouts)
         metrics |= self._check_mismatch(sums)  # before the weights change
         metrics["grad_norm"] = self._optimizer_step()
-        means = _token_means(tensors, self.config)
+        means = _token_means(tensors, self.config.loss)
         return self._end_step(metrics | dict(zip(means, self.model.sum_over_ranks(*means.values()), strict=True)))
 
     def _single_losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> tuple:
@@ -454,7 +427,8 @@ class PolicyLearner(Learner):
         return losses, (logprobs.detach(), entropies)
 
     def _token_weights(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], self.config)
+        max_tokens = self.config.sampling.max_tokens
+        return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], self.config.loss, max_tokens)
 
     def _losses(
         self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]
@@ -465,9 +439,9 @@ class PolicyLearner(Learner):
         self, logprobs: torch.Tensor, tensors: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """As `_losses`, of tokens with these log-probabilities [b, width] by the policy that learns."""
-        old_logprobs, engine_logprobs = tensors["old_logprobs"], tensors["engine_logprobs"]
+        old_logprobs, engine_logprobs, config = tensors["old_logprobs"], tensors["engine_logprobs"], self.config.loss
         advantage, mask, reference = tensors["advantage"], tensors["mask"], tensors.get("reference_logprobs")
-        losses, clipped = token_losses(logprobs, old_logprobs, engine_logprobs, advantage, mask, self.config, reference)
+        losses, clipped = token_losses(logprobs, old_logprobs, engine_logprobs, advantage, mask, config, reference)
         approx_kl = kl_estimate(old_logprobs, logprobs.detach(), mask)
         return losses, {"clip_fraction": clipped.float(), "approx_kl": approx_kl}
 
@@ -493,14 +467,14 @@ def rate_schedule(config: LearnerConfig, steps: int | None) -> Callable[[int], f
     """
     from transformers import get_scheduler
 
-    rate = learning_rate(config)
-    name = "constant_with_warmup" if config.lr_scheduler == "constant" else config.lr_scheduler
+    rate, optimizer = learning_rate(config), config.optimizer
+    name = "constant_with_warmup" if optimizer.lr_scheduler == "constant" else optimizer.lr_scheduler
     any_optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
-    (factor,) = get_scheduler(name, any_optimizer, config.warmup_steps, steps).lr_lambdas
+    (factor,) = get_scheduler(name, any_optimizer, optimizer.warmup_steps, steps).lr_lambdas
     return lambda step: rate * factor(step)
 
 
 def learning_rate(config: LearnerConfig) -> float:
     """The learning rate that was given, or the default."""
-    default = ADAPTERS_LEARNING_RATE if config.lora_rank else LEARNING_RATE
-    return default if config.learning_rate is None else config.learning_rate
+    default = ADAPTERS_LEARNING_RATE if config.model.lora_rank else LEARNING_RATE
+    return default if config.optimizer.learning_rate is None else config.optimizer.learning_rate

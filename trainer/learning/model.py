@@ -11,24 +11,21 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge
 
 from ..errors import RunError
-from ..flags import arg, setting
 from . import exact
 from .attention import AttentionChoice, can_share_prompts, choose_attention, random_prompts
+from .config import LearnerConfig
 from .layout import SHARED, as_tensor, is_long, lay_out, prompt_key
 from .logprobs import choose_head, scores_of_logits, token_scores
-from .lora import LoRAArguments, adapted_layers, adapter_parameters, add_adapters
+from .lora import adapted_layers, adapter_parameters, add_adapters
 from .multimodal import auto_class, image_inputs, is_multimodal, learning_modules, load_tokenizer
 from .named_tensors import NamedTensors
 from .precision import bf16_weights, freeze
 from .rollout import Rollout
-from .sampling import SamplingConfig
 from .sharding import (
     Checkpointing,
     add_method,
@@ -41,25 +38,6 @@ from .sharding import (
 
 SPARE_SHARE = 0.1  # of a GPU's memory, for what grows later
 MIN_KEPT_TOKENS = 4096  # with smaller micro-batches, a GPU would gain less by computing nothing again
-
-
-@dataclass
-class ModelConfig(LoRAArguments, SamplingConfig):
-    """How the trainer's models compute."""
-
-    micro_batch_tokens: Annotated[int, Ge(1)] = arg(
-        32768,
-        help="largest number of tokens in one of the trainer's forward passes, padding included; a longer sequence"
-        " passes alone",
-    )
-    gradient_checkpointing: Literal["auto", "true", "false"] = setting(
-        "auto",
-        help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
-        " memory, up to a third more time (auto: unless the first step finds memory for the rest, with smaller"
-        " micro-batches if need be)",
-    )
-    train_vision: bool = arg(False, help="of a multimodal model, all weights learn, and not the language model's alone")
-    compile: bool = setting(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
 
 
 @dataclass
@@ -86,14 +64,14 @@ class Model:
     def __init__(
         self,
         path: str,
-        config: ModelConfig,
+        config: LearnerConfig,
         device: torch.device,
         learns: bool = False,
         seed: int = 0,
         like: "Model | None" = None,
     ):
         torch.manual_seed(seed)
-        self.config, self.device = config, device
+        self.config, self.temperature, self.device = config.model, config.sampling.temperature, device
         self.rank, self.ranks = rank_and_ranks()
         self.tokenizer, self.processor = load_tokenizer(path)
         self.attention: AttentionChoice | None = like.attention if like else None
@@ -102,7 +80,7 @@ class Model:
         self.exact_workers = 0  # of the engine as which the model computes, bit for bit; 0: of none
         self.scores_of_logits = self._choose_scores_of_logits()
         self.checkpointing: Checkpointing | None = None  # of a model that learns
-        self.micro_batch_tokens, self.longest_sequence = config.micro_batch_tokens, 0
+        self.micro_batch_tokens, self.longest_sequence = self.config.micro_batch_tokens, 0
         self._load(path, learns, seed)
         self.keeps_gathered = learns and self.ranks > 1 and fits_gathered(self.module, self.device)
         self.named_tensors = NamedTensors(self.module)
@@ -140,7 +118,7 @@ class Model:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [b, width] of the tokens that the policy sampled, and zeros elsewhere, for one micro-batch
         of b rollouts. If `entropy`, also the entropies [b, width]; else None."""
-        options = self.config.temperature, entropy, self.head, self.scores_of_logits, self.computes_again
+        options = self.temperature, entropy, self.head, self.scores_of_logits, self.computes_again
         return self.score_tokens(self.module.score, rollouts, width, *options)
 
     @torch.no_grad()
@@ -340,7 +318,7 @@ class Model:
         """Log-probabilities [2, 64, vocabulary] of all tokens, after each token of random prompts."""
         ids = random_prompts(module)
         logits = module(input_ids=ids, use_cache=False).logits
-        return (logits.float() / self.config.temperature).log_softmax(-1)
+        return (logits.float() / self.temperature).log_softmax(-1)
 
     def _choose_scores_of_logits(self) -> Callable:
         if self.exact_workers:

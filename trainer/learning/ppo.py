@@ -14,15 +14,16 @@ Tensors are [B, T], right-padded; a mask is 1 for a completion's tokens and 0 fo
 docs/objectives.md has the names that TRL and OpenRLHF use.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le
 
-from ..flags import arg
-from .learner import Learner, LearnerConfig, PolicyLearner, PolicyScores, Proof, learning_rate
+from ..flags import arg, with_values
+from .config import LearnerConfig
+from .learner import Learner, PolicyLearner, PolicyScores, Proof, learning_rate
 from .model import Model
 from .objectives import PolicyLossConfig
 from .rollout import Rollout
@@ -33,7 +34,7 @@ MAX_KL_ERROR = 0.2  # the largest relative error of the KL that adapts the coeff
 
 
 @dataclass
-class PPOConfig(PolicyLossConfig, LearnerConfig):
+class PPOLossConfig(PolicyLossConfig):
     """PPO's options."""
 
     cliprange_value: Annotated[float, Gt(0)] = arg(
@@ -122,7 +123,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOConfig) -> float:
+def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOLossConfig) -> float:
     """The coefficient for the next step: times 1 + clip(kl / target - 1, ± 0.2) * completions / horizon (Ziegler et al.
     2019, arXiv:1909.08593, section 2.2), of which the last factor is at most 1 here. Without a target, it stays."""
     if config.kl_target is None:
@@ -136,7 +137,7 @@ def estimate(
     old_policy: PolicyScores,
     reference_logprobs: torch.Tensor,
     values: torch.Tensor,
-    config: PPOConfig,
+    config: PPOLossConfig,
 ) -> tuple[Experience, dict[str, float]]:
     """What the step learns from, and metrics. Takes B rollouts, the policy's log-probabilities, the reference's [B, T],
     and the critic's values [B, T]."""
@@ -164,20 +165,21 @@ class PPOLearner(PolicyLearner):
     def __init__(
         self,
         path: str,
-        config: PPOConfig,
+        config: LearnerConfig,
         device: torch.device,
         seed: int = 0,
         steps: int | None = None,
         proof: Proof | None = None,
     ):
         super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
-        self.extra_state = {"kl_coef": config.kl_coef, "first_kl_coef": config.kl_coef}
+        self.extra_state = dict.fromkeys(("kl_coef", "first_kl_coef"), config.loss.kl_coef)
 
     def load_state(self, folder: Path) -> None:
         super().load_state(folder)
-        if self.config.kl_target is None or self.extra_state["first_kl_coef"] != self.config.kl_coef:
+        config = self.config.loss
+        if config.kl_target is None or self.extra_state["first_kl_coef"] != config.kl_coef:
             # Nothing adapts the coefficient, or its flag has changed: the flag counts.
-            self.extra_state = dict.fromkeys(self.extra_state, self.config.kl_coef)
+            self.extra_state = dict.fromkeys(self.extra_state, config.kl_coef)
 
     def logprobs(self, rollouts: list[Rollout]) -> PolicyScores:
         """As `score`, with the coefficient of the KL among the metrics."""
@@ -191,16 +193,16 @@ class PPOLearner(PolicyLearner):
         # The KL is in the reward, so the loss needs no reference.
         metrics = self._run_policy_updates(rollouts, experience.advantages, left_out, experience.old_policy)
         kl_coef = self.extra_state["kl_coef"]
-        self.extra_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
+        self.extra_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config.loss)
         return metrics
 
 
 class CriticLearner(Learner):
     """The critic: a trunk like the policy's, and a head that gives the value of the state before each token."""
 
-    def __init__(self, path: str, config: PPOConfig, device: torch.device, seed: int = 0, steps: int | None = None):
-        rate = config.critic_learning_rate or max(learning_rate(config), CRITIC_LEARNING_RATE)
-        config = replace(config, learning_rate=rate, save_merged=False)
+    def __init__(self, path: str, config: LearnerConfig, device: torch.device, seed: int = 0, steps: int | None = None):
+        rate = config.loss.critic_learning_rate or max(learning_rate(config), CRITIC_LEARNING_RATE)
+        config = with_values(config, {"learning_rate": rate, "save_merged": False})
         super().__init__(ValueModel(path, config, device, learns=True, seed=seed), config, seed, steps)
 
     def values(self, rollouts: list[Rollout]) -> torch.Tensor:
@@ -217,5 +219,6 @@ class CriticLearner(Learner):
         self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         (values,) = self.model.score(rollouts, width)
-        losses, clipped = value_losses(values, tensors["old_values"], tensors["returns"], self.config.cliprange_value)
+        cliprange = self.config.loss.cliprange_value
+        losses, clipped = value_losses(values, tensors["old_values"], tensors["returns"], cliprange)
         return losses, {"clip_fraction": clipped.float()}

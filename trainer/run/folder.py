@@ -29,8 +29,6 @@ from rlhf_utils import SyncReport, WeightSyncError
 
 from ..errors import RunError, UserError
 from ..flags import flat
-from ..learning.grpo import GRPOConfig
-from ..learning.objectives import advantages
 from ..learning.rollout import known_rewards
 from ..tasks.dataset import content_text
 from ..tasks.rewards import Batch
@@ -166,25 +164,26 @@ class RunFolder:
         config["run_id"] = before.get("run_id") or uuid.uuid4().hex[:8]
         replace_file(file, json.dumps(config, indent=1, default=str) + "\n")
         self.trackers.start(self.path, config["run_id"], steps_done, config)
-        self.learner, self.steps_done = args.learner, steps_done
+        self.steps_done = steps_done
         self.began = self.logged = time.perf_counter()
         parts = ", ".join(f"{name.rpartition('/')[2]} {seconds:.0f}" for name, seconds in self.start_seconds.items())
         self.start_seconds["time/start"] = sum(self.start_seconds.values())
         self.say(f"started in {self.start_seconds['time/start']:.0f} s: {parts}" if parts else "")
 
-    def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
-        """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does. Its
-        checkpoint is saved before: nothing that fails here may lose it.
+    def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float | list[float]]) -> None:
+        """Append a step's completions to completions.jsonl, each with its value of the lists among the metrics, and the
+        other metrics as `log_metrics` does. The step's checkpoint is saved before: nothing that fails here may lose it.
 
         Adds the metrics of the batch and of the sync; `time/step`, the seconds since the last step was logged, but for
         evaluation; and `tokens/s`, those of the batch's completions over that. Shows completions of the first step and
         the last one.
         """
-        metrics = batch.metrics | metrics
+        values = {name: value for name, value in metrics.items() if isinstance(value, list)}
+        metrics = batch.metrics | {name: value for name, value in metrics.items() if name not in values}
         metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
         seconds = time.perf_counter() - self.logged - metrics.get("time/eval", 0.0)
         tokens = sum(rollout.length for rollout in batch.rollouts)
-        completions = self._completions(step, batch)
+        completions = self._completions(step, batch, values)
         with disk_errors(self.path), self.completions_file.open("a") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in completions)
         self.trackers.log_completions(step, completions)
@@ -194,7 +193,7 @@ class RunFolder:
         if step in (self.steps_done + 1, self.args.steps):
             self.show(batch)
 
-    def _completions(self, step: int, batch: Batch) -> list[dict]:
+    def _completions(self, step: int, batch: Batch, values: dict[str, list[float]]) -> list[dict]:
         rows = []
         for group in batch.groups:
             for rollout in group.rollouts:
@@ -202,9 +201,8 @@ class RunFolder:
                 if rollout.messages:
                     row["messages"] = rollout.messages
                 rows.append(row | {"rewards": rollout.rewards})
-        if isinstance(config := self.learner, GRPOConfig):
-            values = advantages(known_rewards(batch.rollouts), config.group_size, config.advantage).tolist()
-            rows = [row | {"advantage": value} for row, value in zip(rows, values, strict=True)]
+        for name, of_rollouts in values.items():
+            rows = [row | {name: value} for row, value in zip(rows, of_rollouts, strict=True)]
         return [row | rollout.extra for row, rollout in zip(rows, batch.rollouts, strict=True)]
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
