@@ -33,7 +33,7 @@ from trainer.errors import RunError
 from trainer.flags import arg, section
 from trainer.learning.config import ModelConfig, OptimizerConfig
 from trainer.learning.distill import DistillLearner, DistillLossConfig
-from trainer.learning.learner import Proof
+from trainer.learning.policy import Proof
 from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate

@@ -26,8 +26,8 @@ import torch
 from trainer.flags import section
 from trainer.learning.config import ModelConfig, OptimizerConfig
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.learner import Proof
 from trainer.learning.objectives import ObjectiveConfig
+from trainer.learning.policy import Proof
 from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness

@@ -38,8 +38,8 @@ import torch
 from trainer.errors import RunError
 from trainer.flags import arg, section
 from trainer.learning.config import ModelConfig, OptimizerConfig
-from trainer.learning.learner import PolicyScores
 from trainer.learning.model import Model
+from trainer.learning.policy import PolicyScores
 from trainer.learning.ppo import CriticLearner, Experience, PPOLearner, PPOLossConfig, estimate
 from trainer.learning.rollout import Rollout, rollout_metrics
 from trainer.learning.sampling import SamplingConfig

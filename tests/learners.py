@@ -17,8 +17,8 @@ from torch.distributed.utils import _to_kwargs
 import train_grpo
 from trainer.learning import layout
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.learner import PolicyLearner, Proof
 from trainer.learning.model import Model
+from trainer.learning.policy import PolicyLearner, Proof
 from trainer.learning.rollout import Rollout
 from trainer.tasks.tiny_model import byte_tokenizer
 

@@ -22,8 +22,8 @@ import train_grpo
 from trainer.errors import MismatchError, RunError
 from trainer.learning import exact, exact_mlp
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.learner import Proof
 from trainer.learning.model import Model
+from trainer.learning.policy import Proof
 from trainer.rollouts.exactness import settle_exactness
 from weight_sync.lora import LoRAWeight
 

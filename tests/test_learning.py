@@ -22,14 +22,15 @@ import train_grpo
 import train_ppo
 from trainer.errors import MismatchError, RunError
 from trainer.flags import flags_in, with_values
+from trainer.learning.batching import micro_batch_slices
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.learner import Proof, _token_means, learning_rate, rate_schedule
-from trainer.learning.model import micro_batch_slices
+from trainer.learning.learner import learning_rate, rate_schedule
 from trainer.learning.objectives import advantages, kl_estimate
+from trainer.learning.offload import Offload
+from trainer.learning.policy import Proof, _token_means
 from trainer.learning.precision import bf16_weights
 from trainer.learning.rollout import Rollout
 from trainer.learning.saving import STATE_FILE
-from trainer.learning.sharding import Offload
 from trainer.run import checkpoint
 from trainer.run.arguments import RunArguments, of_today, parse, resumed
 from trainer.run.checkpoint import Models, choose_models, last_checkpoint, write_checkpoint
@@ -677,7 +678,7 @@ def test_offloaded_optimizer_leaves_the_device_each_time_and_not_once(monkeypatc
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
     offload, state = Offload(optimizer), optimizer.state[parameter]
-    monkeypatch.setattr("trainer.learning.sharding.sharded_like", lambda parameter, local: local.clone())  # as to a GPU
+    monkeypatch.setattr("trainer.learning.offload.sharded_like", lambda parameter, local: local.clone())  # as to a GPU
     offload.to_host()  # there is nothing yet
     parameter.grad = torch.ones(3)
     for _ in range(3):

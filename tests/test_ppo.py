@@ -25,9 +25,10 @@ from rlhf_utils import WeightSyncError
 from trainer.errors import MismatchError, RunError, TaskError
 from trainer.flags import with_values
 from trainer.learning import ppo
-from trainer.learning.learner import MERGED, PolicyScores
+from trainer.learning.learner import MERGED
 from trainer.learning.model import Model
 from trainer.learning.objectives import kl_estimate
+from trainer.learning.policy import PolicyScores
 from trainer.learning.ppo import CriticLearner, PPOLearner, estimate
 from trainer.learning.precision import bf16_weights, freeze
 from trainer.learning.rollout import Rollout

@@ -32,7 +32,7 @@ import train_grpo
 import train_ppo
 from trainer.errors import MismatchError, TaskError
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.learner import Proof
+from trainer.learning.policy import Proof
 from trainer.learning.rollout import Rollout
 from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts import sampling

@@ -22,9 +22,9 @@ proof and the metrics, without a backward pass.
 import torch
 
 from .config import LearnerConfig
-from .learner import PolicyLearner, Proof
 from .model import Model
 from .objectives import advantages
+from .policy import PolicyLearner, Proof
 from .rollout import Rollout, known_rewards, rollout_metrics
 
 

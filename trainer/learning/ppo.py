@@ -23,9 +23,10 @@ from annotated_types import Ge, Gt, Le
 
 from ..flags import arg, with_values
 from .config import LearnerConfig
-from .learner import Learner, PolicyLearner, PolicyScores, Proof, learning_rate
+from .learner import Learner, learning_rate
 from .model import Model
 from .objectives import PolicyLossConfig
+from .policy import PolicyLearner, PolicyScores, Proof
 from .rollout import Rollout
 from .value_models import ValueModel
 

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import RunError
 from .attention import choose_attention
+from .loading import load_as
 from .model import Model
 from .rollout import Rollout
 from .sharding import add_method
@@ -32,7 +33,7 @@ class ValueModel(Model):
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         config = AutoConfig.from_pretrained(path, num_labels=1)
-        module, missing = self._load_as(AutoModelForSequenceClassification, path, config, **loading)
+        module, missing = load_as(AutoModelForSequenceClassification, path, config, self.device, **loading)
         if missing:
             if missing != [f"{self.new_head}.weight"] or not self.may_lack_head:
                 raise RunError(f"{path} lacks {missing[0]}, so it is no {type(module).__name__}")

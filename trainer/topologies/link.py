@@ -10,7 +10,7 @@ from rlhf_utils import Comparison, SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.link import address_towards
 
 from ..errors import RunError
-from ..learning.learner import Proof
+from ..learning.policy import Proof
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
 from ..run.actors import ActorGroup, LearnerActor
