@@ -27,13 +27,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
-import torch
 
 from trainer.errors import RunError
 from trainer.flags import arg, section
 from trainer.learning.config import ModelConfig, OptimizerConfig
 from trainer.learning.distill import DistillLearner, DistillLossConfig
-from trainer.learning.policy import Proof
 from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate
@@ -88,9 +86,7 @@ class Arguments:
 class Trainer(TrainerActor):
     """A Ray actor around one rank of the student."""
 
-    def make_learner(self, models: Models, args: Arguments, device: torch.device, proof: Proof) -> DistillLearner:
-        options = {"seed": args.run.seed, "steps": args.run.steps, "initial": models.initial, "proof": proof}
-        return DistillLearner(models.loaded, args, device, **options)
+    learner_class = DistillLearner
 
 
 def place(args: Arguments) -> tuple[str, str, EngineArguments, list[Seat], list[Seat], list[Seat]]:

@@ -21,13 +21,10 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from trainer.flags import section
 from trainer.learning.config import ModelConfig, OptimizerConfig
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.objectives import ObjectiveConfig
-from trainer.learning.policy import Proof
 from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
@@ -35,7 +32,7 @@ from trainer.rollouts.options import QuantizedEngineArguments
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import RunArguments, parse
-from trainer.run.checkpoint import Models, choose_models
+from trainer.run.checkpoint import choose_models
 from trainer.run.folder import RunFolder
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.task import TaskArguments, load_task
@@ -64,11 +61,9 @@ class Arguments:
 
 
 class Trainer(TrainerActor):
-    """A Ray actor around one rank of the learner. It may be your own: trainer/run/actors.py has the LearnerProtocol."""
+    """A Ray actor around one rank of the learner, which may be your own: docs/extending.md has one."""
 
-    def make_learner(self, models: Models, args: Arguments, device: torch.device, proof: Proof) -> GRPOLearner:
-        options = {"seed": args.run.seed, "steps": args.run.steps, "initial": models.initial, "proof": proof}
-        return GRPOLearner(models.loaded, args, device, **options)
+    learner_class = GRPOLearner
 
 
 def main(args: Arguments) -> None:

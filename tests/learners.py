@@ -195,10 +195,13 @@ class RoundingModel(Model):
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+class RoundingLearner(PolicyLearner):
+    model_class = RoundingModel
+
+
 def rounding_learner(path, bound, **changes):
     """A learner in bf16, of a script with this bound of the mismatch."""
-    settings = config(**changes)
-    return PolicyLearner(RoundingModel(path, settings, CPU, learns=True), settings, proof=Proof(bound))
+    return RoundingLearner(path, config(**changes), CPU, proof=Proof(bound))
 
 
 # --- Prompts that completions share, or rows of their own -------------------------------------------------------------

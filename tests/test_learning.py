@@ -65,16 +65,6 @@ def test_gradient_does_not_depend_on_micro_batches(model, loss):
     torch.testing.assert_close(weights[0], weights[2], atol=1e-6, rtol=1e-5)
 
 
-def test_weight_that_the_optimizer_does_not_have_is_named(model):
-    learner = GRPOLearner(model, config(), CPU)
-    norm = learner.model.module.model.decoder.final_layer_norm
-    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
-    before = vector_of(learner)
-    with pytest.raises(RunError, match=r"^model.decoder.final_layer_norm.weight would not learn: "):
-        learner.learn(rollouts(learner))
-    assert vector_of(learner).equal(before)
-
-
 def test_kl_of_truncated_completions_does_not_depend_on_micro_batches(model):
     kls = []
     for tokens in (1, 1000):
@@ -1199,20 +1189,3 @@ def test_tensors_that_a_conversion_computes_are_computed_for_every_sync(tmp_path
         with torch.no_grad():
             parameter.add_(1)
         assert learner.model.named_tensors()[name].equal(2 * parameter)
-
-
-@pytest.mark.parametrize("letter", "[*?")
-@pytest.mark.parametrize("what", ["model", "checkpoint", "hub"])
-def test_path_that_an_engine_would_take_for_a_pattern_is_refused(model, tmp_path, monkeypatch, letter, what):
-    folder = shutil.copytree(model, tmp_path / f"{letter}b]" / "model")
-    args = arguments_of(train_grpo, model=model if what == "checkpoint" else str(folder))
-    if what == "hub":
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
-        args.run.model = "some/model"
-    if what == "checkpoint":
-        shutil.copytree(model, folder.parent / "checkpoint-000003")
-        args.run.resume = folder.parent
-    with pytest.raises(
-        RunError, match=r"which vLLM takes for a pattern: use a path, or a link to it, without \[ \* \?"
-    ):
-        choose_models(folder.parent, args, "cpu")

@@ -154,17 +154,6 @@ def test_ranks_share_tied_weights_of_any_number_of_rows(tmp_path, ranks):
             torch.testing.assert_close(sharded_named[name], tensor, rtol=0, atol=1e-5)
 
 
-def find_a_copy(folder, model):
-    sharding._merge_tied_shards = lambda model: None
-    learner = GRPOLearner(model, config(), CPU)
-    padded = ["model.decoder.embed_tokens.weight"] if learner.model.rank else []  # where there are fewer rows
-    assert sharding.stray_weights(learner.model.module, learner.parameters) == padded
-
-
-def test_tied_weight_of_which_updates_reach_one_copy_is_named(model, tmp_path):
-    on_ranks(2, find_a_copy, tmp_path, model)
-
-
 def learn_compiled(folder, model, batches, **changes):
     """Steps with compiled blocks. Saves the weights after each, and how many graphs were compiled."""
     torch._dynamo.reset()

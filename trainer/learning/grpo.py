@@ -31,8 +31,8 @@ from .rollout import Rollout, known_rewards, rollout_metrics
 class GRPOLearner(PolicyLearner):
     """A policy that learns by GRPO.
 
-    `path` is a model or a checkpoint. With a checkpoint, `initial` is the model that the run began with. The KL is to
-    that model; with adapters, to the model that they adapt.
+    With a checkpoint, `initial` is the model that the run began with. The KL is to that model; with adapters, to the
+    model that they adapt.
     """
 
     def __init__(
@@ -41,12 +41,11 @@ class GRPOLearner(PolicyLearner):
         config: LearnerConfig,
         device: torch.device,
         seed: int = 0,
-        *,
         steps: int | None = None,
-        initial: str | None = None,
         proof: Proof | None = None,
+        initial: str | None = None,
     ):
-        super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
+        super().__init__(path, config, device, seed, steps, proof)
         if config.loss.kl_coef and not self.model.adapters:
             self.reference = Model(initial or path, config, device, like=self.model)
         if device.type == "cuda":  # nothing is compiled for a CPU

@@ -20,9 +20,8 @@ from .model import Model, RankBatch
 from .offload import Offload
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
-from .sharding import stray_weights, whole
+from .sharding import whole
 
-WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 MERGED = "merged"  # a checkpoint's folder with the whole model, of save_merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
 
@@ -30,13 +29,16 @@ LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as
 class Learner:
     """A model that learns, or one rank of it. All ranks call every method together.
 
-    A subclass has an objective: `_losses`. `steps` is the number of steps in the run, which linear and cosine schedules
-    of the learning rate need.
+    A subclass has an objective: `_losses`. `path` is a model or a checkpoint. `steps` is the number of steps in the
+    run, which linear and cosine schedules of the learning rate need.
     """
 
-    def __init__(self, model: Model, config: LearnerConfig, seed: int = 0, steps: int | None = None):
-        self.model, self.config, self.seed, self.step = model, config, seed, 0
-        self.parameters = [p for p in model.module.parameters() if p.requires_grad]  # what learns
+    model_class = Model
+
+    def __init__(self, path: str, config: LearnerConfig, device: torch.device, seed: int = 0, steps: int | None = None):
+        self.model = self.model_class(path, config, device, learns=True, seed=seed)
+        self.config, self.seed, self.step = config, seed, 0
+        self.parameters = [p for p in self.model.module.parameters() if p.requires_grad]  # what learns
         self.rate = rate_schedule(config, steps)
         self.optimizer = torch.optim.AdamW(  # fused, to make no temporary copies of the weights
             self.parameters,
@@ -154,11 +156,8 @@ class Learner:
         raise NotImplementedError
 
     def _optimizer_step(self) -> float:
-        """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises
-        RunError, before anything is updated, if it is not finite: the update would make every weight a NaN; or if the
-        model computes with a weight that the optimizer does not update."""
-        if stray := stray_weights(self.model.module, self.parameters):
-            raise RunError(f"{stray[0]} would not learn: the model computes with another tensor than the optimizer has")
+        """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises RunError,
+        before anything is updated, if it is not finite: the update would make every weight a NaN."""
         if self.model.adapters and self.model.ranks > 1:  # every rank has whole adapters, which FSDP leaves alone
             gradients = [parameter.grad for parameter in self.parameters]
             total = torch.nn.utils.parameters_to_vector(gradients)

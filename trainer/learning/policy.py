@@ -62,20 +62,26 @@ class PolicyLearner(Learner):
     """A learner of the policy that an engine samples from. The engine's log-probabilities prove each sync."""
 
     def __init__(
-        self, model: Model, config: LearnerConfig, seed: int = 0, steps: int | None = None, proof: Proof | None = None
+        self,
+        path: str,
+        config: LearnerConfig,
+        device: torch.device,
+        seed: int = 0,
+        steps: int | None = None,
+        proof: Proof | None = None,
     ):
-        super().__init__(model, config, seed, steps)
-        self.proof = proof or Proof()
+        super().__init__(path, config, device, seed, steps)
+        self.proof, rounding = proof or Proof(), self.model.rounding
         self.reference: Model | None = None  # to which the loss has a KL
         self.exact = self.proof.exact
         self.reported = ""  # what was said of exactness: "equal", "different"
         if self.exact != "off":
-            model.make_exact(self.proof.workers)
+            self.model.make_exact(self.proof.workers)
         self.example = ""  # a token whose log-probability is not the engine's, as the end of a message
         self.max_mismatch, self.bound_remark = config.loss.max_mismatch or self.proof.max_mismatch, ""
-        if config.loss.max_mismatch is None and self.max_mismatch and 2 * model.rounding > self.max_mismatch:
-            self.max_mismatch = 2 * model.rounding
-            self.bound_remark = f"\nbf16 moves the model's log-probabilities by {model.rounding:.2g} on average:"
+        if config.loss.max_mismatch is None and self.max_mismatch and 2 * rounding > self.max_mismatch:
+            self.max_mismatch = 2 * rounding
+            self.bound_remark = f"\nbf16 moves the model's log-probabilities by {rounding:.2g} on average:"
             self.bound_remark += f" the bound of the mismatch is {self.max_mismatch:.2g}"
 
     def remarks(self) -> str:

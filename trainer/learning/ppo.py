@@ -24,9 +24,8 @@ from annotated_types import Ge, Gt, Le
 from ..flags import arg, with_values
 from .config import LearnerConfig
 from .learner import Learner, learning_rate
-from .model import Model
 from .objectives import PolicyLossConfig
-from .policy import PolicyLearner, PolicyScores, Proof
+from .policy import PolicyLearner, PolicyScores
 from .rollout import Rollout
 from .value_models import ValueModel
 
@@ -163,16 +162,8 @@ def estimate(
 class PPOLearner(PolicyLearner):
     """A policy that learns by PPO. Its checkpoints keep the coefficient of the KL."""
 
-    def __init__(
-        self,
-        path: str,
-        config: LearnerConfig,
-        device: torch.device,
-        seed: int = 0,
-        steps: int | None = None,
-        proof: Proof | None = None,
-    ):
-        super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
+    def __init__(self, path: str, config: LearnerConfig, *args):
+        super().__init__(path, config, *args)
         self.extra_state = dict.fromkeys(("kl_coef", "first_kl_coef"), config.loss.kl_coef)
 
     def load_state(self, folder: Path) -> None:
@@ -201,10 +192,12 @@ class PPOLearner(PolicyLearner):
 class CriticLearner(Learner):
     """The critic: a trunk like the policy's, and a head that gives the value of the state before each token."""
 
-    def __init__(self, path: str, config: LearnerConfig, device: torch.device, seed: int = 0, steps: int | None = None):
+    model_class = ValueModel
+
+    def __init__(self, path: str, config: LearnerConfig, *args):
         rate = config.loss.critic_learning_rate or max(learning_rate(config), CRITIC_LEARNING_RATE)
         config = with_values(config, {"learning_rate": rate, "save_merged": False})
-        super().__init__(ValueModel(path, config, device, learns=True, seed=seed), config, seed, steps)
+        super().__init__(path, config, *args)
 
     def values(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Values [B, T] of the states before the completions' tokens, right-padded with zeros, on the CPU."""

@@ -1,6 +1,5 @@
 """Which models a run starts or continues from, and how it writes checkpoints."""
 
-import glob
 import os
 import re
 import shutil
@@ -284,14 +283,10 @@ def check_model(model: str, needs: str = "ForCausalLM") -> dict:
 
 def _problem(model: str, needs: str) -> str:
     """Why a model cannot be used with the class that it `needs`, as its configuration says; "" if it can."""
-    from huggingface_hub.constants import HF_HUB_CACHE
     from transformers import CONFIG_MAPPING, PreTrainedConfig
     from transformers.models.auto import modeling_auto as auto
     from transformers.utils import find_adapter_config_file
 
-    folder = model if os.path.isdir(model) else HF_HUB_CACHE
-    if needs != "ForSequenceClassification" and glob.escape(folder) != folder:  # an engine loads it
-        return f"is in {folder}, which vLLM takes for a pattern: use a path, or a link to it, without [ * ?"
     if adapters := find_adapter_config_file(model):
         base = adapted_model(Path(adapters).parent)
         return f"has adapters: give the model that they adapt, {base}, or merge them into it"

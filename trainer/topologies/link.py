@@ -10,10 +10,10 @@ from rlhf_utils import Comparison, SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.link import address_towards
 
 from ..errors import RunError
-from ..learning.policy import Proof
+from ..learning.policy import PolicyLearner, Proof
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
-from ..run.actors import ActorGroup, LearnerActor
+from ..run.actors import ActorGroup, LearnerActor, LearnerProtocol
 from ..run.checkpoint import Models
 from ..run.folder import RunFolder
 
@@ -96,12 +96,13 @@ class SendingActor(LearnerActor):
 
 
 class TrainerActor(SendingActor):
-    """A Ray actor around one rank of a learner. A door's subclass makes the learner, which may be your own:
-    trainer/run/actors.py has the LearnerProtocol."""
+    """A Ray actor around one rank of a learner, which a door's subclass names."""
 
-    def make_learner(self, models: Models, args, device: torch.device, proof: Proof):
-        """The learner of this rank, on this device."""
-        raise NotImplementedError
+    learner_class: type[PolicyLearner]
+
+    def make_learner(self, models: Models, args, device: torch.device, proof: Proof) -> LearnerProtocol:
+        """The learner of this rank, on this device. It may be your own."""
+        return self.learner_class(models.loaded, args, device, args.run.seed, args.run.steps, proof, models.initial)
 
     def load(
         self, address: tuple[str, int], ranks: int, models: Models, args, device: str, frees_memory: bool
