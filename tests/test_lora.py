@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
-from learners import CPU, build, config, on_ranks, rollouts, save, weights_of
+from learners import CPU, build, config, numbers, on_ranks, rollouts, save, weights_of
 from pair import Pair
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -178,7 +178,7 @@ def test_the_kl_is_to_the_base(model, batches):
 def learn_lora(folder, model, batches):
     learner = GRPOLearner(model, config(**LORA, kl_coef=0.1, num_mini_batches=2, save_merged=True), CPU)
     learner.optimizer = torch.optim.SGD(learner.parameters, lr=1.0)
-    metrics = [learner.learn(batch) for batch in batches[:2]]
+    metrics = [numbers(learner.learn(batch)) for batch in batches[:2]]
     assert all(type(parameter) is torch.nn.Parameter for parameter in learner.model.adapters)
     weights = {name: getattr(weight, "base", weight) for name, weight in learner.model.named_tensors().items()}
     assert learner.model.ranks == 1 or all(hasattr(tensor, "full_tensor") for tensor in weights.values())
@@ -289,7 +289,7 @@ def test_targets_are_layers(model, tmp_path):
 def test_base_alone_is_kept_in_half_precision(tmp_path):
     build("Qwen2", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    add_adapters(model, config(lora_rank=2), torch.bfloat16)
+    add_adapters(model, config(lora_rank=2).model, torch.bfloat16)
     learning = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     assert learning == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -320,7 +320,7 @@ def test_run_says_which_layers_have_adapters(tmp_path):
 def test_a_new_head_is_not_rounded(model):
     classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     before = classifier.score.weight.clone()
-    add_adapters(classifier, config(lora_rank=2), torch.bfloat16, "score")
+    add_adapters(classifier, config(lora_rank=2).model, torch.bfloat16, "score")
     assert not before.equal(before.bfloat16().float())
     assert classifier.score.modules_to_save["default"].weight.equal(before)
 

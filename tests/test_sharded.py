@@ -18,7 +18,19 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from learners import CPU, config, gemma2, on_ranks, rollouts, rounding_learner, save, use_sgd, weights_of, whole
+from learners import (
+    CPU,
+    config,
+    gemma2,
+    numbers,
+    on_ranks,
+    rollouts,
+    rounding_learner,
+    save,
+    use_sgd,
+    weights_of,
+    whole,
+)
 from learners import write_model as write_random_model
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
@@ -63,7 +75,7 @@ def learn_all_kinds(folder, model, batches):
         settings = {"group_size": 3, "num_epochs": 2, "micro_batch_tokens": 25, "max_grad_norm": 0.01}
         learner = GRPOLearner(model, config(loss=kind, **settings | changes), CPU)
         use_sgd(learner)
-        metrics = [learner.learn(batch) for batch in batches]
+        metrics = [numbers(learner.learn(batch)) for batch in batches]
         results[kind] = metrics, weights_of(learner)
         results[kind][0].append({"logprobs/mismatch": learner.mismatch(batches[0])})
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -125,9 +137,9 @@ def learn_all_sizes(folder, models, batches):
     for model, (first, second) in zip(models, batches, strict=True):
         learner = GRPOLearner(model, config(), torch.device("cpu", 0))  # as in a run: loading ends with a move to it
         use_sgd(learner)
-        metrics = [learner.learn(first)]
+        metrics = [numbers(learner.learn(first))]
         learner.model.module.to("cpu")  # as between its turns on a device that it shares
-        metrics += [learner.learn(second), {"mismatch": learner.mismatch(first)}]
+        metrics += [numbers(learner.learn(second)), {"mismatch": learner.mismatch(first)}]
         named = {name: sharding.whole(tensor).clone() for name, tensor in learner.model.named_tensors().items()}
         results.append((metrics, named))
     if learner.model.rank == 0:
@@ -202,7 +214,7 @@ def mixture(request, tmp_path_factory, model):
 
 def learn_mixture(folder, model, batch):
     learner = GRPOLearner(model, config(adam_eps=1e-8), CPU)
-    metrics = learner.learn(batch)
+    metrics = numbers(learner.learn(batch))
     named = {name: sharding.whole(tensor).clone() for name, tensor in learner.model.named_tensors().items()}
     save(learner, folder / f"mixture-{learner.model.ranks}")
     if learner.model.rank == 0:

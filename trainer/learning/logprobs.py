@@ -73,12 +73,9 @@ def plain_head(model, states: torch.Tensor) -> torch.Tensor:
     return model.get_output_embeddings()(states)
 
 
-def own_head(model, states: torch.Tensor) -> torch.Tensor:
-    """As `plain_head`, with all that the model's own forward pass does to logits: its trunk returns these states."""
-    from transformers.modeling_outputs import MoeModelOutputWithPast  # it has what any model reads of its trunk
-
-    output = MoeModelOutputWithPast(last_hidden_state=states[None])
-    ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
+def own_head(trunk_output: type, model, states: torch.Tensor) -> torch.Tensor:
+    """As `plain_head`, with all that the model's own forward pass does to logits, whose trunk returns these states."""
+    output, ids = trunk_output(last_hidden_state=states[None]), states.new_zeros(1, len(states), dtype=torch.long)
     with patch.object(model.get_decoder(), "forward", lambda *_, **__: output):
         return model.forward(input_ids=ids, use_cache=False).logits.flatten(0, 1)  # [0] would copy their gradient
 
@@ -87,16 +84,17 @@ def own_head(model, states: torch.Tensor) -> torch.Tensor:
 def choose_head(module, ids: torch.Tensor) -> Callable:
     """`plain_head` or, if it gives other logits, `own_head`, tried on these prompts [2, S] of an fp32 model. Raises
     RunError if trunk and head do not give the log-probabilities of a whole forward pass."""
+    outputs, trunk = [], module.get_decoder()
+    if trunk is not module:
+        with trunk.register_forward_hook(lambda *call: outputs.append(type(call[-1]))):
+            logits = module(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        targets, states_at = ids[:, 1:].flatten(), torch.arange(ids.numel(), device=ids.device).view_as(ids)
+        options = targets, states_at[:, :-1].flatten(), 1.0, False
+        own = partial(own_head, *outputs)
+        plain_logprobs, own_logprobs = (
+            module.score({"input_ids": ids}, *options, head, scores_of_logits, False)[0] for head in (plain_head, own)
+        )
+        if own_logprobs.allclose(scores_of_logits(logits, targets, 1.0, False)[0], rtol=1e-3, atol=1e-3):
+            return plain_head if plain_logprobs.equal(own_logprobs) else own
     name = type(module).__name__
-    if module.get_decoder() is not module:
-        states_at = torch.arange(ids.numel(), device=ids.device).view_as(ids)[:, :-1].flatten()
-        targets = ids[:, 1:].flatten()
-        whole = module(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        expected, _ = scores_of_logits(whole, targets, 1.0, False)
-
-        def logprobs(head: Callable) -> torch.Tensor:
-            return module.score({"input_ids": ids}, targets, states_at, 1.0, False, head, scores_of_logits, False)[0]
-
-        if logprobs(own_head).allclose(expected, rtol=1e-3, atol=1e-3):
-            return plain_head if logprobs(plain_head).equal(logprobs(own_head)) else own_head
     raise RunError(f"the trainer calls a model's trunk and its head separately, and {name} has no such trunk")
