@@ -180,7 +180,7 @@ class Trainer(Rank, SendingActor):
 
     def logprobs(self, rollouts: list[Rollout]) -> PolicyScores:
         with self.on_device():
-            return self.learner.logprobs(rollouts)
+            return self.learner.score(rollouts)
 
     def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
         with self.on_device():

@@ -157,7 +157,13 @@ def test_runs_of_older_scripts_have_todays_flags(saved, given, expected):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("enforce_eager", True), ("attention", "eager"), ("reward_workers", 4), ("reward_resources", "{}")],
+    [
+        ("enforce_eager", True),
+        ("kl_target", 0.1),
+        ("attention", "eager"),
+        ("reward_workers", 4),
+        ("reward_resources", "{}"),
+    ],
 )
 def test_flag_that_is_gone_is_named_if_it_had_another_value(flags, tmp_path, capsys, name, value):
     (tmp_path / "args.json").write_text(json.dumps(GRPO | {name: value, "given": [name]}))

@@ -41,7 +41,6 @@ from trainer.run.checkpoint import choose_models
         (train_grpo, "--group-size 1", "--group-size is at least 2: completions of a prompt are compared"),
         (train_grpo, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
         (train_grpo, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),
-        (train_ppo, "--kl-target 0.1 --kl-coef 0", "--kl-target multiplies --kl-coef, which is 0"),
         (train_distill, "--group-size 1 --reward-coef 1", "--reward-coef needs a --group-size of 2 or more"),
     ],
 )

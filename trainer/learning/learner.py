@@ -49,7 +49,6 @@ class Learner:
             fused=True,
         )
         self.offload = Offload(self.optimizer)
-        self.extra_state: dict[str, float] = {}  # what else a subclass keeps in checkpoints, by name
 
     def remarks(self) -> str:
         """Lines to print at the start of a run."""
@@ -77,15 +76,13 @@ class Learner:
                 model.tokenizer.save_pretrained(folder)
         if model_folder:
             write_model(model.module, model.named_tensors(), model.processor, model_folder)
-        write_state(folder, self.optimizer, step=self.step, **self.extra_state)
+        write_state(folder, self.optimizer, self.step)
 
     def load_state(self, folder: Path) -> None:
         """Load adapters, the optimizer's state and the step from the checkpoint that the learner was made from."""
         if self.model.adapters:
             load_adapters(self.model.module, folder)
-        state = load_state(folder, self.parameters, self.optimizer)
-        self.step = state["step"]
-        self.extra_state |= {name: state[name] for name in self.extra_state if name in state}
+        self.step = load_state(folder, self.parameters, self.optimizer)
         if self.config.optimizer.offload_optimizer:
             self.offload.to_host()
 
