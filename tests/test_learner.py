@@ -332,7 +332,7 @@ def test_bound_of_the_mismatch_is_at_least_twice_the_rounding(model):
         learner = rounding_learner(model, default, **changes)
         assert learner.max_mismatch == bound
         assert learner.remarks() == "the trainer's attention: sdpa, whose logits are eager's but for rounding"
-    exact = GRPOLearner(model, config(compile=True), CPU, proof=Proof(1e-5))  # in fp32, as on CPU
+    exact = GRPOLearner(model, config(), CPU, proof=Proof(1e-5))  # in fp32, as on CPU
     assert exact.max_mismatch == 1e-5
 
 
@@ -348,21 +348,21 @@ def test_mismatch_over_the_bound_updates_nothing(model, updates):
         learner.learn(rollouts(learner), batch)
     assert before.equal(vector_of(learner))
     batch[0].logprobs[0] = math.nan
-    with pytest.raises(MismatchError, match="are not numbers: nothing was learned yet"):
+    with pytest.raises(MismatchError, match="are not numbers: was the last update too large"):
         learner.mismatch(batch)
     learner.learn(rollouts(learner))
-    with pytest.raises(MismatchError, match=r"are not numbers: .* lower --learning-rate"):
+    with pytest.raises(MismatchError, match="are not numbers: "):
         learner.mismatch(batch)
 
 
 def test_gradient_that_is_not_finite_updates_nothing(model):
     learner = GRPOLearner(model, config(advantage="dr_grpo"), CPU)
     before = vector_of(learner)
-    with pytest.raises(RunError, match="step 1: the gradient is not finite: nothing was learned yet"):
+    with pytest.raises(RunError, match=r"step 1: the gradient is not finite: .*--learning-rate"):
         learner.learn(graded(rollouts(learner), 1e38, 0.0, 1e38, 0.0))
     assert before.equal(vector_of(learner))
     learner.learn(rollouts(learner))
-    with pytest.raises(RunError, match=r"step 2: the gradient is not finite: .* lower --learning-rate"):
+    with pytest.raises(RunError, match="step 2: the gradient is not finite: "):
         learner.learn(graded(rollouts(learner), 1e38, 0.0, 1e38, 0.0))
 
 

@@ -24,7 +24,7 @@ import torch
 from .config import LearnerConfig
 from .model import Model
 from .objectives import advantages
-from .policy import PolicyLearner, Proof
+from .policy import PolicyLearner
 from .rollout import Rollout, known_rewards, rollout_metrics
 
 
@@ -36,16 +36,9 @@ class GRPOLearner(PolicyLearner):
     """
 
     def __init__(
-        self,
-        path: str,
-        config: LearnerConfig,
-        device: torch.device,
-        seed: int = 0,
-        steps: int | None = None,
-        proof: Proof | None = None,
-        initial: str | None = None,
+        self, path: str, config: LearnerConfig, device: torch.device, *args, initial: str | None = None, **options
     ):
-        super().__init__(path, config, device, seed, steps, proof)
+        super().__init__(path, config, device, *args, **options)
         if config.loss.kl_coef and not self.model.adapters:
             self.reference = Model(initial or path, config, device, like=self.model)
         if device.type == "cuda":  # nothing is compiled for a CPU

@@ -22,6 +22,9 @@ from .rollout import Rollout
 from .saving import load_state, write_model, write_state
 from .sharding import whole
 
+OVERFLOW = (  # what may have made a number that is not finite
+    "was the last update too large (--learning-rate), is a reward huge, or does a prompt start with the padding token?"
+)
 MERGED = "merged"  # a checkpoint's folder with the whole model, of save_merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
 
@@ -40,14 +43,9 @@ class Learner:
         self.config, self.seed, self.step = config, seed, 0
         self.parameters = [p for p in self.model.module.parameters() if p.requires_grad]  # what learns
         self.rate = rate_schedule(config, steps)
-        self.optimizer = torch.optim.AdamW(  # fused, to make no temporary copies of the weights
-            self.parameters,
-            lr=self.rate(0),
-            betas=(0.9, 0.95),
-            eps=config.optimizer.adam_eps,
-            weight_decay=0.0,
-            fused=True,
-        )
+        options = {"betas": (0.9, 0.95), "eps": config.optimizer.adam_eps, "weight_decay": 0.0}
+        # Fused, to make no temporary copies of the weights.
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate(0), fused=True, **options)
         self.offload = Offload(self.optimizer)
 
     def remarks(self) -> str:
@@ -162,7 +160,7 @@ class Learner:
             torch.nn.utils.vector_to_parameters(total / self.model.ranks, gradients)
         norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm))
         if not norm.isfinite():
-            raise RunError(f"step {self.step + 1}: the gradient is not finite: {self._overflow_cause()}")
+            raise RunError(f"step {self.step + 1}: the gradient is not finite: {OVERFLOW}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
         self.offload.to_device()
@@ -170,15 +168,6 @@ class Learner:
         if self.config.optimizer.offload_optimizer:
             self.offload.to_host()
         return float(norm)
-
-    def _overflow_cause(self) -> str:
-        """What may have made a number that is not finite, and what to do about it."""
-        if self.optimizer.state:  # there was an update
-            return "if the last update was too large, lower --learning-rate"
-        return (
-            "nothing was learned yet, and the loaded weights are finite, so look for huge rewards, and for prompts that"
-            " start with the padding token, whose embedding is zero"
-        )
 
 
 def rate_schedule(config: LearnerConfig, steps: int | None) -> Callable[[int], float]:

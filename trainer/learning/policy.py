@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import MismatchError
 from .config import LearnerConfig
 from .layout import as_tensor
-from .learner import Learner
+from .learner import OVERFLOW, Learner
 from .lora import without_adapters
 from .model import Model
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
@@ -158,8 +158,7 @@ class PolicyLearner(Learner):
             raise MismatchError("no token comes from the weights that the trainer holds: the last sync has no proof")
         mismatch = total / tokens
         if self.max_mismatch and math.isnan(mismatch):
-            cause = self._overflow_cause()
-            raise MismatchError(f"log-probabilities of engine or trainer are not numbers: {cause}")
+            raise MismatchError(f"log-probabilities of engine or trainer are not numbers: {OVERFLOW}")
         if self.max_mismatch and mismatch > self.max_mismatch:
             raise MismatchError(
                 f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"

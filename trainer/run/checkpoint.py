@@ -14,7 +14,6 @@ from ..functions import named_function
 from ..learning.config import OptimizerConfig
 from ..learning.lora import adapted_model, check_adapters
 from ..learning.multimodal import is_multimodal, load_tokenizer
-from ..learning.saving import state_files
 from ..learning.sharding import wait_for_ranks
 from .arguments import RunArguments
 
@@ -105,16 +104,10 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 
 def last_checkpoint(run_folder: Path, of_model: str) -> Path:
-    """The newest checkpoint. Raises RunError if there is none, if one of its files cannot be read, or if it is of
-    another model than `of_model`."""
+    """The newest checkpoint. Raises RunError if there is none, or if it is of another model than `of_model`."""
     if not (found := checkpoints(run_folder)):
         raise RunError(f"{run_folder} has no checkpoint to continue from")
-    *older, last = found
-    try:
-        check_files(last)
-    except RunError as error:
-        advice = f"; to go on from {older[-1].name}, remove {last}" if older else ", and there is no other checkpoint"
-        raise RunError(f"{error}{advice}") from error
+    last = found[-1]
     model = str(adapted_model(last) or last)
     if not is_gone(model) and (sizes := check_model(model)) != (expected := check_model(of_model)):
         raise RunError(f"{last} is a checkpoint of another model than {of_model}: {sizes}, {expected}")
@@ -124,22 +117,6 @@ def last_checkpoint(run_folder: Path, of_model: str) -> Path:
 def is_gone(model: str) -> bool:
     """Whether this is a folder that has moved."""
     return os.path.isabs(model) and not os.path.exists(model)
-
-
-def check_files(checkpoint: Path) -> None:
-    """Raise RunError for a file of weights or training state that cannot be read, such as a truncated one."""
-    import torch
-    from safetensors import safe_open
-
-    for file in [*checkpoint.rglob("*.safetensors"), *state_files(checkpoint), *state_files(checkpoint / CRITIC)]:
-        try:
-            if file.suffix == ".safetensors":
-                with safe_open(file, framework="pt"):
-                    pass
-            else:
-                torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # torch and safetensors raise many types
-            raise RunError(f"{file} cannot be read ({first_line(error)})") from error
 
 
 def choose_models(run_folder: Path, arguments, device: str) -> tuple[Models, OptimizerConfig]:

@@ -37,12 +37,6 @@ from .checkpoint import checkpoints, disk_errors, replace_file
 from .trackers import Trackers
 
 REVERSE_KL = "distill/reverse_kl"  # from a teacher, if the run has one
-ENGINE_PHASES = {  # what vLLM logs when it begins with a part of its start
-    "Initializing a V1 LLM engine": "start their processes",
-    "Starting to load model": "load the model",
-    "Capturing CUDA graphs": "capture graphs",
-}
-LOG_TAIL_BYTES = 20_000
 SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
 ON_SCREEN = {  # the metrics in a step's line
     REVERSE_KL: "reverse KL {:.3f}",
@@ -134,20 +128,10 @@ class RunFolder:
 
     def progress(self, phase: str, seconds: int) -> None:
         """Show the phase of the run: in a terminal's line, which the next output overwrites, or every ten seconds."""
-        if phase == "starting":
-            phase += self._engines_phase()
         if sys.stdout.isatty():
             print(f"\x1b[K{phase} ... {seconds} s", end="\r", flush=True)
         elif seconds and seconds % 10 == 0:
             self.say(f"{phase} ... {seconds} s")
-
-    def _engines_phase(self) -> str:
-        """What the engines do while they start, by the end of what they have logged."""
-        with (self.path / "run.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, 2) - LOG_TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        place, phase = max((text.rfind(mark), phase) for mark, phase in ENGINE_PHASES.items())
-        return f": engines {phase}" if place >= 0 else ""
 
     def start_metrics(self, steps_done: int, args) -> None:
         """Save the script's `Arguments`, as it has settled them; drop metrics and completions of steps after

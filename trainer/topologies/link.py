@@ -10,7 +10,8 @@ from rlhf_utils import Comparison, SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.link import address_towards
 
 from ..errors import RunError
-from ..learning.policy import PolicyLearner, Proof
+from ..learning.grpo import GRPOLearner
+from ..learning.policy import Proof
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
 from ..run.actors import ActorGroup, LearnerActor, LearnerProtocol
@@ -98,11 +99,12 @@ class SendingActor(LearnerActor):
 class TrainerActor(SendingActor):
     """A Ray actor around one rank of a learner, which a door's subclass names."""
 
-    learner_class: type[PolicyLearner]
+    learner_class: type[GRPOLearner]
 
     def make_learner(self, models: Models, args, device: torch.device, proof: Proof) -> LearnerProtocol:
         """The learner of this rank, on this device. It may be your own."""
-        return self.learner_class(models.loaded, args, device, args.run.seed, args.run.steps, proof, models.initial)
+        options = {"initial": models.initial, "proof": proof}
+        return self.learner_class(models.loaded, args, device, args.run.seed, args.run.steps, **options)
 
     def load(
         self, address: tuple[str, int], ranks: int, models: Models, args, device: str, frees_memory: bool
