@@ -147,7 +147,7 @@ def main(args: Arguments) -> None:
         engines = ActorGroup(session, "engine", EngineActor, engine_seats)
         teachers = ActorGroup(session, "teacher", TeacherActor, teacher_seats)
         gpu = trainers.call_rank_0("starting", LearnerActor.gpu)
-        args.engine = settle_exactness(run, args.engine, models.loaded, gpu)
+        args.engine = settle_exactness(run, args.engine, args.model, models.loaded, gpu)
         (steps_done, remarks), lengths = start(trainers, engines, teachers, models, teacher, args, device)
         run.say(remarks + check_lengths(task, *lengths, args.sampling.max_tokens))
         run.started("models")

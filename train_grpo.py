@@ -80,7 +80,7 @@ def main(args: Arguments) -> None:
         topology.start_actors(Trainer, models.loaded)
         task.tokenize(models.loaded, args.engine.max_model_len)
         known = (topology.gpu, topology.by_nccl, args.servers.engine_url, task.has_images)
-        args.engine = settle_exactness(run, args.engine, models.loaded, *known)
+        args.engine = settle_exactness(run, args.engine, args.model, models.loaded, *known)
         steps_done, remarks, max_model_len = topology.start(models)
         run.say(remarks + task.check_lengths(max_model_len, args.sampling.max_tokens))
         run.started("models")

@@ -249,7 +249,7 @@ def main(args: Arguments) -> None:
         engine = ActorGroup(session, "engine", EngineActor, seats["engine"])
         gpu = trainer.call_rank_0("starting", LearnerActor.gpu)
         by_nccl = args.topology == "separate"
-        args.engine = settle_exactness(run, args.engine, paths["trainer"], gpu, by_nccl)
+        args.engine = settle_exactness(run, args.engine, args.model, paths["trainer"], gpu, by_nccl)
         task.rewards = RewardWorkers(task.rewards, session, models.get(REWARD_MODEL))
         starting = (paths["trainer"], args.engine, engine_setting(args, device), args.sleep)
         max_model_len = engine.agreed("starting", EngineActor.start, *starting, each=engine.bundles)

@@ -287,7 +287,7 @@ def test_block_table_reaches_to_the_end_of_a_tile(monkeypatch):
 
 def settled(gpu, say=lambda _: None, **options):
     args = arguments_of(train_grpo, **{"tensor_parallel_size": 2} | options)  # as a topology settles it
-    return settle_exactness(SimpleNamespace(say=say), args.engine, args.run.model, gpu)
+    return settle_exactness(SimpleNamespace(say=say), args.engine, args.model, args.run.model, gpu)
 
 
 H200 = exact.GPU(90, (2, 30, 7), 8, 150 << 30)
@@ -306,6 +306,7 @@ H200 = exact.GPU(90, (2, 30, 7), 8, 150 << 30)
         (replace(H200, linked=0), {"tensor_parallel_size": 4}, "NCCL adds up for 4 workers"),
         (replace(H200, linked=0), {"tensor_parallel_size": 2}, ""),
         (H200, {"quantization": "auto"}, "the engine's weights are quantized (--quantization)"),
+        (H200, {"compile": True}, "inductor rounds in other places (compile)"),
         (None, {"exact": "on"}, "there is no GPU"),
     ],
 )

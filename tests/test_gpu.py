@@ -62,7 +62,7 @@ RUNS = [
 def test_run_learns_and_proves_every_sync(script, tmp_path, flags, count, reward, says):
     model = (build_tiny_base if "--lora-rank" in flags else build_tiny_model)(tmp_path / "model")
     options = "--learning-rate", "3e-3", "--gpu-memory-utilization", 0.1, "--save-every", 30, "--output", "run"
-    settings_of(tmp_path, gradient_checkpointing="false")
+    settings_of(tmp_path, compile=True, gradient_checkpointing="false")
     command = "train_grpo.py", *flags.split(), "--model", model, *options
     run = script(*command, CUDA_VISIBLE_DEVICES=gpus(slice(count)))
     text = run.finish()

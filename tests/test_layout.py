@@ -4,6 +4,7 @@ pytest tests/test_layout.py
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from learners import (
 
 from trainer.learning import layout
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.layout import SHARED, lay_out
+from trainer.learning.layout import SHARED, lay_out, one_row
 from trainer.learning.model import Model
 
 SHARING = {
@@ -94,6 +95,7 @@ def batches(llama, monkeypatch):
         {"micro_batch_tokens": 15},  # a group in parts
         {"num_mini_batches": 2, "gradient_checkpointing": "false"},
         {"lora_rank": 4},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -116,6 +118,25 @@ def test_two_ranks_with_shared_prompts_learn_what_one_learns(tmp_path, llama, ba
 
 def learn_masked(folder, model, batches, settings):
     learn_in_both_layouts(folder, model, batches, **settings)
+
+
+def test_compiled_blocks_take_any_number_of_shared_prompts(llama, monkeypatch):
+    graphs, compiled = [], torch.compile
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(compiled, backend=count))
+    learner = GRPOLearner(llama, config(compile=True), CPU)
+    batch = groups_of_three(learner, seed=0)[:6]
+    seen = []
+    for copies in (1, 2, 3, 4):
+        groups = [replace(each, prompt_ids=[*each.prompt_ids[1:], i]) for i in range(copies) for each in batch]
+        with learner.model.computing(), torch.no_grad():
+            learner.model.module.get_decoder()(**one_row(groups).inputs_on(CPU), use_cache=False)
+        seen.append(len(graphs))
+    assert seen[-1] == seen[1], seen
 
 
 def test_micro_batches_count_a_shared_prompt_once(llama, batches):

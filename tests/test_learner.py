@@ -332,7 +332,7 @@ def test_bound_of_the_mismatch_is_at_least_twice_the_rounding(model):
         learner = rounding_learner(model, default, **changes)
         assert learner.max_mismatch == bound
         assert learner.remarks() == "the trainer's attention: sdpa, whose logits are eager's but for rounding"
-    exact = GRPOLearner(model, config(), CPU, proof=Proof(1e-5))  # in fp32, as on CPU
+    exact = GRPOLearner(model, config(compile=True), CPU, proof=Proof(1e-5))  # in fp32, as on CPU
     assert exact.max_mismatch == 1e-5
 
 

@@ -146,6 +146,7 @@ def test_only_adapters_learn(model, batches):
     [
         {"micro_batch_tokens": 20},
         {"gradient_checkpointing": "true"},
+        pytest.param({"compile": True}, marks=pytest.mark.long),
     ],
 )
 def test_gradient_is_the_same_however_it_is_computed(model, batches, other):

@@ -9,6 +9,7 @@ import threading
 import weakref
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
@@ -32,6 +33,7 @@ from learners import (
 )
 from learners import write_model as write_random_model
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor, Shard
@@ -162,6 +164,35 @@ def test_ranks_share_tied_weights_of_any_number_of_rows(tmp_path, ranks):
         assert sharded_named.keys() == named.keys()
         for name, tensor in named.items():
             torch.testing.assert_close(sharded_named[name], tensor, rtol=0, atol=1e-5)
+
+
+def learn_compiled(folder, model, batches, **changes):
+    """Steps with compiled blocks. Saves the weights after each, and how many graphs were compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    learner = GRPOLearner(model, config(micro_batch_tokens=60, **changes), CPU)
+    use_sgd(learner)
+    steps = [learner.learn(batch) and weights_of(learner) for batch in batches]
+    if learner.model.rank == 0:
+        torch.save((counters["stats"]["unique_graphs"], steps), folder / f"compiled-{learner.model.ranks}.pt")
+
+
+@pytest.mark.long
+def test_compiled_blocks_learn_the_same_on_two_ranks(model, tmp_path):
+    batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed, count=8) for seed in range(2)]
+    learner = GRPOLearner(model, config(), CPU)
+    use_sgd(learner)
+    before, plain = weights_of(learner), [learner.learn(batch) and weights_of(learner) for batch in batches]
+    learn_compiled(tmp_path, model, batches, compile=True, gradient_checkpointing="true")
+    on_ranks(2, partial(learn_compiled, compile=True), tmp_path, model, batches)
+    for ranks in (1, 2):
+        graphs, compiled = torch.load(tmp_path / f"compiled-{ranks}.pt")
+        assert 1 <= graphs <= 2  # for all blocks, micro-batches and lengths; one more where a batch has one sequence
+        for weights, expected in zip(compiled, plain, strict=True):
+            assert weights.keys() == expected.keys()
+            change = sum((expected[name] - before[name]).square().sum() for name in before).sqrt()
+            difference = sum((weights[name] - expected[name]).square().sum() for name in before).sqrt()
+            assert difference < 1e-5 * change
 
 
 @pytest.fixture(scope="module", params=[pytest.param("Mixtral", marks=pytest.mark.slow), "Qwen3Moe"])

@@ -27,6 +27,7 @@ class ModelConfig(LoRAArguments):
         " micro-batches if need be)",
     )
     train_vision: bool = arg(False, help="of a multimodal model, all weights learn, and not the language model's alone")
+    compile: bool = setting(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
 
 
 @dataclass

@@ -24,9 +24,12 @@ SHARED = "sdpa_shared"  # the name of `shared_attention` by sdpa in transformers
 SHARED_TOKENS = 512  # a prompt of at least so many passes once for its group
 
 
-Groups = list[
-    tuple[int, int, int]
-]  # of each, tokens P of its prompt, completions G, tokens T of each, padding included
+@dataclass
+class PromptGroups:
+    """An argument of attention functions: the groups of `one_row`. An object, since torch would compile a block anew
+    for each length of a list."""
+
+    shapes: list[tuple[int, int, int]]  # tokens P of a prompt, its completions G, tokens T of each, padding included
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Layout:
     inputs: dict[str, torch.Tensor]  # input_ids [rows, S] and, of one row with shared prompts, position_ids [1, S]
     first_tokens: torch.Tensor  # positions [b] of the completions' first tokens
     first_states: torch.Tensor  # positions [b] of the states that predict those: of the prompts' last tokens
-    groups: Groups | None = None  # of one row
+    groups: PromptGroups | None = None  # of one row
 
     def tokens(self, rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids [N] of tokens, by the numbers [N] of their completions (`rows`) and within those (`columns`), and the
@@ -72,7 +75,7 @@ def separate_rows(rollouts: list[Rollout]) -> Layout:
 
 def one_row(rollouts: list[Rollout]) -> Layout:
     """One row with each prompt once, for a model with `shared_attention`. Rollouts of one prompt are neighbours."""
-    ids, position_ids, first_tokens, first_states, groups, end = [], [], [], [], [], 0
+    ids, position_ids, first_tokens, first_states, shapes, end = [], [], [], [], [], 0
     for group in (list(group) for _, group in groupby(rollouts, prompt_key)):
         prompt = as_tensor(group[0].prompt_ids).long()
         completions = _padded([rollout.completion_ids for rollout in group])
@@ -82,10 +85,10 @@ def one_row(rollouts: list[Rollout]) -> Layout:
         end += len(prompt)
         first_tokens.append(end + length * torch.arange(count))
         first_states += [end - 1] * count
-        groups.append((len(prompt), count, length))
+        shapes.append((len(prompt), count, length))
         end += completions.numel()
     inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(position_ids)[None]}
-    return Layout(inputs, torch.cat(first_tokens), torch.tensor(first_states), groups)
+    return Layout(inputs, torch.cat(first_tokens), torch.tensor(first_states), PromptGroups(shapes))
 
 
 def prompt_key(rollout: Rollout) -> bytes:
@@ -94,7 +97,7 @@ def prompt_key(rollout: Rollout) -> bytes:
 
 
 def shared_attention(
-    attend: Callable, module, query, key, value, attention_mask, prompt_groups: Groups | None = None, **options
+    attend: Callable, module, query, key, value, attention_mask, prompt_groups: PromptGroups | None = None, **options
 ):
     """An attention function of transformers: `attend`, which is causal, also where completions share a prompt.
 
@@ -106,13 +109,14 @@ def shared_attention(
     return _attend_by_group(attend, module, query, key, value, prompt_groups, **options), None
 
 
-def _attend_by_group(attend: Callable, module, query, key, value, groups: Groups, **options):
+@torch.compiler.disable
+def _attend_by_group(attend: Callable, module, query, key, value, groups: PromptGroups, **options):
     if options.get("sliding_window"):
         raise ValueError("a layer with a sliding window has no shared prompts")
-    sizes = [prompt_length + count * length for prompt_length, count, length in groups]
+    sizes = [prompt_length + count * length for prompt_length, count, length in groups.shapes]
     rows = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
     outputs = []
-    for (prompt_length, count, length), row in zip(groups, rows, strict=True):
+    for (prompt_length, count, length), row in zip(groups.shapes, rows, strict=True):
         prompt_q, prompt_k, prompt_v = (tensor[:, :, :prompt_length] for tensor in row)  # [1, heads, P, D]
         q, k, v = (  # of the completions: [G, heads, T, D]
             tensor[0, :, prompt_length:].unflatten(1, (count, length)).transpose(0, 1) for tensor in row

@@ -9,7 +9,7 @@ from .logprobs import token_scores
 from .lora import add_adapters
 from .multimodal import auto_class, is_multimodal, learning_modules
 from .precision import freeze
-from .sharding import add_method, load_model
+from .sharding import add_method, compile_blocks, load_model
 
 
 def load_language_model(path: str, device: torch.device, **loading: bool):
@@ -36,7 +36,7 @@ def load_as(
 def prepare(
     module, config: ModelConfig, device: torch.device, learns: bool, seed: int, new_head: str | None
 ) -> Checkpointing | None:
-    """Freeze what does not learn, or give the model adapters; checkpoint its blocks."""
+    """Freeze what does not learn, or give the model adapters; compile its blocks, and checkpoint them."""
     module.eval()  # no dropout: ratios compare log-probabilities by the same function
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if config.train_vision and (config.lora_rank or not is_multimodal(module.config.model_type)):
@@ -48,8 +48,11 @@ def prepare(
         add_adapters(module, config, dtype, new_head)
     elif not config.train_vision:
         freeze(module, dtype, *learning_modules(module, new_head))
+    if config.compile:
+        compile_blocks(module)
     if not learns or config.gradient_checkpointing == "false":
         return None
+    # Around what is compiled: torch compiles nothing inside.
     return Checkpointing(module, measures=config.gradient_checkpointing == "auto" and device.type == "cuda")
 
 

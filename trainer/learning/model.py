@@ -198,7 +198,8 @@ class Model:
         module.config._attn_implementation = self.attention.name
         self.module = module
         if measures_rounding:
-            with self.computing(), self.autocast():
+            # Eager, because compiling takes longer than this one pass.
+            with self.computing(), self.autocast(), torch.compiler.set_stance("force_eager"):
                 distance = mean_distance(fp32_logprobs, prompt_logprobs(module, self.temperature))
             self.rounding = self.sum_over_ranks(distance)[0] / self.ranks
 
@@ -216,7 +217,7 @@ class Model:
     def _choose_scores_of_logits(self) -> Callable:
         if self.exact_workers:
             return exact.scores_of_logits
-        if self.device.type == "cuda":  # fewer passes over the logits, the largest tensor
+        if self.config.compile or self.device.type == "cuda":  # fewer passes over the logits, the largest tensor
             return torch.compile(scores_of_logits, dynamic=True)
         return scores_of_logits
 

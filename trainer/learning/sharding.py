@@ -147,6 +147,12 @@ def keep_gathered(model, after_forward: bool, after_backward: bool) -> None:
     model.set_requires_gradient_sync(not after_backward)
 
 
+def compile_blocks(model) -> None:
+    """Compile each block in place, for batches and sequences of any size. Equal blocks are compiled once."""
+    for block in blocks(model, "compile"):
+        block.forward = torch.compile(block.forward, dynamic=True)
+
+
 def blocks(model, needed_by: str = "shards") -> list[torch.nn.Module]:
     """The model's blocks: modules of the classes that it must not split. Raises ValueError if there are none."""
     names = model._no_split_modules or ()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import RunError
+from ..learning.config import ModelConfig
 from ..learning.exact import GPU, missing_operation
 from ..run.folder import RunFolder
 from .options import EngineArguments
@@ -16,6 +17,7 @@ ORDERED_SUMS = (4, 6, 8)  # workers for which vLLM's own all-reduce adds in the 
 def settle_exactness(
     run: RunFolder,
     args: EngineArguments,
+    config: ModelConfig,
     model: str,
     gpu: GPU | None,
     by_nccl: bool = True,
@@ -42,6 +44,7 @@ def settle_exactness(
         "prompts have images": images,
         "the engine's weights are quantized (--quantization)": args.quantization,
         "others have started the engines (--engine-url)": engine_url,
+        "inductor rounds in other places (compile)": config.compile,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):

@@ -41,7 +41,6 @@ REFUSED = [  # flags, what each of them is told, and whether these arguments are
 # Flags that are gone: the value that they have now, and what to do instead.
 GONE = {
     "enforce_eager": (False, "--engine-args '{\"enforce_eager\": true}' does that"),
-    "compile": (False, "the trainer compiles what is worth it"),
     "attention": (None, "the trainer finds out which attention is right"),
     "kl_target": (None, "--kl-coef stays as it is"),
     "kl_horizon": (10_000, "--kl-coef stays as it is"),
