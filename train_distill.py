@@ -30,9 +30,8 @@ import ray
 
 from trainer.errors import RunError
 from trainer.flags import arg, section
-from trainer.learning.config import ModelConfig, OptimizerConfig
+from trainer.learning.config import ModelConfig, OptimizerConfig, SamplingConfig
 from trainer.learning.distill import DistillLearner, DistillLossConfig
-from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.flags import section
-from trainer.learning.config import ModelConfig, OptimizerConfig
+from trainer.learning.config import ModelConfig, OptimizerConfig, SamplingConfig
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.objectives import ObjectiveConfig
-from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import QuantizedEngineArguments

@@ -37,12 +37,11 @@ import torch
 
 from trainer.errors import RunError
 from trainer.flags import arg, section
-from trainer.learning.config import ModelConfig, OptimizerConfig
+from trainer.learning.config import ModelConfig, OptimizerConfig, SamplingConfig
 from trainer.learning.model import Model
 from trainer.learning.policy import PolicyScores
 from trainer.learning.ppo import CriticLearner, Experience, PPOLearner, PPOLossConfig, estimate
 from trainer.learning.rollout import Rollout, rollout_metrics
-from trainer.learning.sampling import SamplingConfig
 from trainer.learning.value_models import RewardModel
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate

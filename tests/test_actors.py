@@ -24,8 +24,8 @@ from ray import cloudpickle
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import EngineError, RunError, TaskError
+from trainer.learning.config import SamplingConfig
 from trainer.learning.rollout import Rollout
-from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.teacher import score
 from trainer.run import actors

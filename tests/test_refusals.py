@@ -38,7 +38,7 @@ from trainer.run.checkpoint import choose_models
         (train_grpo, "--max-tool-iterations 5", "--max-tool-iterations needs --tools or --environment"),
         (train_grpo, "--loss cispo --mismatch-correction tis", "--mismatch-correction does nothing with --loss cispo"),
         (train_grpo, "--engine-url http://a:1 --engines 2", "--engines is for a run's own servers"),
-        (train_grpo, "--group-size 1", "--group-size is at least 2: completions of a prompt are compared"),
+        (train_grpo, "--group-size 1", "--group-size is at least 2 in GRPO"),
         (train_grpo, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
         (train_grpo, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),
         (train_distill, "--group-size 1 --reward-coef 1", "--reward-coef needs a --group-size of 2 or more"),

@@ -26,7 +26,7 @@ import train_grpo
 from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
 from trainer.flags import flat
-from trainer.learning.sampling import SamplingConfig
+from trainer.learning.config import SamplingConfig
 from trainer.rollouts.options import EngineSetting
 from trainer.rollouts.sampling import sampling_options
 from trainer.run.arguments import parse

@@ -35,8 +35,8 @@ from transformers import OPTConfig, TrainerState
 from train_grpo import Arguments
 from trainer.errors import TaskError
 from trainer.flags import flags_in, with_values
+from trainer.learning.config import SamplingConfig
 from trainer.learning.rollout import Rollout
-from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import parse, task_defaults
 from trainer.tasks.dataset import Row

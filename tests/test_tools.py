@@ -31,10 +31,10 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 import train_grpo
 import train_ppo
 from trainer.errors import MismatchError, TaskError
+from trainer.learning.config import SamplingConfig
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.policy import Proof
 from trainer.learning.rollout import Rollout
-from trainer.learning.sampling import SamplingConfig
 from trainer.rollouts import sampling
 from trainer.rollouts.conversation import Turn
 from trainer.rollouts.evaluation import evaluate

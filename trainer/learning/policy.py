@@ -7,7 +7,6 @@ from functools import wraps
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from ..errors import MismatchError
 from .config import LearnerConfig
@@ -77,7 +76,6 @@ class PolicyLearner(Learner):
         self.reported = ""  # what was said of exactness: "equal", "different"
         if self.exact != "off":
             self.model.make_exact(self.proof.workers)
-        self.example = ""  # a token whose log-probability is not the engine's, as the end of a message
         self.max_mismatch, self.bound_remark = config.loss.max_mismatch or self.proof.max_mismatch, ""
         if config.loss.max_mismatch is None and self.max_mismatch and 2 * rounding > self.max_mismatch:
             self.max_mismatch = 2 * rounding
@@ -144,10 +142,6 @@ class PolicyLearner(Learner):
         """Sums [3] over the "current" tokens: the distances of these log-probabilities from the engine's, the number of
         tokens, and the number of tokens that differ at all."""
         distances = (logprobs - tensors["engine_logprobs"]).abs() * tensors["current"]
-        if self.exact != "off" and len(different := distances.nonzero()):
-            row, column = different[0].tolist()
-            completion, distance = int(tensors["row"][row]), float(distances[row, column])
-            self.example = f": token {column} of completion {completion} by {distance:.2g}, for one"
         return torch.stack([distances.sum(), tensors["current"].sum(), (distances != 0).sum()])
 
     def _check_mismatch(self, sums: torch.Tensor) -> dict[str, float]:
@@ -178,12 +172,7 @@ class PolicyLearner(Learner):
             self._say(f"exact: all {tokens:.0f} log-probabilities are the engine's, bit for bit")
         if not different or self.reported == "different":
             return
-        examples = [self.example]
-        if self.model.ranks > 1:  # the token may be on another rank
-            examples *= self.model.ranks
-            dist.all_gather_object(examples, self.example)
         difference = f"{different:.0f} of {tokens:.0f} log-probabilities are not the engine's bit for bit"
-        difference += next(filter(None, examples), "")
         if self.exact == "on":
             raise MismatchError(f"--exact on: at step {self.step + 1} {difference}")
         self.reported = "different"
@@ -194,8 +183,8 @@ class PolicyLearner(Learner):
             print(f"step {self.step + 1}: {text}", flush=True)
 
     def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
-        """Tensors [B, T], right-padded with zeros, and the number of each "row" [B]. "mask" is 1 for tokens that the
-        policy sampled, "current" for those that this learner's version of the weights sampled."""
+        """Tensors [B, T], right-padded with zeros. "mask" is 1 for tokens that the policy sampled, "current" for those
+        that this learner's version of the weights sampled."""
         logprobs = [as_tensor(rollout.logprobs).float() for rollout in rollouts]
         masks = [as_tensor(rollout.mask).float() for rollout in rollouts]
         current = [
@@ -204,8 +193,7 @@ class PolicyLearner(Learner):
         ]
         tensors = {"mask": masks, "engine_logprobs": logprobs, "current": current}
         pad = torch.nn.utils.rnn.pad_sequence
-        padded = {name: pad(rows, batch_first=True) for name, rows in tensors.items()}
-        return padded | {"row": torch.arange(len(rollouts))}
+        return {name: pad(rows, batch_first=True) for name, rows in tensors.items()}
 
     def _run_policy_updates(
         self,

@@ -29,8 +29,8 @@ from annotated_types import Ge
 
 from ..errors import RunError
 from ..flags import arg, setting
+from ..learning.config import SamplingConfig
 from ..learning.rollout import Rollout
-from ..learning.sampling import SamplingConfig
 from ..run.actors import ActorGroup
 from ..tasks.dataset import Row
 from ..tasks.environment import together

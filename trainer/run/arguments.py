@@ -25,11 +25,7 @@ REFUSED = [  # flags, what each of them is told, and whether these arguments are
     (("eval_share",), "is no share of --eval-dataset or --eval-split", lambda a: a.eval_dataset or a.eval_split),
     (("max_tool_iterations",), "needs --tools or --environment", lambda a: not (a.tools or a.environment)),
     (("mismatch_correction",), "does nothing with --loss cispo, which clips the ratio", lambda a: a.loss == "cispo"),
-    (
-        ("group_size",),
-        "is at least 2: completions of a prompt are compared",
-        lambda a: a.group_size == 1 and a.dynamic_sampling is not None,
-    ),
+    (("group_size",), "is at least 2 in GRPO", lambda a: a.group_size == 1 and a.dynamic_sampling is not None),
     (("reward_coef",), "needs a --group-size of 2 or more", lambda a: a.group_size == 1),
     (
         ("engines", "engine_args", "gpu_memory_utilization"),
