@@ -134,8 +134,7 @@ def main(args: Arguments) -> None:
         task.rewards = RewardWorkers(task.rewards, session)
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
         models, args.optimizer = choose_models(run.path, args, device)
-        name, temperature = args.teacher.teacher, args.sampling.temperature
-        teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded, device)
+        teacher = choose_teacher(run.path, args, models.loaded, device)
         task.tokenize(models.loaded, args.engine.max_model_len)
         run.say(remark)
         ends = differing_ends(teacher, models.loaded)

@@ -24,7 +24,6 @@ from trainer.learning.objectives import reverse_kl, token_losses
 from trainer.learning.rollout import Rollout
 from trainer.rollouts.options import llm_options
 from trainer.rollouts.teacher import TeacherActor, check_lengths, differing_ends
-from trainer.run.arguments import RunArguments
 from trainer.run.checkpoint import choose_teacher
 from trainer.tasks.tiny_model import byte_tokenizer
 
@@ -110,7 +109,9 @@ def changed(folder, file, **settings):
 
 def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
     def choose(name, temperature=1.0):
-        return choose_teacher(tmp_path, RunArguments(), name, temperature, model, "cpu")
+        return choose_teacher(
+            tmp_path, arguments_of(train_distill, teacher=name, temperature=temperature), model, "cpu"
+        )
 
     teacher = str(shutil.copytree(model, tmp_path / "other"))
     config = json.loads((tmp_path / "other" / "config.json").read_text()) | {"vocab_size": 512}
@@ -135,8 +136,8 @@ def test_teacher_with_other_token_ids_is_refused(tmp_path, model):
         choose(str(shutil.copytree(teacher, tmp_path / "[7b]")))
     larger = str(changed(shutil.copytree(model, tmp_path / "larger"), "config.json", vocab_size=512))
     with pytest.raises(RunError, match=r"^the teacher .* has 258 embeddings, and .*larger 512, so it may sample an id"):
-        choose_teacher(tmp_path, RunArguments(), model, 1.0, larger, "cpu")
-    assert choose_teacher(tmp_path, RunArguments(), larger, 1.0, model, "cpu") == larger
+        choose_teacher(tmp_path, arguments_of(train_distill, teacher=model), larger, "cpu")
+    assert choose_teacher(tmp_path, arguments_of(train_distill, teacher=larger), model, "cpu") == larger
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(teacher)

@@ -153,7 +153,7 @@ def choose_ppo_models(
     """Returns the model that each actor of train_ppo.py loads, by the actor's name; the folders whose training state
     trainer and critic go on from, by the same names; and the optimizer's config, as `choose_models` does.
 
-    The critic is that of the checkpoint, if it has one, or this `critic`, or the initial policy. With --lora-rank,
+    The critic is that of the checkpoint, if it has one, or `--critic-model`, or the initial policy. With --lora-rank,
     policy and critic have adapters: the checkpoint has only those, and the policy without them is the reference. A
     reward model that a function makes is in the run's folder. Raises RunError for models that do not fit each other, or
     prompts that are chat messages (`is_chat`).
@@ -176,14 +176,13 @@ def choose_ppo_models(
     return {name: path for name, path in paths.items() if path}, states, optimizer
 
 
-def choose_teacher(
-    run_folder: Path, args: RunArguments, teacher: str | None, temperature: float, model: str, device: str
-) -> str:
+def choose_teacher(run_folder: Path, arguments, model: str, device: str) -> str:
     """The teacher of train_distill.py: a name on the hub, or a folder, which is the run's if a function makes it.
 
     Raises RunError if there is none, if it cannot be loaded or cannot read all that this model may sample, or if the
     student would sample at another temperature than the teacher's log-probabilities have.
     """
+    args, teacher, temperature = arguments.run, arguments.teacher.teacher, arguments.sampling.temperature
     if not teacher:
         raise RunError("--teacher is missing: which model is the student to learn from?")
     if temperature != 1:
