@@ -207,11 +207,9 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
     gpus = on_one_node("GPU") if colocated else int(ray.cluster_resources().get("GPU", 0))
     wanted = tp if colocated else 1 + tp
     if 0 < gpus < wanted:
-        split = f", 1 for trainer and critic and {tp} for the engine" if not colocated else ""
         raise RunError(
-            f"--topology {args.topology} with --tensor-parallel-size {tp} wants {wanted} GPUs{split}, and there are"
-            f" {gpus}: lower --tensor-parallel-size"
-            + ("" if colocated else ", or use --topology shared, for which one GPU is enough")
+            f"--topology {args.topology} with --tensor-parallel-size {tp} wants {wanted} GPUs, and there are {gpus}:"
+            " lower --tensor-parallel-size, or use --topology shared"
         )
     if gpus and colocated:
         refuse_expandable_segments()

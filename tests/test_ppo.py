@@ -496,7 +496,7 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
 @pytest.mark.parametrize(
     ("gpus", "changes", "message"),
     [
-        (1, SEPARATE, "wants 2 GPUs, 1 for trainer and critic and 1 for the engine, and there are 1"),
+        (1, SEPARATE, "separate with --tensor-parallel-size 1 wants 2 GPUs, and there are 1: "),
         (2, {"tensor_parallel_size": 4}, "shared with --tensor-parallel-size 4 wants 4 GPUs, and there are 2"),
     ],
 )

@@ -96,5 +96,4 @@ def choose_head(module, ids: torch.Tensor) -> Callable:
         )
         if own_logprobs.allclose(scores_of_logits(logits, targets, 1.0, False)[0], rtol=1e-3, atol=1e-3):
             return plain_head if plain_logprobs.equal(own_logprobs) else own
-    name = type(module).__name__
-    raise RunError(f"the trainer calls a model's trunk and its head separately, and {name} has no such trunk")
+    raise RunError(f"the trainer calls a trunk and its head separately, and {type(module).__name__} has no such trunk")

@@ -26,7 +26,7 @@ from .multimodal import image_inputs, load_tokenizer
 from .named_tensors import NamedTensors
 from .precision import bf16_weights
 from .rollout import Rollout
-from .rounding import mean_distance, prompt_logprobs, random_prompts
+from .rounding import prompt_logprobs, random_prompts
 from .sharding import fits_gathered, keep_gathered, rank_and_ranks
 
 MIN_KEPT_TOKENS = 4096  # with smaller micro-batches, a GPU would gain less by computing nothing again
@@ -200,8 +200,9 @@ class Model:
         if measures_rounding:
             # Eager, because compiling takes longer than this one pass.
             with self.computing(), self.autocast(), torch.compiler.set_stance("force_eager"):
-                distance = mean_distance(fp32_logprobs, prompt_logprobs(module, self.temperature))
-            self.rounding = self.sum_over_ranks(distance)[0] / self.ranks
+                distances = (prompt_logprobs(module, self.temperature) - fp32_logprobs).abs()
+            # By the tokens' probability. An engine rounds as much, in its own way: they may be twice as far apart.
+            self.rounding = self.sum_over_ranks((fp32_logprobs.exp() * distances).sum(-1).mean())[0] / self.ranks
 
     def _from_pretrained(self, path: str, **loading: bool):
         return load_language_model(path, self.device, **loading)

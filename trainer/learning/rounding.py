@@ -19,12 +19,6 @@ def prompt_logprobs(module, temperature: float) -> torch.Tensor:
     return (logits.float() / temperature).log_softmax(-1)
 
 
-def mean_distance(fp32_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """How far log-probabilities in a model's own precision are from these in fp32, on average over tokens by their
-    probability. An engine rounds as much, in its own way: the two may be twice as far apart."""
-    return (fp32_logprobs.exp() * (logprobs - fp32_logprobs).abs()).sum(-1).mean()
-
-
 @contextmanager
 def nudged_embeddings(module) -> Iterator[None]:
     """Inside, every element of the embeddings is a neighbouring float."""
