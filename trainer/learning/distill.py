@@ -36,14 +36,12 @@ class DistillLearner(GRPOLearner):
 
     def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
         """As `GRPOLearner.learn`. `distill/reverse_kl` is the mean over the tokens that the student sampled."""
-        distance, of_rewards = self._reverse_kl(rollouts), self.advantages(known_rewards(rollouts))
-        advantage = self.config.loss.reward_coef * of_rewards[:, None] - distance
-        metrics = self._learn(rollouts, advantage, torch.zeros(len(rollouts), dtype=torch.bool), proof_rollouts)
-        mean = float(distance.sum()) / sum(rollout.length for rollout in rollouts)
-        return metrics | {"distill/reverse_kl": mean}
-
-    def _reverse_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
         tensors = self._completion_tensors(rollouts)
         teacher = [as_tensor(rollout.teacher_logprobs).float() for rollout in rollouts]
-        teacher_logprobs = torch.nn.utils.rnn.pad_sequence(teacher, batch_first=True)
-        return reverse_kl(tensors["engine_logprobs"], teacher_logprobs, tensors["mask"])
+        teacher = torch.nn.utils.rnn.pad_sequence(teacher, batch_first=True)
+        distances = reverse_kl(tensors["engine_logprobs"], teacher, tensors["mask"])
+        of_rewards = self.advantages(known_rewards(rollouts))[:, None]
+        advantage = self.config.loss.reward_coef * of_rewards - distances
+        metrics = self._learn(rollouts, advantage, torch.zeros(len(rollouts), dtype=torch.bool), proof_rollouts)
+        mean = float(distances.sum()) / sum(rollout.length for rollout in rollouts)
+        return metrics | {"distill/reverse_kl": mean}

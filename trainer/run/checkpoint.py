@@ -105,9 +105,9 @@ def checkpoints(run_folder: Path) -> list[Path]:
 
 def last_checkpoint(run_folder: Path, of_model: str) -> Path:
     """The newest checkpoint. Raises RunError if there is none, or if it is of another model than `of_model`."""
-    if not (found := checkpoints(run_folder)):
+    if not checkpoints(run_folder):
         raise RunError(f"{run_folder} has no checkpoint to continue from")
-    last = found[-1]
+    last = checkpoints(run_folder)[-1]
     model = str(adapted_model(last) or last)
     if not is_gone(model) and (sizes := check_model(model)) != (expected := check_model(of_model)):
         raise RunError(f"{last} is a checkpoint of another model than {of_model}: {sizes}, {expected}")
