@@ -84,16 +84,20 @@ def own_head(trunk_output: type, model, states: torch.Tensor) -> torch.Tensor:
 def choose_head(module, ids: torch.Tensor) -> Callable:
     """`plain_head` or, if it gives other logits, `own_head`, tried on these prompts [2, S] of an fp32 model. Raises
     RunError if trunk and head do not give the log-probabilities of a whole forward pass."""
-    outputs, trunk = [], module.get_decoder()
+    trunk, outputs, same = module.get_decoder(), [], []
     if trunk is not module:
         with trunk.register_forward_hook(lambda *call: outputs.append(type(call[-1]))):
             logits = module(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        targets, states_at = ids[:, 1:].flatten(), torch.arange(ids.numel(), device=ids.device).view_as(ids)
-        options = targets, states_at[:, :-1].flatten(), 1.0, False
         own = partial(own_head, *outputs)
-        plain_logprobs, own_logprobs = (
-            module.score({"input_ids": ids}, *options, head, scores_of_logits, False)[0] for head in (plain_head, own)
-        )
-        if own_logprobs.allclose(scores_of_logits(logits, targets, 1.0, False)[0], rtol=1e-3, atol=1e-3):
-            return plain_head if plain_logprobs.equal(own_logprobs) else own
+
+        def both(model, states: torch.Tensor) -> torch.Tensor:
+            logits = own(model, states)
+            same.append(logits.equal(plain_head(model, states)))
+            return logits
+
+        targets, states_at = ids[:, 1:].flatten(), torch.arange(ids.numel(), device=ids.device).view_as(ids)[:, :-1]
+        options = 1.0, False, both, scores_of_logits, False
+        logprobs, _ = module.score({"input_ids": ids}, targets, states_at.flatten(), *options)
+        if logprobs.allclose(scores_of_logits(logits, targets, 1.0, False)[0], rtol=1e-3, atol=1e-3):
+            return plain_head if all(same) else own
     raise RunError(f"the trainer calls a trunk and its head separately, and {type(module).__name__} has no such trunk")
