@@ -41,7 +41,7 @@ run: venv  ## rlhf.py to its end, on GPUs or without
 	.venv/bin/python rlhf.py
 
 quick: venv  ## the tests without an engine, in under a minute
-	$(PYTEST) $(addprefix tests/test_,learning.py objectives.py copies.py transport.py shared_memory.py replay.py)
+	$(PYTEST) $(addprefix tests/test_,learner.py model.py objectives.py copies.py transport.py shared_memory.py replay.py)
 
 test: lint  ## the linter and the main tests: 7 to 8 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadfile

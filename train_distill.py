@@ -27,12 +27,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
-import torch
 
 from trainer.errors import RunError
 from trainer.flags import arg, section
-from trainer.learning.distill import DistillConfig, DistillLearner
-from trainer.learning.learner import Proof
+from trainer.learning.config import ModelConfig, OptimizerConfig, SamplingConfig
+from trainer.learning.distill import DistillLearner, DistillLossConfig
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
@@ -77,15 +76,16 @@ class Arguments:
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
     teacher: TeacherArguments = section(TeacherArguments)
-    learner: DistillConfig = section(DistillConfig)
+    sampling: SamplingConfig = section(SamplingConfig)
+    loss: DistillLossConfig = section(DistillLossConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    model: ModelConfig = section(ModelConfig)
 
 
 class Trainer(TrainerActor):
     """A Ray actor around one rank of the student."""
 
-    def make_learner(self, models: Models, args: Arguments, device: torch.device, proof: Proof) -> DistillLearner:
-        options = {"seed": args.run.seed, "steps": args.run.steps, "initial": models.initial, "proof": proof}
-        return DistillLearner(models.loaded, args.learner, device, **options)
+    learner_class = DistillLearner
 
 
 def place(args: Arguments) -> tuple[str, str, EngineArguments, list[Seat], list[Seat], list[Seat]]:
@@ -126,16 +126,15 @@ def place(args: Arguments) -> tuple[str, str, EngineArguments, list[Seat], list[
 
 
 def main(args: Arguments) -> None:
-    task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=args.learner.reward_coef > 0)
+    task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=args.loss.reward_coef > 0)
     task.refuse_images("a teacher scores text alone")
     with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
         # 1. Place
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
-        models, args.learner = choose_models(run.path, args.run, args.learner, device)
-        name, temperature = args.teacher.teacher, args.learner.temperature
-        teacher = choose_teacher(run.path, args.run, name, temperature, models.loaded)
+        models, args.optimizer = choose_models(run.path, args, device)
+        teacher = choose_teacher(run.path, args, models.loaded)
         task = task.tokenized(models.loaded, args.engine.max_model_len)
         run.say(remark)
         ends = differing_ends(teacher, models.loaded)
@@ -146,10 +145,10 @@ def main(args: Arguments) -> None:
         engines = ActorGroup(session, "engine", EngineActor, engine_seats)
         teachers = ActorGroup(session, "teacher", TeacherActor, teacher_seats)
         gpu = trainers.call_rank_0("starting", LearnerActor.gpu)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, gpu)
+        args.engine = settle_exactness(run, args.engine, args.model, models.loaded, gpu)
         (steps_done, remarks), lengths = start(trainers, engines, teachers, models, teacher, args, device)
-        max_model_len = shared_length(task, *lengths, args.learner.max_tokens)
-        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
+        max_model_len = shared_length(task, *lengths, args.sampling.max_tokens)
+        run.say(remarks + task.length_remark(max_model_len, args.sampling.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -160,7 +159,7 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 4. Take rollouts, score, learn, sync
-        with Rollouts(engines, task, args.learner, steps_done, max_model_len=max_model_len) as rollouts:
+        with Rollouts(engines, task, args.sampling, steps_done, max_model_len=max_model_len) as rollouts:
             if not steps_done and args.task.eval_every:
                 run.log_metrics(0, evaluate(rollouts, 0))
             for step in range(steps_done + 1, args.run.steps + 1):

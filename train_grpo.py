@@ -21,11 +21,10 @@ The last line is `OK: ...`. After an error it is `error: ...`, and the exit stat
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from trainer.flags import section
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
-from trainer.learning.learner import Proof
+from trainer.learning.config import ModelConfig, OptimizerConfig, SamplingConfig
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.objectives import ObjectiveConfig
 from trainer.rollouts.evaluation import evaluate
 from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import QuantizedEngineArguments
@@ -33,7 +32,7 @@ from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.folder import RunFolder
-from trainer.run.models import Models, choose_models
+from trainer.run.models import choose_models
 from trainer.run.session import RaySession, run_main
 from trainer.tasks.task import TaskArguments, load_task
 from trainer.tasks.tools import ToolArguments
@@ -54,15 +53,16 @@ class Arguments:
     ahead: AheadArguments = section(AheadArguments)
     tools: ToolArguments = section(ToolArguments)
     task: TaskArguments = section(TaskArguments)
-    learner: GRPOConfig = section(GRPOConfig)
+    sampling: SamplingConfig = section(SamplingConfig)
+    loss: ObjectiveConfig = section(ObjectiveConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    model: ModelConfig = section(ModelConfig)
 
 
 class Trainer(TrainerActor):
-    """A Ray actor around one rank of the learner. It may be your own: trainer/run/actors.py has the LearnerProtocol."""
+    """A Ray actor around one rank of the learner, which may be your own: docs/extending.md has one."""
 
-    def make_learner(self, models: Models, args: Arguments, device: torch.device, proof: Proof) -> GRPOLearner:
-        options = {"seed": args.run.seed, "steps": args.run.steps, "initial": models.initial, "proof": proof}
-        return GRPOLearner(models.loaded, args.learner, device, **options)
+    learner_class = GRPOLearner
 
 
 def main(args: Arguments) -> None:
@@ -72,17 +72,17 @@ def main(args: Arguments) -> None:
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)
         topology = choose_topology(args, task, run, session)
-        models, args.learner = choose_models(run.path, args.run, args.learner, topology.device)
+        models, args.optimizer = choose_models(run.path, args, topology.device)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
 
         # 2. Start
         topology.start_actors(Trainer, models.loaded)
         task = task.tokenized(models.loaded, args.engine.max_model_len)
         known = (topology.gpu, topology.by_nccl, args.servers.engine_url, task.has_images)
-        args.engine = settle_exactness(run, args.engine, args.learner, models.loaded, *known)
+        args.engine = settle_exactness(run, args.engine, args.model, models.loaded, *known)
         steps_done, remarks, max_model_len = topology.start(models)
         task.check_lengths(max_model_len)
-        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
+        run.say(remarks + task.length_remark(max_model_len, args.sampling.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -93,7 +93,7 @@ def main(args: Arguments) -> None:
 
         # 4. Take rollouts, learn, sync
         options = {"args": args.ahead, "max_model_len": max_model_len}
-        with Rollouts(topology.engines, task, args.learner, steps_done, **options) as rollouts:
+        with Rollouts(topology.engines, task, args.sampling, steps_done, **options) as rollouts:
             if not steps_done and args.task.eval_every:
                 run.log_metrics(0, evaluate(rollouts, 0))
             for step in range(steps_done + 1, args.run.steps + 1):

@@ -37,8 +37,10 @@ import torch
 
 from trainer.errors import RunError
 from trainer.flags import arg, section
+from trainer.learning.config import ModelConfig, OptimizerConfig, SamplingConfig
 from trainer.learning.model import Model
-from trainer.learning.ppo import CriticLearner, PPOConfig, PPOLearner, estimate
+from trainer.learning.policy import PolicyScores
+from trainer.learning.ppo import CriticLearner, Experience, PPOLearner, PPOLossConfig, estimate
 from trainer.learning.rollout import Rollout, rollout_metrics
 from trainer.learning.value_models import RewardModel
 from trainer.rollouts.engine import EngineActor
@@ -53,7 +55,6 @@ from trainer.run.actors import (
     Seat,
     StepClock,
     engine_seat,
-    in_turn,
     on_one_node,
     reserve,
     seat,
@@ -93,7 +94,10 @@ class Arguments:
     )
     task: TaskArguments = section(TaskArguments, task="tiny_reward_model")
     rewards: RewardArguments = section(RewardArguments)
-    learner: PPOConfig = section(PPOConfig, num_mini_batches=2)
+    sampling: SamplingConfig = section(SamplingConfig)
+    loss: PPOLossConfig = section(PPOLossConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig, num_mini_batches=2)
+    model: ModelConfig = section(ModelConfig)
     topology: Literal["shared", "separate"] = arg(
         "shared", help="all actors on the same GPUs, or the engine on GPUs of its own"
     )
@@ -114,7 +118,7 @@ class Rank(LearnerActor):
         self.shared = device == "cuda" and args.topology == "shared"
         self.make(path, args, torch.device(device, 0))
         resumed = self.resume(state) if self.learner else (0, "")
-        with self.turn():
+        with self.on_device():
             pass  # the next model needs the memory that loading took
         gc.freeze()  # what is here now stays: `release_memory` need not look through it at every call
         return resumed
@@ -124,37 +128,44 @@ class Reference(Rank):
     """A rank of the model that the run began with."""
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        self.model = Model(path, args.learner, device)
+        self.model = Model(path, args, device)
         if args.engine.exact != "off":  # as the policy, or the KL would not begin at 0
             self.model.make_exact(args.engine.tensor_parallel_size)
 
     def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        with self.turn():
+        with self.on_device():
             return self.model.score_all(rollouts)[0]
 
 
 class Reward(Rank):
     """A rank of the reward model."""
 
-    rewards = in_turn(RewardModel.rewards)
-
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        self.model = RewardModel(path, args.learner, device)
+        self.model = RewardModel(path, args, device)
+
+    def rewards(self, prompts: list, completions: list) -> list[float]:
+        with self.on_device():
+            return self.model.rewards(prompts, completions)
 
 
 class Critic(Rank):
     """A rank of the critic."""
 
-    values = in_turn(CriticLearner.values)
-    learn = in_turn(CriticLearner.learn)
-
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
-        self.learner = CriticLearner(path, args.learner, device, args.run.seed, args.run.steps)
+        self.learner = CriticLearner(path, args, device, args.run.seed, args.run.steps)
+
+    def values(self, rollouts: list[Rollout]) -> torch.Tensor:
+        with self.on_device():
+            return self.learner.values(rollouts)
+
+    def learn(self, experience: Experience) -> dict[str, float]:
+        with self.on_device():
+            return self.learner.learn(experience)
 
     def save(self, run_folder: Path, step: int) -> None:
         """Begin a checkpoint, which the trainer's ranks, on the same nodes, complete."""
         folder = new_checkpoint(run_folder, step, self.rank) / CRITIC
-        with disk_errors(run_folder), self.turn():
+        with disk_errors(run_folder), self.on_device():
             self.learner.save(folder)
 
 
@@ -162,13 +173,22 @@ class Trainer(Rank, SendingActor):
     """A rank of the policy. It sends to the worker on the same device, or to a group."""
 
     weights_stay = True  # on the GPU, where the engine reads them
-    logprobs = in_turn(PPOLearner.logprobs)
-    reference_logprobs = in_turn(PPOLearner.reference_logprobs)
-    learn = in_turn(PPOLearner.learn)
 
     def make(self, path: str, args: Arguments, device: torch.device) -> None:
         proof = proof_of(args.engine, device.type)
-        self.learner = PPOLearner(path, args.learner, device, args.run.seed, args.run.steps, proof)
+        self.learner = PPOLearner(path, args, device, args.run.seed, args.run.steps, proof)
+
+    def logprobs(self, rollouts: list[Rollout]) -> PolicyScores:
+        with self.on_device():
+            return self.learner.score(rollouts)
+
+    def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
+        with self.on_device():
+            return self.learner.reference_logprobs(rollouts)
+
+    def learn(self, experience: Experience) -> dict[str, float]:
+        with self.on_device():
+            return self.learner.learn(experience)
 
     def save(self, run_folder: Path) -> None:
         """Complete the checkpoint that the critic has begun."""
@@ -188,11 +208,9 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
     gpus = on_one_node("GPU") if colocated else int(ray.cluster_resources().get("GPU", 0))
     wanted = tp if colocated else 1 + tp
     if 0 < gpus < wanted:
-        split = f", 1 for trainer and critic and {tp} for the engine" if not colocated else ""
         raise RunError(
-            f"--topology {args.topology} with --tensor-parallel-size {tp} wants {wanted} GPUs{split}, and there are"
-            f" {gpus}: lower --tensor-parallel-size"
-            + ("" if colocated else ", or use --topology shared, for which one GPU is enough")
+            f"--topology {args.topology} with --tensor-parallel-size {tp} wants {wanted} GPUs, and there are {gpus}:"
+            " lower --tensor-parallel-size, or use --topology shared"
         )
     if gpus and colocated:
         refuse_expandable_segments()
@@ -219,9 +237,7 @@ def main(args: Arguments) -> None:
         # 1. Place
         run.started("ray")
         device, shared, args, seats = place(args)
-        paths, states, args.learner = choose_ppo_models(
-            run.path, args.run, args.learner, args.critic_model, args.rewards.reward_model, device
-        )
+        paths, states, args.optimizer = choose_ppo_models(run.path, args, device)
         task = task.tokenized(paths["trainer"], args.engine.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")
         run.say(f"model {paths['trainer']}\nrun folder {run.path}")
@@ -230,15 +246,14 @@ def main(args: Arguments) -> None:
         trainer, critic, reference = models["trainer"], models["critic"], models.get("reference", models["trainer"])
         engine = ActorGroup(session, "engine", EngineActor, seats["engine"])
         gpu = trainer.call_rank_0("starting", LearnerActor.gpu)
-        args.engine = settle_exactness(
-            run, args.engine, args.learner, paths["trainer"], gpu, by_nccl=args.topology == "separate"
-        )
+        by_nccl = args.topology == "separate"
+        args.engine = settle_exactness(run, args.engine, args.model, paths["trainer"], gpu, by_nccl)
         task.rewards = RewardWorkers(task.rewards, session, models.get(REWARD_MODEL))
         starting = (paths["trainer"], args.engine, engine_setting(args, device), args.sleep)
         max_model_len = engine.agreed("starting", EngineActor.start, *starting, each=engine.bundles)
         steps_done, remarks = load(models, paths, states, args, device, shared)
         task.check_lengths(max_model_len)
-        run.say(remarks + task.length_remark(max_model_len, args.learner.max_tokens))
+        run.say(remarks + task.length_remark(max_model_len, args.sampling.max_tokens))
         run.started("models")
 
         # 3. Connect, and serve what the trainer holds
@@ -248,28 +263,29 @@ def main(args: Arguments) -> None:
         run.start_metrics(steps_done, args)
 
         # 4. Generate, reward, compute log-probabilities and values, estimate advantages, learn, sync
-        rollouts = Rollouts(engine, task, args.learner, steps_done, rewarded=False)  # a reward model waits for its turn
-        if not steps_done and args.task.eval_every:
-            run.log_metrics(0, evaluate(rollouts, 0))
-        for step in range(steps_done + 1, args.run.steps + 1):
-            clock = StepClock()
-            batch = rollouts.take(step)
-            clock.end("rollout")
-            engine.call("sleeping", EngineActor.sleep, args.sleep)
-            batch = task.rewards.compute(batch, step - 1)
-            clock.end("reward")
-            metrics = learn(trainer, critic, reference, batch, args.learner, shared, clock)
-            report = sync(trainer, engine, step, receive_arguments)
-            clock.end("sync")
-            metrics |= clock.metrics
-            metrics |= evaluate(rollouts, step)
-            if run.saves(step):
-                critic.call("saving", Critic.save, run.path, step)
-                trainer.call("saving", Trainer.save, run.path)
-            run.log_step(step, batch, report, metrics)
+        # A reward model waits for its turn, so rollouts come without rewards.
+        with Rollouts(engine, task, args.sampling, steps_done, rewarded=False) as rollouts:
+            if not steps_done and args.task.eval_every:
+                run.log_metrics(0, evaluate(rollouts, 0))
+            for step in range(steps_done + 1, args.run.steps + 1):
+                clock = StepClock()
+                batch = rollouts.take(step)
+                clock.end("rollout")
+                engine.call("sleeping", EngineActor.sleep, args.sleep)
+                batch = task.rewards.compute(batch, step - 1)
+                clock.end("reward")
+                metrics = learn(trainer, critic, reference, batch, args, shared, clock)
+                report = sync(trainer, engine, step, receive_arguments)
+                clock.end("sync")
+                metrics |= clock.metrics
+                metrics |= evaluate(rollouts, step)
+                if run.saves(step):
+                    critic.call("saving", Critic.save, run.path, step)
+                    trainer.call("saving", Trainer.save, run.path)
+                run.log_step(step, batch, report, metrics)
 
-        # 5. Generate again, and prove the last sync
-        batch = rollouts.take(args.run.steps + 1)
+            # 5. Generate again, and prove the last sync
+            batch = rollouts.take(args.run.steps + 1)
         engine.call("sleeping", EngineActor.sleep, args.sleep)
         batch = task.rewards.compute(batch, args.run.steps)
         summary = run.summary(batch, trainer.agreed("proving", Trainer.mismatch, batch.rollouts))
@@ -281,7 +297,7 @@ def learn(
     critic: ActorGroup,
     reference: ActorGroup,
     batch: Batch,
-    config: PPOConfig,
+    args: Arguments,
     shared: bool,
     clock: StepClock,
 ) -> dict[str, float]:
@@ -294,11 +310,11 @@ def learn(
     ]
     old_policy, values, reference_logprobs = take_turns("scoring", shared, turns)
     clock.end("score")
-    experience, estimates = estimate(known, old_policy, reference_logprobs, values, config)
+    experience, estimates = estimate(known, old_policy, reference_logprobs, values, args.loss)
     turns = [(critic, Critic.learn, experience), (trainer, Trainer.learn, experience)]
     critic_metrics, policy_metrics = take_turns("learning", shared, turns)
     clock.end("train")
-    return rollout_metrics(batch.rollouts, config.group_size) | estimates | critic_metrics | policy_metrics
+    return rollout_metrics(batch.rollouts, args.sampling.group_size) | estimates | critic_metrics | policy_metrics
 
 
 def connect(run: RunFolder, trainer: ActorGroup, engine: ActorGroup, args: Arguments) -> list[tuple]:

@@ -50,6 +50,18 @@ def settings_of(folder, **settings):
     return ["--task", "with_settings"]
 
 
+@pytest.fixture
+def flags(monkeypatch):
+    """The arguments of a script with these flags."""
+    from trainer.run.arguments import parse
+
+    def parse_flags(script, *given):
+        monkeypatch.setattr("sys.argv", ["script.py", *map(str, given)])
+        return parse(script.Arguments, script.__doc__)
+
+    return parse_flags
+
+
 def task_of(args):
     """The task of a script that takes tools, with these arguments. Rewards are computed in this process."""
     from fakes import local_rewards

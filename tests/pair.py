@@ -13,15 +13,17 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 import torch
-from conftest import shared_memory_of
+from conftest import arguments_of, shared_memory_of
 from engine_probe import gpu_memory
 from fakes import materialized
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import train_grpo
 from rlhf_utils import LoRAWeight, SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 from trainer.errors import MismatchError
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.flags import with_values
+from trainer.learning.grpo import GRPOLearner
 from trainer.learning.rollout import Rollout
 from trainer.topologies import link
 
@@ -53,7 +55,7 @@ class Pair:
         colocated: bool = False,
         **options,
     ):
-        config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=max_mismatch)
+        config = arguments_of(train_grpo, group_size=2, max_tokens=8, max_mismatch=max_mismatch)
         self.learner = GRPOLearner(str(model), config, DEVICE)
         self.original = {name: tensor.clone() for name, tensor in self.learner.model.module.named_parameters()}
         self.world_size, self.colocated, self.handles = 1 + tensor_parallel_size, colocated, []
@@ -193,7 +195,7 @@ def assert_memory_is_flat(pair: Pair, syncs: int) -> None:
 def assert_adapters_are_exact(pair: Pair, syncs: int) -> None:
     """What arrives of adapters is what peft merges. The pair has synced what its engine had loaded from disk."""
     from_disk, path = pair.rpc("digest"), pair.learner.model.module.name_or_path
-    config = GRPOConfig(group_size=2, max_tokens=8, max_mismatch=pair.learner.config.max_mismatch, lora_rank=4)
+    config = with_values(pair.learner.config, {"lora_rank": 4})
     learner = GRPOLearner(path, config, DEVICE)
     weights = learner.model.named_tensors()
     bases = {name: getattr(weight, "base", weight).clone() for name, weight in weights.items()}

@@ -24,7 +24,7 @@ from ray import cloudpickle
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import EngineError, RunError, TaskError
-from trainer.learning.grpo import GRPOConfig
+from trainer.learning.config import SamplingConfig
 from trainer.learning.rollout import Rollout
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.teacher import score
@@ -250,7 +250,7 @@ def test_rollouts_are_fetched_once_and_a_death_ends_the_step(session, unpickled)
         seed=0,
         steps=2,
     )
-    with Rollouts(group(session, "engine", 2, Sampler), task, GRPOConfig(group_size=2), 0) as rollouts:
+    with Rollouts(group(session, "engine", 2, Sampler), task, SamplingConfig(group_size=2), 0) as rollouts:
         assert len(rollouts.take(1).rollouts) == len(unpickled) == 4
         with pytest.raises(RunError, match=r"^the engine [01] died while generating$"):
             rollouts.take(2)

@@ -7,13 +7,15 @@ pytest tests/test_architectures.py -m slow     into engines; -m long: more famil
 import pytest
 import torch
 import transformers
+from conftest import arguments_of
 from learners import ARCHITECTURES, MORE_ARCHITECTURES, build
 from pair import CORE_IN_PROCESS, DEVICE, Pair, swap_layers
 from safetensors.torch import load_file
 
+import train_grpo
 from rlhf_utils import WeightSyncError
 from trainer.errors import MismatchError
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.grpo import GRPOLearner
 
 PACKED = ("Mixtral", "Qwen3Moe")  # whose experts vLLM packs on a CPU
 ENGINE_OPTIONS = {}
@@ -42,7 +44,7 @@ def engine_core_in_this_process(monkeypatch):
 @pytest.mark.parametrize("architecture", ARCHITECTURES | MORE_ARCHITECTURES)
 def test_trainer_sends_its_checkpoints_tensors_without_copying_them(tmp_path, architecture):
     build(architecture, tmp_path)
-    learner = GRPOLearner(str(tmp_path), GRPOConfig(group_size=2, max_tokens=8), torch.device("cpu"))
+    learner = GRPOLearner(str(tmp_path), arguments_of(train_grpo, group_size=2, max_tokens=8), torch.device("cpu"))
     memory = {tensor.untyped_storage().data_ptr() for tensor in learner.model.module.state_dict().values()}
     sent, saved = learner.model.named_tensors(), load_file(tmp_path / "model.safetensors")
     assert len(learner.parameters) == len(list(learner.model.module.parameters()))  # nothing is frozen

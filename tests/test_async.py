@@ -71,7 +71,7 @@ class Ahead(Rollouts):
             seed=0,
             steps=args.run.steps,
         )
-        super().__init__(Engines(*[lambda *_: "A"] * engines), task, args.learner, 0, args.ahead)
+        super().__init__(Engines(*[lambda *_: "A"] * engines), task, args.sampling, 0, args.ahead)
 
     def steps(self) -> list[int]:
         """The steps whose groups an engine has been given, in this order."""
@@ -586,7 +586,7 @@ class Pair:
         return asyncio.run_coroutine_threadsafe(call, self.loop)
 
     def sample(self, seed: int, prompts=((5, 6, 7, 8), (9, 10, 11))) -> Future:
-        sampling = [sampling_options(self.args.learner, 0, seed, i) for i in range(len(prompts))]
+        sampling = [sampling_options(self.args.sampling, 0, seed, i) for i in range(len(prompts))]
         return self.start(self.engine.sample([list(ids) for ids in prompts], sampling))
 
     @torch.no_grad()

@@ -374,9 +374,9 @@ def test_gsm8k_has_both_splits_and_room_for_answers(load, monkeypatch):
     task = load("--task", "gsm8k")
     assert asked == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
     assert [row.prompt[-1]["content"] for row in task.eval_rows] == ["And 1000 more?"]
-    assert parse(Arguments, "a test").learner.max_tokens == 512
+    assert parse(Arguments, "a test").sampling.max_tokens == 512
     assert load("--task", "gsm8k", "--max-tokens", 9)
-    assert parse(Arguments, "a test").learner.max_tokens == 9
+    assert parse(Arguments, "a test").sampling.max_tokens == 9
 
 
 @pytest.mark.parametrize(

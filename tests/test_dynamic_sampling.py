@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from fakes import Engines, sums, write_lines
 
-from trainer.learning.grpo import GRPOConfig
-from trainer.rollouts.rollouts import Rollouts
+from trainer.learning.config import SamplingConfig
+from trainer.rollouts.rollouts import AheadArguments, Rollouts
 
 
 def its_number(text, i):
@@ -39,10 +39,10 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     task = load("--prompts", "rows.jsonl", "--reward", "graded:reward", "--prompts-per-step", 4)
     for row in task.rows:
         row.prompt_ids = list(map(ord, row.prompt))
-    config = GRPOConfig(dynamic_sampling=rounds)
+    config, args = SamplingConfig(), AheadArguments(dynamic_sampling=rounds)
 
     def batch_of(engines, step):
-        return Rollouts(engines, task, config, step - 1).take(step)
+        return Rollouts(engines, task, config, step - 1, args).take(step)
 
     def content(batch):
         return [(group.row, [(own.text, own.reward) for own in group.rollouts]) for group in batch.groups]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from trainer.errors import EngineError, RunError
-from trainer.learning.sampling import SamplingConfig
+from trainer.learning.config import SamplingConfig
 from trainer.rollouts import engine
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.engine_start import engine_start

@@ -13,6 +13,7 @@ from fakes import Engines
 
 import train_grpo
 from trainer.errors import TaskError
+from trainer.flags import with_values
 from trainer.learning.learner import learning_rate
 from trainer.rollouts.evaluation import evaluate, pass_at_k
 from trainer.rollouts.rollouts import Rollouts
@@ -51,7 +52,7 @@ def engine_of(*texts):
 
 def evaluated(engines, args, step):
     """The metrics of an evaluation of this task by these engines."""
-    return evaluate(Rollouts(engines, task_of(args), args.learner, step), step)
+    return evaluate(Rollouts(engines, task_of(args), args.sampling, step), step)
 
 
 def test_pass_at_k():
@@ -65,7 +66,7 @@ def test_engines_share_the_held_out_prompts_and_answer_greedily():
     args, two = arguments(temperature=0.7), Engines(lambda *_: "1", lambda *_: "5")
     metrics = evaluated(two, args, 8)
     assert [call.engine for call in two.calls] == [0, 0, 1, 1]
-    greedy = replace(args.learner, group_size=1, temperature=0.0)
+    greedy = replace(args.sampling, group_size=1, temperature=0.0)
     sampling = [options for call in two.calls for options in call.sampling]
     assert sampling == [sampling_options(greedy, 0, 0, number, True) for number in range(4)]
     assert two.drops == 2  # each engine's caches
@@ -122,12 +123,12 @@ def test_it_leaves_the_training_run_alone():
     """The same requests whatever the step, which no step of learning sends, and no metric left for the next step."""
     args = arguments()
     task, engine = task_of(args), engine_of("1")
-    rollouts = Rollouts(engine, task, args.learner, 0)
+    rollouts = Rollouts(engine, task, args.sampling, 0)
     for step in (0, 4):
         evaluate(rollouts, step)
     first, second = engine.calls[:4], engine.calls[4:]
     assert first == second
-    learned = [sampling_options(args.learner, 0, step, number) for step in range(1, 11) for number in range(8)]
+    learned = [sampling_options(args.sampling, 0, step, number) for step in range(1, 11) for number in range(8)]
     assert not {call.sampling[0]["seed"] for call in first} & {own["seed"] for own in learned}
     assert task.rewards.compute(Batch([]), 0).metrics == {}
 
@@ -161,13 +162,13 @@ def test_answer_and_nothing_else_is_right():
 def test_tasks_model_is_taught_once_in_the_runs_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(addition, "RIGHT", 1e-4)  # one answer
     args = arguments(model="trainer.tasks.addition:build_model", seed=3)
-    models, config = choose_models(tmp_path, args.run, args.learner, "cpu")
+    models, optimizer = choose_models(tmp_path, args, "cpu")
     assert models == Models(*(str(tmp_path / "model"),) * 2, None)
     assert re.match(r"\d+ supervised steps have taught a small model to add", capsys.readouterr().out)
-    assert learning_rate(config) == 1e-6  # not that of the built-in model
+    assert learning_rate(replace(args, optimizer=optimizer)) == 1e-6  # not that of the built-in model
 
     write_checkpoint(tmp_path, 7, lambda folder: shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True))
     monkeypatch.delattr(addition, "build_model")
-    models, _ = choose_models(tmp_path, replace(args.run, resume=tmp_path), args.learner, "cpu")
+    models, _ = choose_models(tmp_path, with_values(args, {"resume": tmp_path}), "cpu")
     checkpoint = tmp_path / "checkpoint-000007"
     assert models == Models(str(tmp_path / "model"), str(checkpoint), checkpoint)

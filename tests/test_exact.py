@@ -22,8 +22,8 @@ import train_grpo
 from trainer.errors import MismatchError, RunError
 from trainer.learning import exact, exact_mlp
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.learner import Proof
 from trainer.learning.model import Model
+from trainer.learning.policy import Proof
 from trainer.rollouts.exactness import settle_exactness
 from weight_sync.lora import LoRAWeight
 
@@ -193,7 +193,7 @@ def test_token_that_differs_is_an_error_or_said_once(tmp_path, capsys):
     shifted = list(wrong[2].logprobs)
     shifted[0] += 1e-6
     wrong[2] = replace(wrong[2], logprobs=shifted)
-    with pytest.raises(MismatchError, match=r"--exact on: at step 2 1 of .* token 0 of completion 2 by "):
+    with pytest.raises(MismatchError, match=r"--exact on: at step 2 1 of \d+ log-probabilities are not the engine's"):
         learner.learn(wrong)
     learner.exact = "auto"
     for _ in range(2):
@@ -287,7 +287,7 @@ def test_block_table_reaches_to_the_end_of_a_tile(monkeypatch):
 
 def settled(gpu, say=lambda _: None, **options):
     args = arguments_of(train_grpo, **{"tensor_parallel_size": 2} | options)  # as a topology settles it
-    return settle_exactness(SimpleNamespace(say=say), args.engine, args.learner, args.run.model, gpu)
+    return settle_exactness(SimpleNamespace(say=say), args.engine, args.model, args.run.model, gpu)
 
 
 H200 = exact.GPU(90, (2, 30, 7), 8, 150 << 30)

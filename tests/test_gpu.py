@@ -16,11 +16,12 @@ from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, assert_
 from test_multimodal import build as build_multimodal
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+import train_grpo
 import train_ppo
 from rlhf_utils import WeightSyncError
 from trainer.learning import layout
 from trainer.learning.exact import match_engine
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.grpo import GRPOLearner
 from trainer.learning.rollout import Rollout
 from trainer.rollouts.options import DECODE_GRAPHS
 from trainer.rollouts.quantization import quantize_by_torchao
@@ -142,7 +143,7 @@ def test_five_models_of_half_a_billion_parameters_share_a_gpu(script, tmp_path):
         weights = sum(parameter.nbytes for parameter in rank.model.module.parameters())
         for _ in range(2):
             assert torch.cuda.memory_reserved() - others < 0.2 * weights, name
-            with rank.turn():
+            with rank.on_device():
                 assert torch.cuda.memory_reserved() - others > weights, name
 
 
@@ -160,7 +161,7 @@ def small_qwen2(folder, head_dim: int = 64):
     return folder
 
 
-DIFFER = r"\d+ of \d+ log-probabilities are not the engine's bit for bit: token"
+DIFFER = r"\d+ of \d+ log-probabilities are not the engine's bit for bit"
 FLIPS = [
     # topology, GPUs, after which sync, --exact, exit status, what the run says
     ("shared", 1, 1, "auto", 0, rf"step 1: not exact: {DIFFER} .*correct for that$"),
@@ -244,7 +245,9 @@ def measure_exact_model(_, folder) -> None:
     """Log-probabilities and gradient of four completions of one prompt: as transformers computes them in fp32, and as a
     trainer does, exact or not, in rows of their own and behind the prompt."""
     match_engine()
-    learner = GRPOLearner(str(folder / "model"), GRPOConfig(group_size=4, max_tokens=300), torch.device("cuda"))
+    learner = GRPOLearner(
+        str(folder / "model"), arguments_of(train_grpo, group_size=4, max_tokens=300), torch.device("cuda")
+    )
     model, generator = learner.model, torch.Generator().manual_seed(0)
     prompt, *drawn = (torch.randint(2, 258, (n,), generator=generator).tolist() for n in (600, 300, 300, 280, 17))
     rollouts, weights = (

@@ -20,7 +20,7 @@ import torch
 from colour import squares
 from conftest import ROOT, cpu_only, metrics_of, settings_of
 from fakes import local_rewards
-from learners import CPU, assert_same, config, on_ranks, use_sgd, weights_of
+from learners import CPU, assert_same, config, numbers, on_ranks, use_sgd, weights_of
 from PIL import Image
 from test_multimodal import build, of_language_model
 from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
@@ -441,7 +441,7 @@ def learn(folder, batches):
     for model, batch in batches.items():
         learner = GRPOLearner(model, config(group_size=3, max_grad_norm=0.01, train_vision=True), CPU)
         use_sgd(learner)
-        results = [learner.learn(batch)], weights_of(learner)
+        results = [numbers(learner.learn(batch))], weights_of(learner)
         if learner.model.rank == 0:
             torch.save(results, Path(model) / f"images-{learner.model.ranks}.pt")
 

@@ -106,7 +106,7 @@ def test_steps_with_shared_prompts_are_those_without(tmp_path, llama, batches, c
 
 def test_long_and_short_prompts_together_get_rows_of_their_own(batches):
     for rows in (slice(6), slice(9)):  # without the group of the short prompt, and with it
-        assert bool(lay_out(batches[0][rows], True).group_shapes) == (rows.stop == 6)
+        assert bool(lay_out(batches[0][rows], True).groups) == (rows.stop == 6)
 
 
 def test_two_ranks_with_shared_prompts_learn_what_one_learns(tmp_path, llama, batches):

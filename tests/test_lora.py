@@ -8,14 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
 from fakes import materialized
-from learners import CPU, build, config, on_ranks, rollouts, save, weights_of
+from learners import CPU, build, config, numbers, on_ranks, rollouts, save, weights_of
 from pair import Pair
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import train_grpo
 from trainer.errors import MismatchError, RunError
+from trainer.flags import with_values
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.lora import add_adapters, load_adapters
 from trainer.learning.named_tensors import NamedTensors
@@ -180,7 +180,7 @@ def test_the_kl_is_to_the_base(model, batches):
 def learn_lora(folder, model, batches):
     learner = GRPOLearner(model, config(**LORA, kl_coef=0.1, num_mini_batches=2, save_merged=True), CPU)
     learner.optimizer = torch.optim.SGD(learner.parameters, lr=1.0)
-    metrics = [learner.learn(batch) for batch in batches[:2]]
+    metrics = [numbers(learner.learn(batch)) for batch in batches[:2]]
     assert all(type(parameter) is torch.nn.Parameter for parameter in learner.model.adapters)
     weights = {name: getattr(weight, "base", weight) for name, weight in learner.model.named_tensors().items()}
     assert learner.model.ranks == 1 or all(hasattr(tensor, "full_tensor") for tensor in weights.values())
@@ -239,16 +239,16 @@ def test_resume_with_other_adapters_is_an_error_that_says_so(model, tmp_path):
         write_checkpoint(run if rank else tmp_path / "whole", 7, learner.save)
     args = arguments_of(train_grpo, model=model, resume=run, steps=9, lora_rank=4)
     last = run / "checkpoint-000007"
-    assert choose_models(run, args.run, args.learner, "cpu")[0] == Models(model, model, last)
+    assert choose_models(run, args, "cpu")[0] == Models(model, model, last)
     for change, message in (
         ({"lora_rank": 8}, "has adapters of rank 4, and --resume cannot go on with adapters of rank 8"),
         ({"lora_rank": None}, "has adapters of rank 4, and --resume cannot go on with a whole model"),
         ({"lora_alpha": 5}, "has adapters of lora_alpha 32, not 5"),
     ):
         with pytest.raises(RunError, match=message):
-            choose_models(run, args.run, replace(args.learner, **change), "cpu")
+            choose_models(run, with_values(args, change), "cpu")
     with pytest.raises(RunError, match="has a whole model, and --resume cannot go on with adapters of rank 4"):
-        choose_models(tmp_path / "whole", replace(args.run, resume=tmp_path / "whole"), args.learner, "cpu")
+        choose_models(tmp_path / "whole", with_values(args, {"resume": tmp_path / "whole"}), "cpu")
     fewer = GRPOLearner(model, config(lora_rank=4, lora_targets=["fc1"]), CPU)
     with pytest.raises(RunError, match=r"has adapters of other lora_targets: .*fc2"):
         fewer.load_state(last)
@@ -264,8 +264,8 @@ def test_adapters_go_on_where_their_base_is_now(model, tmp_path):
     args = arguments_of(train_grpo, model=str(base), resume=run, steps=9, **LORA)
     base.rename(tmp_path / "moved")
     with pytest.raises(RunError, match=f"cannot load the model {base}: no such folder"):
-        choose_models(run, args.run, args.learner, "cpu")
-    models, _ = choose_models(run, replace(args.run, model=str(tmp_path / "moved")), args.learner, "cpu")
+        choose_models(run, args, "cpu")
+    models, _ = choose_models(run, with_values(args, {"model": str(tmp_path / "moved")}), "cpu")
     GRPOLearner(models.loaded, config(**LORA), CPU).load_state(models.checkpoint)
 
 
@@ -291,7 +291,7 @@ def test_targets_are_layers(model, tmp_path):
 def test_base_alone_is_kept_in_half_precision(tmp_path):
     build("Qwen2", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    add_adapters(model, config(lora_rank=2), torch.bfloat16)
+    add_adapters(model, config(lora_rank=2).model, torch.bfloat16)
     learning = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     assert learning == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
@@ -322,7 +322,7 @@ def test_run_says_which_layers_have_adapters(tmp_path):
 def test_a_new_head_is_not_rounded(model):
     classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     before = classifier.score.weight.clone()
-    add_adapters(classifier, config(lora_rank=2), torch.bfloat16, "score")
+    add_adapters(classifier, config(lora_rank=2).model, torch.bfloat16, "score")
     assert not before.equal(before.bfloat16().float())
     assert classifier.score.modules_to_save["default"].weight.equal(before)
 

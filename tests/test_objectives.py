@@ -25,7 +25,7 @@ LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
 
 
 def config(**changes):
-    return ObjectiveConfig(**{"group_size": 2, "max_tokens": 8, **changes})
+    return ObjectiveConfig(**changes)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_unknown_advantage_is_an_error():
 )
 def test_token_weights(loss, expected):
     mask = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0]])
-    torch.testing.assert_close(token_weights(mask, config(loss=loss)), torch.tensor(expected))
+    torch.testing.assert_close(token_weights(mask, config(loss=loss), max_tokens=8), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_token_weights(loss, expected):
 def test_completions_without_a_gradient_or_left_out_weigh_nothing(changes, expected):
     advantage, left_out = torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([False, "left_out" in changes, False])
     changes.pop("left_out", None)
-    weights = loss_weights(torch.ones(3, 2), advantage, left_out, config(**changes))
+    weights = loss_weights(torch.ones(3, 2), advantage, left_out, config(**changes), max_tokens=8)
     torch.testing.assert_close(weights, torch.tensor(expected))
 
 

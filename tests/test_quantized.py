@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import cpu_only, metrics_of
+from conftest import arguments_of, cpu_only, metrics_of
 from pair import Pair, compare
 
 import train_grpo
 from rlhf_utils import Comparison, WeightSyncError
 from trainer.errors import MismatchError
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
+from trainer.learning.grpo import GRPOLearner
 from trainer.rollouts.extensions import fuse_quantization
 from trainer.run.arguments import parse
 from trainer.tasks.tiny_model import build_tiny_model
@@ -120,7 +120,9 @@ def test_adapters_are_quantized_with_what_they_adapt(pair):
     pair.set(pair.original)
     pair.sync()
     path, changes = pair.learner.model.module.name_or_path, {"lora_rank": 4, "max_mismatch": MAX_MISMATCH}
-    learner = GRPOLearner(path, GRPOConfig(group_size=2, max_tokens=8, **changes), pair.learner.model.device)
+    learner = GRPOLearner(
+        path, arguments_of(train_grpo, group_size=2, max_tokens=8, **changes), pair.learner.model.device
+    )
     weights = learner.model.named_tensors()
     for weight in weights.values():
         if isinstance(weight, LoRAWeight):

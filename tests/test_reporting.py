@@ -19,7 +19,6 @@ from conftest import ROOT, arguments_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_grpo
-import train_ppo
 from trainer.errors import RunError
 from trainer.learning.rollout import Rollout
 from trainer.run.folder import RunFolder
@@ -86,21 +85,21 @@ def test_completions_of_repeated_steps_are_dropped(tmp_path):
     with RunFolder(args.run, "test") as run:
         run.start_metrics(0, args)
         for step in (1, 2, 3):
-            run.log_step(step, batch(1.0, 0.0), REPORT, METRICS)
+            run.log_step(step, batch(1.0, 0.0), REPORT, METRICS | {"advantage": [0.5, -0.5]})
     with run.completions_file.open("a") as file:
         file.write('{"step": 2, "pro')  # a kill cut it short
     args = replace(args, run=replace(args.run, resume=run.path))
     with RunFolder(args.run, "test") as run:
         run.start_metrics(1, args)
-        run.log_step(2, batch(0.0, None), REPORT, METRICS)
+        run.log_step(2, batch(0.0, None), REPORT, METRICS | {"advantage": [0.0, 0.0]})
     rows = [json.loads(line) for line in run.completions_file.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 1, 2, 2]
     prompt = [{"role": "user", "content": "3+4="}]
-    advantage = rows[0].pop("advantage")
-    assert advantage == pytest.approx(0.5 / (0.5**0.5 + 1e-4))  # GRPO's, by the standard deviation of 1 and 0
-    assert rows[0] == {"step": 1, "prompt": prompt, "text": "a|0\n", "rewards": {"exact": 1.0}, "parsed": 0}
+    expected = {"step": 1, "prompt": prompt, "text": "a|0\n", "rewards": {"exact": 1.0}, "advantage": 0.5, "parsed": 0}
+    assert rows[0] == expected
+    assert "advantage" not in json.loads(run.metrics_file.read_text().splitlines()[0])
     assert [row["rewards"]["exact"] for row in rows] == [1.0, 0.0, 0.0, None]
-    assert [row["advantage"] for row in rows[2:]] == [0, 0]
+    assert [row["advantage"] for row in rows[1:]] == [-0.5, 0, 0]
     assert not (run.path / "tensorboard").exists()
 
 
@@ -125,14 +124,6 @@ def test_rewards_metric_called_step_does_not_change_the_step(tmp_path):
         run.start_metrics(0, args)
         run.log_step(1, batch(1.0, 0.0), REPORT, METRICS | {"step": 7.0})
     assert json.loads(run.metrics_file.read_text())["step"] == 1
-
-
-def test_completions_of_ppo_have_no_advantage(tmp_path):
-    args = arguments_of(train_ppo, output=tmp_path / "run", report_to=["none"])
-    with RunFolder(args.run, "test") as run:
-        run.start_metrics(0, args)
-        run.log_step(1, batch(1.0), REPORT, METRICS)
-    assert "advantage" not in json.loads(run.completions_file.read_text())
 
 
 def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ import train_grpo
 from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
 from trainer.flags import flat
-from trainer.learning.grpo import GRPOConfig
+from trainer.learning.config import SamplingConfig
 from trainer.rollouts.sampling import sampling_options
 from trainer.run.arguments import parse
 from trainer.run.folder import RunFolder
@@ -216,7 +216,7 @@ PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12]]
 
 
 def sample(pool, args):
-    sampling = [sampling_options(args.learner, 0, 1, i) for i in range(len(PROMPTS))]
+    sampling = [sampling_options(args.sampling, 0, 1, i) for i in range(len(PROMPTS))]
     return pool.sample(PROMPTS, sampling, [None], low_priority=True)
 
 
@@ -285,7 +285,7 @@ def test_unfinished_requests_of_a_lost_server_keep_their_seeds(servers, fault):
     rollouts, _ = pool_of(servers, act, engine_timeout=5.0 if fault == "silence" else 20.0)
     assert [rollout.prompt_ids.tolist() for rollout in rollouts] == [ids for ids in PROMPTS for _ in range(2)]
     assert all(rollout.versions.tolist() == [4] * len(rollout.prompt_ids) for rollout in rollouts)
-    first = [sampling_options(GRPOConfig(group_size=2), 0, 1, i)["seed"] % 256 for i in range(4)]
+    first = [sampling_options(SamplingConfig(group_size=2), 0, 1, i)["seed"] % 256 for i in range(4)]
     assert [int(rollout.completion_ids[0]) for rollout in rollouts] == [seed + i for seed in first for i in range(2)]
 
 
@@ -614,4 +614,4 @@ def test_run_outlives_its_servers_and_takes_them_in_again(script, tmp_path, faul
     print(f"{faults} faults in {len(rows())} steps; serves again after {min(seconds):.2f} to {max(seconds):.2f} s")
     steps = [json.loads(line)["step"] for line in (run / "completions.jsonl").read_text().splitlines()]
     args = train_grpo.Arguments()
-    assert {steps.count(row["step"]) for row in rows()} == {args.task.prompts_per_step * args.learner.group_size}
+    assert {steps.count(row["step"]) for row in rows()} == {args.task.prompts_per_step * args.sampling.group_size}

@@ -31,8 +31,9 @@ from vllm.tool_parsers import ToolParser, ToolParserManager
 import train_grpo
 import train_ppo
 from trainer.errors import MismatchError, TaskError
-from trainer.learning.grpo import GRPOConfig, GRPOLearner
-from trainer.learning.learner import Proof
+from trainer.learning.config import SamplingConfig
+from trainer.learning.grpo import GRPOLearner
+from trainer.learning.policy import Proof
 from trainer.learning.rollout import Rollout
 from trainer.rollouts import sampling
 from trainer.rollouts.conversation import Turn
@@ -358,7 +359,7 @@ def converse(folder, monkeypatch):
             made.task = task_of(made.args).tokenized(str(folder), 256)
         made.tokenizer = made.task.tools.template.tokenizer
         made.engines = Engines(made.tokenizer, says)
-        made.rollouts = Rollouts(made.engines, made.task, made.args.learner, 0, max_model_len=256)
+        made.rollouts = Rollouts(made.engines, made.task, made.args.sampling, 0, max_model_len=256)
         made.batch = made.rollouts.take(1)
         return made.batch.rollouts
 
@@ -616,7 +617,7 @@ def test_each_completion_has_an_environment_that_is_used_again(converse):
     (tools,) = [[schema["function"]["name"] for schema in own] for own in converse.made.task.tools.schemas.values()]
     assert tools == ["add", "wait"]
     made = converse.made
-    evaluated = made.rollouts.complete(made.task.draw(1), made.args.learner)
+    evaluated = made.rollouts.complete(made.task.draw(1), made.args.sampling)
     assert [answers(own)[-1] for own in evaluated.rollouts] == ["sum 0", "sum 11", "sum 22", "sum 33"]
     assert Counter.made - before == 8  # an evaluation has its own
 
@@ -836,7 +837,7 @@ def test_each_turn_of_a_completion_has_its_own_seed():
     """In 25 rounds of two steps, for two seeds of the run. An evaluation has others."""
     turns = [Turn([1], None, number, index, 50) for number in range(32) for index in range(4)]
     options = [
-        sampling_options(GRPOConfig(group_size=4), seed, step, turn.number, evaluation, rounds, turn)
+        sampling_options(SamplingConfig(group_size=4), seed, step, turn.number, evaluation, rounds, turn)
         for seed in (0, 1)
         for step in (0, 1)
         for evaluation in (False, True)
@@ -958,7 +959,7 @@ def test_no_conversation_waits_for_the_tool_of_another(converse):
         return "[hold()]" if number == 3 and engines.version else '[shout(text="a")]'
 
     engines = Engines(converse.made.tokenizer, says, count=1, version=-1)
-    with Rollouts(engines, task, args.learner, 0, args.ahead) as ahead, ThreadPoolExecutor(1) as beside:
+    with Rollouts(engines, task, args.sampling, 0, args.ahead) as ahead, ThreadPoolExecutor(1) as beside:
         taking = beside.submit(ahead.take, 1)
         deadline = time.monotonic() + 20
         while len(engines.turns) < 3 * (4 + 3) and time.monotonic() < deadline:  # all of three steps but for the held

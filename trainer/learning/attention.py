@@ -1,14 +1,14 @@
 """Which attention a model computes with: chosen by trying it on random prompts, and not by a list of models."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from .layout import SHARED, Layout, one_row, register_shared, separate_rows
-from .logprobs import scores_of_logits, token_scores
+from .logprobs import scores_of_logits
 from .rollout import Rollout
+from .rounding import nudged_embeddings, random_prompts
 
 MAX_ROUNDING = 4  # times the measured rounding by which two ways to compute the same function may differ
 
@@ -16,12 +16,6 @@ MAX_ROUNDING = 4  # times the measured rounding by which two ways to compute the
 class AttentionChoice(NamedTuple):
     name: str  # in transformers' attention interface
     remark: str  # for the user
-
-
-def random_prompts(module) -> torch.Tensor:
-    """The ids [2, 64] of two prompts, always the same, on the model's device."""
-    vocabulary = module.config.get_text_config().vocab_size
-    return torch.randint(vocabulary, (2, 64), generator=torch.Generator().manual_seed(0)).to(module.device)
 
 
 @torch.no_grad()
@@ -53,7 +47,7 @@ def choose_attention(module, forward: Callable | None = None) -> AttentionChoice
 
     eager = logits("eager")
     distance = (logits(loaded) - eager).abs().mean()
-    with _nudged_embeddings(module):
+    with nudged_embeddings(module):
         rounding = (logits("eager") - eager).abs().mean()
     if window:
         config.sliding_window = window
@@ -64,7 +58,7 @@ def choose_attention(module, forward: Callable | None = None) -> AttentionChoice
 
 
 @torch.no_grad()
-def can_share_prompts(module, ids: torch.Tensor) -> bool:
+def can_share_prompts(module, ids: torch.Tensor, head: Callable) -> bool:
     """Whether this fp32 model gives completions behind one prompt (layout.py) the same log-probabilities as in rows of
     their own, tried on `random_prompts`. Its attention is sdpa.
 
@@ -82,10 +76,10 @@ def can_share_prompts(module, ids: torch.Tensor) -> bool:
         tokens = layout.tokens(torch.tensor([0] * 32 + [1] * 16), torch.tensor([*range(32), *range(16)]))
         targets, states_at = (tensor.to(module.device) for tensor in tokens)
         inputs = layout.inputs_on(module.device)
-        return token_scores(module, inputs, targets, states_at, 1.0, False, scores_of_logits, False)[0]
+        return module.score(inputs, targets, states_at, 1.0, False, head, scores_of_logits, False)[0]
 
     expected = logprobs(separate_rows(pair))
-    with _nudged_embeddings(module):
+    with nudged_embeddings(module):
         rounding = (logprobs(separate_rows(pair)) - expected).abs().mean()
     module.config._attn_implementation = SHARED
     try:
@@ -94,19 +88,3 @@ def can_share_prompts(module, ids: torch.Tensor) -> bool:
         distance = float("inf")
     module.config._attn_implementation = "sdpa"
     return bool(distance <= MAX_ROUNDING * rounding)
-
-
-@contextmanager
-def _nudged_embeddings(module) -> Iterator[None]:
-    """Inside, every element of the embeddings is a neighbouring float."""
-    generator = torch.Generator().manual_seed(1)
-
-    def nudge(_, inputs, embeddings: torch.Tensor) -> torch.Tensor:
-        signs = torch.randint(2, embeddings.shape, generator=generator).to(embeddings) * 2 - 1
-        return embeddings * (1 + signs * torch.finfo(torch.float32).eps)
-
-    hook = module.get_input_embeddings().register_forward_hook(nudge)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -18,14 +18,13 @@ from annotated_types import Ge
 from ..flags import arg
 from .grpo import GRPOLearner
 from .layout import as_tensor
-from .learner import LearnerConfig
 from .objectives import ObjectiveConfig, reverse_kl
-from .rollout import Rollout
+from .rollout import Rollout, known_rewards
 
 
 @dataclass
-class DistillConfig(ObjectiveConfig, LearnerConfig):
-    """The options of distillation."""
+class DistillLossConfig(ObjectiveConfig):
+    """The loss of distillation."""
 
     reward_coef: Annotated[float, Ge(0)] = arg(
         0.0, help="weight of the rewards' advantages, which are added to the teacher's; 0: rewards only measure"
@@ -37,17 +36,12 @@ class DistillLearner(GRPOLearner):
 
     def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
         """As `GRPOLearner.learn`. `distill/reverse_kl` is the mean over the tokens that the student sampled."""
-        tokens = sum(rollout.length for rollout in rollouts)
-        mean = float(self._reverse_kl(rollouts).sum()) / tokens
-        return super().learn(rollouts, proof_rollouts) | {"distill/reverse_kl": mean}
-
-    def _advantages(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages [B, T], and which rollouts have none: no rollout."""
-        of_rewards, unknown = super()._advantages(rollouts)
-        return self.config.reward_coef * of_rewards - self._reverse_kl(rollouts), torch.zeros_like(unknown)
-
-    def _reverse_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
         tensors = self._completion_tensors(rollouts)
         teacher = [as_tensor(rollout.teacher_logprobs).float() for rollout in rollouts]
-        teacher_logprobs = torch.nn.utils.rnn.pad_sequence(teacher, batch_first=True)
-        return reverse_kl(tensors["engine_logprobs"], teacher_logprobs, tensors["mask"])
+        teacher = torch.nn.utils.rnn.pad_sequence(teacher, batch_first=True)
+        distances = reverse_kl(tensors["engine_logprobs"], teacher, tensors["mask"])
+        of_rewards = self.advantages(known_rewards(rollouts))[:, None]
+        advantage = self.config.loss.reward_coef * of_rewards - distances
+        metrics = self._learn(rollouts, advantage, torch.zeros(len(rollouts), dtype=torch.bool), proof_rollouts)
+        mean = float(distances.sum()) / sum(rollout.length for rollout in rollouts)
+        return metrics | {"distill/reverse_kl": mean}

@@ -19,72 +19,57 @@ Rollouts whose loss has no gradient, such as those of a group with equal rewards
 proof and the metrics, without a backward pass.
 """
 
-from dataclasses import dataclass
-from typing import Annotated
-
 import torch
-from annotated_types import Ge
 
-from ..flags import arg
-from .learner import LearnerConfig, PolicyLearner, Proof
+from .config import LearnerConfig
 from .model import Model
-from .objectives import ObjectiveConfig, advantages
+from .objectives import advantages
+from .policy import PolicyLearner
 from .rollout import Rollout, known_rewards, rollout_metrics
-
-
-@dataclass
-class GRPOConfig(ObjectiveConfig, LearnerConfig):
-    """GRPO's options."""
-
-    group_size: Annotated[int, Ge(2)] = arg(8, help="completions of each prompt, whose rewards are compared (G)")
-    dynamic_sampling: Annotated[int, Ge(0)] = arg(
-        0,
-        help="DAPO's dynamic sampling: replace prompts whose completions all have the same reward, in so many rounds at"
-        " most; 0: do not",
-    )
 
 
 class GRPOLearner(PolicyLearner):
     """A policy that learns by GRPO.
 
-    `path` is a model or a checkpoint. With a checkpoint, `initial` is the model that the run began with. The KL is to
-    that model; with adapters, to the model that they adapt.
+    With a checkpoint, `initial` is the model that the run began with. The KL is to that model; with adapters, to the
+    model that they adapt.
     """
 
     def __init__(
-        self,
-        path: str,
-        config: GRPOConfig,
-        device: torch.device,
-        seed: int = 0,
-        *,
-        steps: int | None = None,
-        initial: str | None = None,
-        proof: Proof | None = None,
+        self, path: str, config: LearnerConfig, device: torch.device, *args, initial: str | None = None, **options
     ):
-        super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
-        if config.kl_coef and not self.model.adapters:
+        super().__init__(path, config, device, *args, **options)
+        if config.loss.kl_coef and not self.model.adapters:
             self.reference = Model(initial or path, config, device, like=self.model)
         if device.type == "cuda":  # nothing is compiled for a CPU
             self.warm_up()
 
-    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
-        """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics.
+    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float | list[float]]:
+        """One step on B rollouts, `group_size` of each prompt in a row. Returns its metrics, and each rollout's
+        "advantage".
 
         Raises MismatchError, before anything is updated, if the engine's log-probabilities are further from the
         trainer's than `max_mismatch` on average. Tokens that older weights sampled do not count there; tokens of
         `proof_rollouts`, from which nothing is learned, do.
         """
-        config, (advantage, unknown) = self.config, self._advantages(rollouts)
-        truncated = torch.tensor([rollout.truncated for rollout in rollouts])
-        left_out = unknown | truncated & config.mask_truncated_completions  # (DAPO's overlong filtering)
-        several_updates = config.num_epochs * config.num_mini_batches > 1
-        scores = self.score(rollouts, proof_rollouts) if several_updates else None
-        reference = self.reference_logprobs(rollouts) if config.kl_coef else None
-        metrics = self._run_policy_updates(rollouts, advantage, left_out, scores, reference, proof_rollouts)
-        return rollout_metrics(rollouts, config.group_size) | metrics
-
-    def _advantages(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Advantages [B, 1], and which rollouts have none: a bool [B]."""
         rewards = known_rewards(rollouts)
-        return advantages(rewards, self.config.group_size, self.config.advantage)[:, None], rewards.isnan()
+        advantage = self.advantages(rewards)
+        metrics = self._learn(rollouts, advantage[:, None], rewards.isnan(), proof_rollouts)
+        return metrics | {"advantage": advantage.tolist()}
+
+    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Advantages [B] of rewards [B]."""
+        return advantages(rewards, self.config.sampling.group_size, self.config.loss.advantage)
+
+    def _learn(
+        self, rollouts: list[Rollout], advantage: torch.Tensor, unknown: torch.Tensor, proof_rollouts: list[Rollout]
+    ) -> dict[str, float]:
+        """One step with these advantages, [B, 1] or [B, T], which some rollouts [B] do not have."""
+        loss, optimizer = self.config.loss, self.config.optimizer
+        truncated = torch.tensor([rollout.truncated for rollout in rollouts])
+        left_out = unknown | truncated & loss.mask_truncated_completions  # (DAPO's overlong filtering)
+        several_updates = optimizer.num_epochs * optimizer.num_mini_batches > 1
+        scores = self.score(rollouts, proof_rollouts) if several_updates else None
+        reference = self.reference_logprobs(rollouts) if loss.kl_coef else None
+        metrics = self._run_policy_updates(rollouts, advantage, left_out, scores, reference, proof_rollouts)
+        return rollout_metrics(rollouts, self.config.sampling.group_size) | metrics

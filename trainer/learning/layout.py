@@ -24,6 +24,14 @@ SHARED = "sdpa_shared"  # the name of `shared_attention` by sdpa in transformers
 SHARED_TOKENS = 512  # a prompt of at least so many passes once for its group
 
 
+@dataclass
+class PromptGroups:
+    """An argument of attention functions: the groups of `one_row`. An object, since torch would compile a block anew
+    for each length of a list."""
+
+    shapes: list[tuple[int, int, int]]  # tokens P of a prompt, its completions G, tokens T of each, padding included
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where b completions are in a model's inputs. Positions are those in `input_ids.flatten()`."""
@@ -31,7 +39,7 @@ class Layout:
     inputs: dict[str, torch.Tensor]  # input_ids [rows, S] and, of one row with shared prompts, position_ids [1, S]
     first_tokens: torch.Tensor  # positions [b] of the completions' first tokens
     first_states: torch.Tensor  # positions [b] of the states that predict those: of the prompts' last tokens
-    group_shapes: list[tuple[int, int, int]] | None = None  # of one row's groups, as `shared_attention` takes them
+    groups: PromptGroups | None = None  # of one row
 
     def tokens(self, rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The ids [N] of tokens, by the numbers [N] of their completions (`rows`) and within those (`columns`), and the
@@ -43,11 +51,7 @@ class Layout:
     def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The inputs as arguments of the model."""
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        if self.group_shapes:
-            # transformers hands a mask of four dimensions to every attention as it is.
-            inputs["attention_mask"] = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
-            inputs["attention_mask"].group_shapes = self.group_shapes
-        return inputs
+        return inputs | ({"prompt_groups": self.groups} if self.groups else {})
 
 
 def lay_out(rollouts: list[Rollout], share_prompts: bool) -> Layout:
@@ -71,7 +75,7 @@ def separate_rows(rollouts: list[Rollout]) -> Layout:
 
 def one_row(rollouts: list[Rollout]) -> Layout:
     """One row with each prompt once, for a model with `shared_attention`. Rollouts of one prompt are neighbours."""
-    ids, position_ids, first_tokens, first_states, group_shapes, end = [], [], [], [], [], 0
+    ids, position_ids, first_tokens, first_states, shapes, end = [], [], [], [], [], 0
     for group in (list(group) for _, group in groupby(rollouts, prompt_key)):
         prompt = as_tensor(group[0].prompt_ids).long()
         completions = _padded([rollout.completion_ids for rollout in group])
@@ -81,10 +85,10 @@ def one_row(rollouts: list[Rollout]) -> Layout:
         end += len(prompt)
         first_tokens.append(end + length * torch.arange(count))
         first_states += [end - 1] * count
-        group_shapes.append((len(prompt), count, length))
+        shapes.append((len(prompt), count, length))
         end += completions.numel()
     inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(position_ids)[None]}
-    return Layout(inputs, torch.cat(first_tokens), torch.tensor(first_states), group_shapes)
+    return Layout(inputs, torch.cat(first_tokens), torch.tensor(first_states), PromptGroups(shapes))
 
 
 def prompt_key(rollout: Rollout) -> bytes:
@@ -92,29 +96,30 @@ def prompt_key(rollout: Rollout) -> bytes:
     return np.asarray(rollout.prompt_ids, np.int64).tobytes() + (rollout.images.key if rollout.images else b"")
 
 
-def shared_attention(attend: Callable, module, query, key, value, attention_mask=None, **options):
+def shared_attention(
+    attend: Callable, module, query, key, value, attention_mask, prompt_groups: PromptGroups | None = None, **options
+):
     """An attention function of transformers: `attend`, which is causal, also where completions share a prompt.
 
-    Queries, keys and values are [B, heads, S, D]. Only `one_row` brings a mask, for its attribute `group_shapes`: of
-    each group the prompt's tokens P, the number G of its completions, and the tokens T of each, padding included.
+    Queries, keys and values are [B, heads, S, D]. For an attention that transformers does not know it makes no mask.
+    What else a model is called with, such as `prompt_groups`, it hands down.
     """
-    if attention_mask is None:
+    if prompt_groups is None:
         return attend(module, query, key, value, None, **options)
-    return _attend_by_group(attend, module, query, key, value, attention_mask, **options), None
+    return _attend_by_group(attend, module, query, key, value, prompt_groups, **options), None
 
 
 @torch.compiler.disable
-def _attend_by_group(attend: Callable, module, query, key, value, attention_mask, **options):
-    group_shapes = attention_mask.group_shapes  # read here: torch would compile anew for each number of groups
+def _attend_by_group(attend: Callable, module, query, key, value, groups: PromptGroups, **options):
     if options.get("sliding_window"):
         raise ValueError("a layer with a sliding window has no shared prompts")
-    sizes = [prompt_length + count * length for prompt_length, count, length in group_shapes]
-    groups = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
+    sizes = [prompt_length + count * length for prompt_length, count, length in groups.shapes]
+    rows = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
     outputs = []
-    for (prompt_length, count, length), group in zip(group_shapes, groups, strict=True):
-        prompt_q, prompt_k, prompt_v = (tensor[:, :, :prompt_length] for tensor in group)  # [1, heads, P, D]
+    for (prompt_length, count, length), row in zip(groups.shapes, rows, strict=True):
+        prompt_q, prompt_k, prompt_v = (tensor[:, :, :prompt_length] for tensor in row)  # [1, heads, P, D]
         q, k, v = (  # of the completions: [G, heads, T, D]
-            tensor[0, :, prompt_length:].unflatten(1, (count, length)).transpose(0, 1) for tensor in group
+            tensor[0, :, prompt_length:].unflatten(1, (count, length)).transpose(0, 1) for tensor in row
         )
         k = torch.cat([prompt_k.expand(count, -1, -1, -1), k], 2)
         v = torch.cat([prompt_v.expand(count, -1, -1, -1), v], 2)

@@ -5,81 +5,48 @@ mini-batches, each of which makes one update of the weights. A mini-batch passes
 Their size does not change its gradient: a token's weight in the loss depends on its mini-batch alone.
 """
 
-import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge, Gt
 from torch.distributed.tensor import DTensor
 
-from ..errors import MismatchError, RunError
-from ..flags import arg, setting
-from .layout import as_tensor
-from .lora import load_adapters, without_adapters
-from .model import Model, ModelConfig, RankBatch
-from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
+from ..errors import RunError
+from .config import LearnerConfig
+from .lora import load_adapters
+from .model import Model, RankBatch
+from .offload import Offload
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
-from .sharding import Offload, stray_weights, whole
+from .sharding import whole
 
-WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
+OVERFLOW = (  # what may have made a number that is not finite
+    "was the last update too large (--learning-rate), is a reward huge, or does a prompt start with the padding token?"
+)
 MERGED = "merged"  # a checkpoint's folder with the whole model, of save_merged
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 1e-6, 1e-5  # adapters need ten times as much (LoRA Without Regret, 2025)
-
-
-@dataclass
-class LearnerConfig(ModelConfig):
-    """How a model learns: the optimizer and its updates."""
-
-    learning_rate: Annotated[float | None, Gt(0)] = arg(
-        None, help="AdamW's learning rate (default: 1e-6; adapters: 1e-5; the built-in model: 3e-3)"
-    )
-    adam_eps: Annotated[float, Gt(0)] = setting(
-        1e-15, help="AdamW's epsilon; the default is from ScaleRL, arXiv:2510.13786"
-    )
-    lr_scheduler: Literal["constant", "linear", "cosine"] = setting(
-        "constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
-    )
-    warmup_steps: Annotated[int, Ge(0)] = setting(
-        0, help="number of steps at the start in which the learning rate rises from 0"
-    )
-    max_grad_norm: Annotated[float, Gt(0)] = setting(
-        1.0, help="a gradient whose norm is larger is scaled down to this norm"
-    )
-    num_epochs: Annotated[int, Ge(1)] = arg(1, help="times that a step goes through its rollouts")
-    num_mini_batches: Annotated[int, Ge(1)] = arg(
-        1, help="mini-batches into which an epoch divides the rollouts, at most one for each; each makes an update"
-    )
-    offload_optimizer: bool = arg(False, help="keep the optimizer's state in host memory between updates")
-    max_mismatch: Annotated[float | None, Gt(0)] = arg(
-        None,
-        help="the run ends if the mean |Δ logprob| between engine and trainer exceeds this (default: the script's"
-        " bound, or twice the measured rounding of bf16, if that is more)",
-    )
 
 
 class Learner:
     """A model that learns, or one rank of it. All ranks call every method together.
 
-    A subclass has an objective: `_losses`. `steps` is the number of steps in the run, which linear and cosine schedules
-    of the learning rate need.
+    A subclass has an objective: `_losses`. `path` is a model or a checkpoint. `steps` is the number of steps in the
+    run, which linear and cosine schedules of the learning rate need.
     """
 
-    def __init__(self, model: Model, config: LearnerConfig, seed: int = 0, steps: int | None = None):
-        self.model, self.config, self.seed, self.step = model, config, seed, 0
-        self.parameters = [p for p in model.module.parameters() if p.requires_grad]  # what learns
+    model_class = Model
+
+    def __init__(self, path: str, config: LearnerConfig, device: torch.device, seed: int = 0, steps: int | None = None):
+        self.model = self.model_class(path, config, device, learns=True, seed=seed)
+        self.config, self.seed, self.step = config, seed, 0
+        self.parameters = [p for p in self.model.module.parameters() if p.requires_grad]  # what learns
         self.rate = rate_schedule(config, steps)
-        self.optimizer = torch.optim.AdamW(  # fused, to make no temporary copies of the weights
-            self.parameters, lr=self.rate(0), betas=(0.9, 0.95), eps=config.adam_eps, weight_decay=0.0, fused=True
-        )
+        options = {"betas": (0.9, 0.95), "eps": config.optimizer.adam_eps, "weight_decay": 0.0}
+        # Fused, to make no temporary copies of the weights.
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.rate(0), fused=True, **options)
         self.offload = Offload(self.optimizer)
-        self.extra_state: dict[str, float] = {}  # what else a subclass keeps in checkpoints, by name
 
     def remarks(self) -> str:
         """Lines to print at the start of a run."""
@@ -99,7 +66,7 @@ class Learner:
         """
         model, model_folder = self.model, folder
         if model.adapters:
-            model_folder = folder / MERGED if self.config.save_merged else None
+            model_folder = folder / MERGED if self.config.model.save_merged else None
             if model.rank == 0:
                 state = model.module.state_dict()
                 adapters = {name: tensor for name, tensor in state.items() if not isinstance(tensor, DTensor)}
@@ -107,16 +74,14 @@ class Learner:
                 model.tokenizer.save_pretrained(folder)
         if model_folder:
             write_model(model.module, model.named_tensors(), model.processor, model_folder)
-        write_state(folder, self.optimizer, step=self.step, **self.extra_state)
+        write_state(folder, self.optimizer, self.step)
 
     def load_state(self, folder: Path) -> None:
         """Load adapters, the optimizer's state and the step from the checkpoint that the learner was made from."""
         if self.model.adapters:
             load_adapters(self.model.module, folder)
-        state = load_state(folder, self.parameters, self.optimizer)
-        self.step = state["step"]
-        self.extra_state |= {name: state[name] for name in self.extra_state if name in state}
-        if self.config.offload_optimizer:
+        self.step = load_state(folder, self.parameters, self.optimizer)
+        if self.config.optimizer.offload_optimizer:
             self.offload.to_host()
 
     def _run_updates(
@@ -144,8 +109,8 @@ class Learner:
 
     def _mini_batches(self, count: int) -> Iterator[list[int]]:
         """The rows of each mini-batch of each epoch, in an order that the seed and the step determine."""
-        mini_batches = min(self.config.num_mini_batches, count)
-        for epoch in range(self.config.num_epochs):
+        mini_batches = min(self.config.optimizer.num_mini_batches, count)
+        for epoch in range(self.config.optimizer.num_epochs):
             order = random.Random(f"{self.seed} {self.step} {epoch}").sample(range(count), count)
             yield from (order[i::mini_batches] for i in range(mini_batches))
 
@@ -186,303 +151,23 @@ class Learner:
         raise NotImplementedError
 
     def _optimizer_step(self) -> float:
-        """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises
-        RunError, before anything is updated, if it is not finite: the update would make every weight a NaN; or if the
-        model computes with a weight that the optimizer does not update."""
-        if stray := stray_weights(self.model.module, self.parameters):
-            raise RunError(f"{stray[0]} would not learn: the model computes with another tensor than the optimizer has")
+        """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises RunError,
+        before anything is updated, if it is not finite: the update would make every weight a NaN."""
         if self.model.adapters and self.model.ranks > 1:  # every rank has whole adapters, which FSDP leaves alone
             gradients = [parameter.grad for parameter in self.parameters]
             total = torch.nn.utils.parameters_to_vector(gradients)
             dist.all_reduce(total)
             torch.nn.utils.vector_to_parameters(total / self.model.ranks, gradients)
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm))
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.max_grad_norm))
         if not norm.isfinite():
-            raise RunError(f"step {self.step + 1}: the gradient is not finite: {self._overflow_cause()}")
+            raise RunError(f"step {self.step + 1}: the gradient is not finite: {OVERFLOW}")
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.step)
         self.offload.to_device()
         self.optimizer.step()
-        if self.config.offload_optimizer:
+        if self.config.optimizer.offload_optimizer:
             self.offload.to_host()
         return float(norm)
-
-    def _overflow_cause(self) -> str:
-        """What may have made a number that is not finite, and what to do about it."""
-        if self.optimizer.state:  # there was an update
-            return "if the last update was too large, lower --learning-rate"
-        return (
-            "nothing was learned yet, and the loaded weights are finite, so look for huge rewards, and for prompts that"
-            " start with the padding token, whose embedding is zero"
-        )
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What a script knows of its engine, and so what a mismatch means."""
-
-    max_mismatch: float | None = None  # the largest that rounding explains in the script's precision
-    exact: Literal["on", "auto", "off"] = "off"  # whether every token must have the engine's bits, or may
-    workers: int = 1  # of an engine, which an exact trainer adds up as
-
-
-@dataclass(eq=False)
-class PolicyScores:
-    """The policy's log-probabilities [B, T] of B rollouts, right-padded with zeros, on the CPU, and metrics."""
-
-    logprobs: torch.Tensor
-    metrics: dict[str, float]
-
-
-def falls_back(method: Callable) -> Callable:
-    """A PolicyLearner's method that proves the last sync. With `exact` "auto", it is called again, with transformers'
-    own kernels from now on, if the engine's take log-probabilities further from the engine than `max_mismatch`."""
-
-    @wraps(method)
-    def call(self, *args, **options):
-        try:
-            return method(self, *args, **options)
-        except MismatchError as error:
-            if self.exact != "auto":
-                raise
-            self._say(f"not exact, so the trainer computes with transformers' kernels from now on: {error}")
-            self.exact = "off"
-            for model in filter(None, (self.model, self.reference)):
-                model.make_exact(0)
-            return method(self, *args, **options)
-
-    return call
-
-
-class PolicyLearner(Learner):
-    """A learner of the policy that an engine samples from. The engine's log-probabilities prove each sync."""
-
-    def __init__(
-        self, model: Model, config: LearnerConfig, seed: int = 0, steps: int | None = None, proof: Proof | None = None
-    ):
-        super().__init__(model, config, seed, steps)
-        self.proof = proof or Proof()
-        self.reference: Model | None = None  # to which the loss has a KL
-        self.exact = self.proof.exact
-        self.reported = ""  # what was said of exactness: "equal", "different"
-        if self.exact != "off":
-            model.make_exact(self.proof.workers)
-        self.example = ""  # a token whose log-probability is not the engine's, as the end of a message
-        self.max_mismatch, self.bound_remark = config.max_mismatch or self.proof.max_mismatch, ""
-        if config.max_mismatch is None and self.max_mismatch and 2 * model.rounding > self.max_mismatch:
-            self.max_mismatch = 2 * model.rounding
-            self.bound_remark = f"\nbf16 moves the model's log-probabilities by {model.rounding:.2g} on average:"
-            self.bound_remark += f" the bound of the mismatch is {self.max_mismatch:.2g}"
-
-    def remarks(self) -> str:
-        return super().remarks() + self.bound_remark
-
-    def warm_up(self) -> None:
-        """Pass made-up rollouts forwards and backwards, so that kernels are compiled while engines start and not in the
-        first step. Nothing that a step learns from changes."""
-        model, longest = self.model, self.model.longest_sequence
-        vocabulary = model.module.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(0)
-        for length in WARM_UP_LENGTHS:
-            for keeps_all in {False, model.computes_again}:  # as the first step computes, and as later ones may
-                if keeps_all:
-                    model.checkpointing.stop()
-                ids = torch.randint(vocabulary, (WARM_UP_ROWS, 2, length), generator=generator).tolist()
-                rollouts = [Rollout(ids[0][0], completion, [0.0] * length) for _, completion in ids]
-                tensors = self._completion_tensors(rollouts) | {"left_out": torch.zeros(WARM_UP_ROWS, dtype=torch.bool)}
-                tensors["advantage"] = torch.ones(WARM_UP_ROWS, 1)
-                batch = self._rank_batch(rollouts, tensors, self._token_weights)
-                self._backward(batch, lambda *passed: self._single_losses(*passed)[0])
-                if keeps_all:
-                    model.start_checkpointing()
-        self.optimizer.zero_grad(set_to_none=True)
-        model.longest_sequence = longest
-        if model.checkpointing:
-            model.checkpointing.block_bytes = 0.0  # which the first step measures on sequences of its own
-
-    @falls_back
-    def mismatch(self, rollouts: list[Rollout]) -> float:
-        """Mean distance of the engine's log-probabilities from the trainer's. Raises MismatchError as `score` does."""
-        return self._check_mismatch(self._score_mismatch(rollouts))["logprobs/mismatch"]
-
-    @falls_back
-    def score(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> PolicyScores:
-        """The policy's scores of these rollouts, which prove the last sync together with `proof_rollouts`: raises
-        MismatchError if the engine's log-probabilities are further off than `max_mismatch` on average."""
-        logprobs, entropies = self.model.score_all(rollouts, entropy=True)
-        tensors = self._completion_tensors(rollouts)
-        sums = self._mismatch_sums(logprobs, tensors)
-        if proof_rollouts:
-            sums = sums + self._score_mismatch(proof_rollouts)
-        metrics = self._check_mismatch(sums)
-        entropy = float((entropies * tensors["mask"]).sum() / tensors["mask"].sum())
-        return PolicyScores(logprobs, metrics | {"entropy": entropy})
-
-    def reference_logprobs(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Log-probabilities [B, T] by the reference: a frozen model or, if there is none, this one without adapters."""
-        if self.reference:
-            return self.reference.score_all(rollouts)[0]
-        with without_adapters(self.model.module):
-            return self.model.score_all(rollouts)[0]
-
-    def _score_mismatch(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Score rollouts for their `_mismatch_sums`."""
-        (logprobs,) = self.model.score_all(rollouts)
-        return self._mismatch_sums(logprobs, self._completion_tensors(rollouts))
-
-    def _mismatch_sums(self, logprobs: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sums [3] over the "current" tokens: the distances of these log-probabilities from the engine's, the number of
-        tokens, and the number of tokens that differ at all."""
-        distances = (logprobs - tensors["engine_logprobs"]).abs() * tensors["current"]
-        if self.exact != "off" and len(different := distances.nonzero()):
-            row, column = different[0].tolist()
-            completion, distance = int(tensors["row"][row]), float(distances[row, column])
-            self.example = f": token {column} of completion {completion} by {distance:.2g}, for one"
-        return torch.stack([distances.sum(), tensors["current"].sum(), (distances != 0).sum()])
-
-    def _check_mismatch(self, sums: torch.Tensor) -> dict[str, float]:
-        """Metrics of these `_mismatch_sums`. Raises MismatchError if the mean distance exceeds `max_mismatch`, if there
-        is no token and, with --exact on, if one differs."""
-        total, tokens, different = sums.tolist()
-        if not tokens:
-            raise MismatchError("no token comes from the weights that the trainer holds: the last sync has no proof")
-        mismatch = total / tokens
-        if self.max_mismatch and not mismatch <= self.max_mismatch:  # a NaN does not pass
-            if math.isnan(mismatch):
-                cause = self._overflow_cause()
-                raise MismatchError(f"log-probabilities of engine or trainer are not numbers: {cause}")
-            raise MismatchError(
-                f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
-                f" {self.max_mismatch:g}. The two compute different functions: these usually differ by the attention's"
-                " implementation or soft-capping, the variant of GELU, or a scale that one side leaves out. If"
-                " docs/guarantees.md says so of this family of models, --max-mismatch raises the bound"
-            )
-        if self.exact == "off":
-            return {"logprobs/mismatch": mismatch}
-        if not different and not self.reported:
-            self.reported = "equal"
-            self._say(f"exact: all {tokens:.0f} log-probabilities are the engine's, bit for bit")
-        if different and self.reported != "different":
-            examples = [self.example]
-            if self.model.ranks > 1:  # the token may be on another rank
-                examples *= self.model.ranks
-                dist.all_gather_object(examples, self.example)
-            difference = f"{different:.0f} of {tokens:.0f} log-probabilities are not the engine's bit for bit"
-            difference += next(filter(None, examples), "")
-            if self.exact == "on":
-                raise MismatchError(f"--exact on: at step {self.step + 1} {difference}")
-            self.reported = "different"
-            self._say(f"not exact: {difference}; importance weights correct for that")
-        return {"logprobs/mismatch": mismatch, "logprobs/different_tokens": different}
-
-    def _say(self, text: str) -> None:
-        if self.model.rank == 0:
-            print(f"step {self.step + 1}: {text}", flush=True)
-
-    def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
-        """Tensors [B, T], right-padded with zeros, and the number of each "row" [B]. "mask" is 1 for tokens that the
-        policy sampled, "current" for those that this learner's version of the weights sampled."""
-        logprobs = [as_tensor(rollout.logprobs).float() for rollout in rollouts]
-        masks = [as_tensor(rollout.mask).float() for rollout in rollouts]
-        current = [
-            mask if rollout.versions is None else mask * as_tensor(rollout.versions).eq(self.step)
-            for mask, rollout in zip(masks, rollouts, strict=True)
-        ]
-        tensors = {"mask": masks, "engine_logprobs": logprobs, "current": current}
-        pad = torch.nn.utils.rnn.pad_sequence
-        padded = {name: pad(rows, batch_first=True) for name, rows in tensors.items()}
-        return padded | {"row": torch.arange(len(rollouts))}
-
-    def _run_policy_updates(
-        self,
-        rollouts: list[Rollout],
-        advantage: torch.Tensor,
-        left_out: torch.Tensor,
-        scores: PolicyScores | None,
-        reference_logprobs: torch.Tensor | None = None,
-        proof_rollouts: list[Rollout] = (),
-    ) -> dict[str, float]:
-        """All updates of a step. `advantage` is [B, 1] or [B, T]; completions that are `left_out` [B] weigh nothing.
-
-        The ratio is to the policy that gave these `scores`. None: the step has one update, whose own forward pass gives
-        them, and proves the sync together with `proof_rollouts`.
-        """
-        tensors = self._completion_tensors(rollouts) | {"advantage": advantage.float(), "left_out": left_out}
-        if reference_logprobs is not None:
-            tensors["reference_logprobs"] = reference_logprobs
-        if scores is None:
-            return self._run_single_update(rollouts, tensors, proof_rollouts)
-        tensors["old_logprobs"] = scores.logprobs
-        means = _token_means(tensors | {"mean_weights": tensors["mask"] / tensors["mask"].sum()}, self.config)
-        means = {name: float(mean) for name, mean in means.items()}
-        return self._run_updates(rollouts, tensors, self._token_weights) | scores.metrics | means
-
-    @falls_back
-    def _run_single_update(
-        self, rollouts: list[Rollout], tensors: dict[str, torch.Tensor], proof_rollouts: list[Rollout]
-    ) -> dict[str, float]:
-        """A step's only update. Each rollout passes through the model once, which is still the policy that the step
-        began with."""
-        batch, width = self._rank_batch(rollouts, tensors, self._token_weights), tensors["mask"].shape[1]
-        passed = []  # log-probabilities and entropies, in the order of the batch's rows
-
-        def losses(*micro_batch) -> tuple:
-            losses, scores = self._single_losses(*micro_batch)
-            passed.append(scores)
-            return losses
-
-        metrics = self._backward(batch, losses)
-        # If nothing is learned, `_backward` has taken the first of these micro-batches.
-        forward_only = batch.forward_only if batch.micro_batches else batch.forward_only[1:]
-        with torch.no_grad(), self.model.computing():
-            passed += [self.model.score(batch.rollouts[rows], width, entropy=True) for rows in forward_only]
-        old_logprobs, entropies = map(torch.cat, zip(*passed, strict=True))
-        tensors = batch.tensors | {"old_logprobs": old_logprobs, "entropies": entropies}
-        rank_sums = self._mismatch_sums(old_logprobs, tensors)
-        sums = torch.tensor(self.model.sum_over_ranks(*rank_sums))
-        if proof_rollouts:
-            sums = sums + self._score_mismatch(proof_rollouts)
-        metrics |= self._check_mismatch(sums)  # before the weights change
-        metrics["grad_norm"] = self._optimizer_step()
-        means = _token_means(tensors, self.config)
-        return self._end_step(metrics | dict(zip(means, self.model.sum_over_ranks(*means.values()), strict=True)))
-
-    def _single_losses(self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]) -> tuple:
-        """As `_losses`, of the policy that the step began with; and its log-probabilities and entropies."""
-        logprobs, entropies = self.model.score(rollouts, width, entropy=True)
-        losses = self._policy_losses(logprobs, tensors | {"old_logprobs": logprobs.detach()})
-        return losses, (logprobs.detach(), entropies)
-
-    def _token_weights(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], self.config)
-
-    def _losses(
-        self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return self._policy_losses(self.model.score(rollouts, width)[0], tensors)
-
-    def _policy_losses(
-        self, logprobs: torch.Tensor, tensors: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """As `_losses`, of tokens with these log-probabilities [b, width] by the policy that learns."""
-        old_logprobs, engine_logprobs = tensors["old_logprobs"], tensors["engine_logprobs"]
-        advantage, mask, reference = tensors["advantage"], tensors["mask"], tensors.get("reference_logprobs")
-        losses, clipped = token_losses(logprobs, old_logprobs, engine_logprobs, advantage, mask, self.config, reference)
-        approx_kl = kl_estimate(old_logprobs, logprobs.detach(), mask)
-        return losses, {"clip_fraction": clipped.float(), "approx_kl": approx_kl}
-
-
-def _token_means(tensors: dict[str, torch.Tensor], config: PolicyLossConfig) -> dict[str, torch.Tensor]:
-    """Metrics of the policy that a step began with: sums over tokens, by their "mean_weights"."""
-    old_logprobs = tensors["old_logprobs"]
-    mask = tensors["mask"]
-    importance, outside = importance_weights(old_logprobs, tensors["engine_logprobs"], mask, config)
-    values = {"importance/mean": importance, "importance/clipped": outside}
-    if "entropies" in tensors:
-        values["entropy"] = tensors["entropies"]
-    if "reference_logprobs" in tensors:
-        values["kl"] = kl_estimate(old_logprobs, tensors["reference_logprobs"], mask)
-    return {name: (value * tensors["mean_weights"]).sum() for name, value in values.items()}
 
 
 def rate_schedule(config: LearnerConfig, steps: int | None) -> Callable[[int], float]:
@@ -493,14 +178,14 @@ def rate_schedule(config: LearnerConfig, steps: int | None) -> Callable[[int], f
     """
     from transformers import get_scheduler
 
-    rate = learning_rate(config)
-    name = "constant_with_warmup" if config.lr_scheduler == "constant" else config.lr_scheduler
+    rate, optimizer = learning_rate(config), config.optimizer
+    name = "constant_with_warmup" if optimizer.lr_scheduler == "constant" else optimizer.lr_scheduler
     any_optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
-    (factor,) = get_scheduler(name, any_optimizer, config.warmup_steps, steps).lr_lambdas
+    (factor,) = get_scheduler(name, any_optimizer, optimizer.warmup_steps, steps).lr_lambdas
     return lambda step: rate * factor(step)
 
 
 def learning_rate(config: LearnerConfig) -> float:
     """The learning rate that was given, or the default."""
-    default = ADAPTERS_LEARNING_RATE if config.lora_rank else LEARNING_RATE
-    return default if config.learning_rate is None else config.learning_rate
+    default = ADAPTERS_LEARNING_RATE if config.model.lora_rank else LEARNING_RATE
+    return default if config.optimizer.learning_rate is None else config.optimizer.learning_rate

@@ -4,17 +4,17 @@ Logits are the largest tensor of a learning step: [tokens, vocabulary], many tim
 that predict target tokens go through the head, a chunk at a time. Unless there is memory for all of them, backward
 computes a chunk's logits again.
 
-A head is more than its matrix: Gemma 2 soft-caps logits, Cohere and Granite scale them. So the head runs inside the
-model's own `forward`, whose trunk (the embeddings and blocks below the head) returns states that were computed before.
+A head may be more than its matrix: Gemma 2 soft-caps logits, Cohere and Granite scale them. `choose_head` finds out.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..errors import RunError
 from .multimodal import states_with_images
 
 CHUNK = 1024  # states whose logits are in memory at one time: 0.6 GB in fp32 for a vocabulary of 150,000
@@ -27,6 +27,7 @@ def token_scores(
     states_at: torch.Tensor,
     temperature: float,
     entropy: bool,
+    head: Callable,
     score_logits: Callable,
     logits_again: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -34,19 +35,20 @@ def token_scores(
 
     The inputs are the model's, from layout.py. They have no mask for padding on the right, since plain causal attention
     is faster. `states_at` [N] are the positions, in `input_ids.flatten()`, of the states that predict the targets.
-    `score_logits` is `scores_of_logits`, or a function like it. With `logits_again`, backward computes logits again.
+    `head` is one that `choose_head` returns, `score_logits` is `scores_of_logits` or a function like it. With
+    `logits_again`, backward computes logits again.
 
-    This calls the trunk by itself: call it by `as_forward` (sharding.py), since the model may be sharded.
+    This calls the trunk by itself. So it is a method of the model, `score`, before which FSDP gathers the weights.
     """
     if "pixels" in inputs:
-        output = states_with_images(model, **inputs)
+        states = states_with_images(model, **inputs)
     else:
-        output = model.get_decoder()(**inputs, use_cache=False)
+        states = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
 
     def score(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return score_logits(_head(model, type(output), states, targets), targets, temperature, entropy)
+        return score_logits(head(model, states), targets, temperature, entropy)
 
-    states = output.last_hidden_state.flatten(0, 1)[states_at]
+    states = states.flatten(0, 1)[states_at]
     if logits_again:
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
     chunks = map(score, states.split(CHUNK), targets.split(CHUNK))
@@ -66,16 +68,36 @@ def scores_of_logits(
         return logprobs, -(log_softmax.exp() * log_softmax).sum(-1) if entropy else None
 
 
-def _head(model, output_type: type, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The logits [N, V] that the model makes of these hidden states [N, H]. Only the shape of the ids [N] matters."""
-    with _trunk_returning(model.get_decoder(), output_type(last_hidden_state=states[None])):
-        return model.forward(input_ids=ids[None], use_cache=False).logits.flatten(0, 1)  # [0] would copy their gradient
+def plain_head(model, states: torch.Tensor) -> torch.Tensor:
+    """The logits [N, V] of these hidden states [N, H], if the head is a matrix and no more."""
+    return model.get_output_embeddings()(states)
 
 
-@contextmanager
-def _trunk_returning(trunk: torch.nn.Module, output) -> Iterator[None]:
-    trunk.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del trunk.forward
+def own_head(trunk_output: type, model, states: torch.Tensor) -> torch.Tensor:
+    """As `plain_head`, with all that the model's own forward pass does to logits, whose trunk returns these states."""
+    output, ids = trunk_output(last_hidden_state=states[None]), states.new_zeros(1, len(states), dtype=torch.long)
+    with patch.object(model.get_decoder(), "forward", lambda *_, **__: output):
+        return model.forward(input_ids=ids, use_cache=False).logits.flatten(0, 1)  # [0] would copy their gradient
+
+
+@torch.no_grad()
+def choose_head(module, ids: torch.Tensor) -> Callable:
+    """`plain_head` or, if it gives other logits, `own_head`, tried on these prompts [2, S] of an fp32 model. Raises
+    RunError if trunk and head do not give the log-probabilities of a whole forward pass."""
+    trunk, outputs, same = module.get_decoder(), [], []
+    if trunk is not module:
+        with trunk.register_forward_hook(lambda *call: outputs.append(type(call[-1]))):
+            logits = module(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        own = partial(own_head, *outputs)
+
+        def both(model, states: torch.Tensor) -> torch.Tensor:
+            logits = own(model, states)
+            same.append(logits.equal(plain_head(model, states)))
+            return logits
+
+        targets, states_at = ids[:, 1:].flatten(), torch.arange(ids.numel(), device=ids.device).view_as(ids)[:, :-1]
+        options = 1.0, False, both, scores_of_logits, False
+        logprobs, _ = module.score({"input_ids": ids}, targets, states_at.flatten(), *options)
+        if logprobs.allclose(scores_of_logits(logits, targets, 1.0, False)[0], rtol=1e-3, atol=1e-3):
+            return plain_head if all(same) else own
+    raise RunError(f"the trainer calls a trunk and its head separately, and {type(module).__name__} has no such trunk")

@@ -54,8 +54,9 @@ def image_inputs(processor, images: Images, device: torch.device) -> dict[str, t
 def states_with_images(
     model, input_ids: torch.Tensor, pixels: dict[str, torch.Tensor], prompt_length: int
 ) -> torch.Tensor:
-    """The output of the model's trunk for sequences [rows, S] that begin with the same prompt, of `prompt_length`, with
-    the images of `pixels`. Its tower encodes them once. Raises RunError if this version of transformers cannot."""
+    """The hidden states [rows, S, H] of sequences [rows, S] that begin with the same prompt, of `prompt_length`, with
+    the images of `pixels`. The model's tower encodes them once. Raises RunError if this version of transformers cannot.
+    """
     trunk, rows = model.base_model, len(input_ids)
     taken = inspect.signature(trunk.forward).parameters
     if "mm_encoder_outputs" not in taken:  # it would go into **kwargs, which transformers 5.17 leaves unread
@@ -75,7 +76,7 @@ def states_with_images(
     embedding = model.get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda *_: (input_ids,))
     try:
-        return trunk(input_ids=seen, mm_encoder_outputs={"image": encoded}, **inputs, use_cache=False)
+        return trunk(input_ids=seen, mm_encoder_outputs={"image": encoded}, **inputs, use_cache=False).last_hidden_state
     finally:
         hook.remove()
 

@@ -21,7 +21,6 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from ..flags import arg, setting
-from .sampling import SamplingConfig
 
 CLIP = {  # by --loss: how far below and above 1 the ratio is clipped
     "grpo": (0.2, 0.28),  # clip-higher (DAPO)
@@ -36,7 +35,7 @@ STD_EPS = 1e-4  # added to a standard deviation before dividing by it
 
 
 @dataclass
-class PolicyLossConfig(SamplingConfig):
+class PolicyLossConfig:
     """The loss of the policy."""
 
     loss: ClassVar[str] = "ppo"
@@ -57,6 +56,11 @@ class PolicyLossConfig(SamplingConfig):
     )
     importance_floor: Annotated[float, Ge(0), Le(1)] = setting(
         0.5, help="lower bound of the importance weight, with --mismatch-correction icepop"
+    )
+    max_mismatch: Annotated[float | None, Gt(0)] = arg(
+        None,
+        help="the run ends if the mean |Δ logprob| between engine and trainer exceeds this (default: the script's"
+        " bound, or twice the measured rounding of bf16, if that is more)",
     )
 
 
@@ -222,7 +226,7 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: 
     return log_ratio.exp() - log_ratio - 1
 
 
-def token_weights(mask: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
+def token_weights(mask: torch.Tensor, config: PolicyLossConfig, max_tokens: int) -> torch.Tensor:
     """Weights [B, T] in the loss of the tokens where the mask [B, T] is 1.
 
     - `grpo`, `gspo`: the mean over each completion's tokens, then over all B completions, also those with no token.
@@ -232,17 +236,17 @@ def token_weights(mask: torch.Tensor, config: PolicyLossConfig) -> torch.Tensor:
     if config.loss in ("grpo", "gspo"):
         return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
     if config.loss == "dr_grpo":
-        return mask / (len(mask) * config.max_tokens)
+        return mask / (len(mask) * max_tokens)
     return mask / mask.sum().clamp(min=1)
 
 
 def loss_weights(
-    mask: torch.Tensor, advantage: torch.Tensor, left_out: torch.Tensor, config: PolicyLossConfig
+    mask: torch.Tensor, advantage: torch.Tensor, left_out: torch.Tensor, config: PolicyLossConfig, max_tokens: int
 ) -> torch.Tensor:
     """`token_weights` [B, T], but 0 for completions that are `left_out` [B]. With a `kl_coef` of 0, also where the
     advantage ([B, 1] or [B, T]) is 0: there the loss has no gradient.
 
     Completions that are left out also leave the mean over all tokens, but B still counts them.
     """
-    weights = token_weights(mask * ~left_out[:, None], config)
+    weights = token_weights(mask * ~left_out[:, None], config, max_tokens)
     return weights if config.kl_coef else weights * (advantage != 0)

@@ -8,32 +8,30 @@ One step takes B rollouts of up to T tokens:
     policy      token_losses (objectives.py): the ratio to the policy that the step began with is clipped; importance
                 weights correct for the engine
     critic      value_losses: values are clipped around the step's first ones
-    kl_coef     adapted_kl_coef: fixed, or adapted to a target of the KL
 
 Tensors are [B, T], right-padded; a mask is 1 for a completion's tokens and 0 for padding. All means are over tokens.
 docs/objectives.md has the names that TRL and OpenRLHF use.
 """
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from annotated_types import Ge, Gt, Le
 
-from ..flags import arg
-from .learner import Learner, LearnerConfig, PolicyLearner, PolicyScores, Proof, learning_rate
-from .model import Model
+from ..flags import arg, with_values
+from .config import LearnerConfig
+from .learner import Learner, learning_rate
 from .objectives import PolicyLossConfig
+from .policy import PolicyLearner, PolicyScores
 from .rollout import Rollout
 from .value_models import ValueModel
 
 CRITIC_LEARNING_RATE = 1e-5  # the smallest default: a new value head has everything to learn
-MAX_KL_ERROR = 0.2  # the largest relative error of the KL that adapts the coefficient
 
 
 @dataclass
-class PPOConfig(PolicyLossConfig, LearnerConfig):
+class PPOLossConfig(PolicyLossConfig):
     """PPO's options."""
 
     cliprange_value: Annotated[float, Gt(0)] = arg(
@@ -45,12 +43,6 @@ class PPOConfig(PolicyLossConfig, LearnerConfig):
     )
     kl_coef: Annotated[float, Ge(0)] = arg(
         0.01, help="coefficient of the KL penalty in the rewards, which keeps the policy near the initial model"
-    )
-    kl_target: Annotated[float | None, Gt(0)] = arg(
-        None, help="KL per token to which --kl-coef is adapted after each step (default: it stays as it is)"
-    )
-    kl_horizon: Annotated[int, Ge(1)] = arg(
-        10_000, help="with --kl-target: number of completions over which --kl-coef adapts"
     )
     reward_clip: Annotated[float, Gt(0)] = arg(10.0, help="completions' rewards are clipped to ± this")
     critic_learning_rate: Annotated[float | None, Gt(0)] = arg(
@@ -68,7 +60,6 @@ class Experience:
     advantages: torch.Tensor
     old_values: torch.Tensor
     returns: torch.Tensor
-    kl: float  # from the reference, per token
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -122,21 +113,12 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     return float(1 - (returns - values).var(correction=0) / variance) if variance > 0 else 0.0
 
 
-def adapted_kl_coef(kl_coef: float, kl: float, completions: int, config: PPOConfig) -> float:
-    """The coefficient for the next step: times 1 + clip(kl / target - 1, ± 0.2) * completions / horizon (Ziegler et al.
-    2019, arXiv:1909.08593, section 2.2), of which the last factor is at most 1 here. Without a target, it stays."""
-    if config.kl_target is None:
-        return kl_coef
-    error = max(-MAX_KL_ERROR, min(MAX_KL_ERROR, kl / config.kl_target - 1))
-    return kl_coef * (1 + error * min(1.0, completions / config.kl_horizon))
-
-
 def estimate(
     rollouts: list[Rollout],
     old_policy: PolicyScores,
     reference_logprobs: torch.Tensor,
     values: torch.Tensor,
-    config: PPOConfig,
+    config: PPOLossConfig,
 ) -> tuple[Experience, dict[str, float]]:
     """What the step learns from, and metrics. Takes B rollouts, the policy's log-probabilities, the reference's [B, T],
     and the critic's values [B, T]."""
@@ -144,64 +126,40 @@ def estimate(
     mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
     kl = (old_policy.logprobs - reference_logprobs) * mask
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
-    rewards = token_rewards(rewards, kl, mask, old_policy.metrics["kl_coef"], config.reward_clip)
+    rewards = token_rewards(rewards, kl, mask, config.kl_coef, config.reward_clip)
     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
     tokens = mask.bool()
     metrics = {
         "kl": float(kl[tokens].mean()),
+        "kl_coef": config.kl_coef,
         "advantages/std": float(advantages[tokens].std(correction=0)),
         "returns/mean": float(returns[tokens].mean()),
         "values/mean": float(values[tokens].mean()),
         "ppo/explained_variance": explained_variance(values, returns, mask),
     }
     advantages = whiten(advantages, mask)
-    return Experience(rollouts, mask, old_policy, advantages, values, returns, metrics["kl"]), metrics
+    return Experience(rollouts, mask, old_policy, advantages, values, returns), metrics
 
 
 class PPOLearner(PolicyLearner):
-    """A policy that learns by PPO. Its checkpoints keep the coefficient of the KL."""
-
-    def __init__(
-        self,
-        path: str,
-        config: PPOConfig,
-        device: torch.device,
-        seed: int = 0,
-        steps: int | None = None,
-        proof: Proof | None = None,
-    ):
-        super().__init__(Model(path, config, device, learns=True, seed=seed), config, seed, steps, proof)
-        self.extra_state = {"kl_coef": config.kl_coef, "first_kl_coef": config.kl_coef}
-
-    def load_state(self, folder: Path) -> None:
-        super().load_state(folder)
-        if self.config.kl_target is None or self.extra_state["first_kl_coef"] != self.config.kl_coef:
-            # Nothing adapts the coefficient, or its flag has changed: the flag counts.
-            self.extra_state = dict.fromkeys(self.extra_state, self.config.kl_coef)
-
-    def logprobs(self, rollouts: list[Rollout]) -> PolicyScores:
-        """As `score`, with the coefficient of the KL among the metrics."""
-        scores = self.score(rollouts)
-        scores.metrics["kl_coef"] = self.extra_state["kl_coef"]
-        return scores
+    """A policy that learns by PPO."""
 
     def learn(self, experience: Experience) -> dict[str, float]:
-        """Update the policy, and adapt the coefficient of the KL. Returns metrics."""
+        """Update the policy. Returns metrics."""
         rollouts, left_out = experience.rollouts, torch.zeros(len(experience.rollouts), dtype=torch.bool)
         # The KL is in the reward, so the loss needs no reference.
-        metrics = self._run_policy_updates(rollouts, experience.advantages, left_out, experience.old_policy)
-        kl_coef = self.extra_state["kl_coef"]
-        self.extra_state["kl_coef"] = adapted_kl_coef(kl_coef, experience.kl, len(rollouts), self.config)
-        return metrics
+        return self._run_policy_updates(rollouts, experience.advantages, left_out, experience.old_policy)
 
 
 class CriticLearner(Learner):
     """The critic: a trunk like the policy's, and a head that gives the value of the state before each token."""
 
-    def __init__(self, path: str, config: PPOConfig, device: torch.device, seed: int = 0, steps: int | None = None):
-        rate = config.critic_learning_rate or max(learning_rate(config), CRITIC_LEARNING_RATE)
-        config = replace(config, learning_rate=rate, save_merged=False)
-        super().__init__(ValueModel(path, config, device, learns=True, seed=seed), config, seed, steps)
+    model_class = ValueModel
+
+    def __init__(self, path: str, config: LearnerConfig, *args):
+        rate = config.loss.critic_learning_rate or max(learning_rate(config), CRITIC_LEARNING_RATE)
+        config = with_values(config, {"learning_rate": rate, "save_merged": False})
+        super().__init__(path, config, *args)
 
     def values(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Values [B, T] of the states before the completions' tokens, right-padded with zeros, on the CPU."""
@@ -217,5 +175,6 @@ class CriticLearner(Learner):
         self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         (values,) = self.model.score(rollouts, width)
-        losses, clipped = value_losses(values, tensors["old_values"], tensors["returns"], self.config.cliprange_value)
+        cliprange = self.config.loss.cliprange_value
+        losses, clipped = value_losses(values, tensors["old_values"], tensors["returns"], cliprange)
         return losses, {"clip_fraction": clipped.float()}

@@ -51,13 +51,13 @@ def write_model(model, weights: dict[str, torch.Tensor | LoRAWeight], processor,
     processor.save_pretrained(folder)
 
 
-def write_state(folder: Path, optimizer: torch.optim.Optimizer, **others) -> None:
-    """Write the optimizer's state, which may be offloaded, and `others` beside it. All ranks call this."""
+def write_state(folder: Path, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write the optimizer's state, which may be offloaded, and the step. All ranks call this."""
     folder.mkdir(exist_ok=True)
     state = optimizer.state_dict()
     for i, moments in state["state"].items():
         state["state"][i] = {name: local_part(tensor) for name, tensor in moments.items()}
-    torch.save({"optimizer": state} | others, folder / _file_name(STATE_FILE, *rank_and_ranks()))
+    torch.save({"optimizer": state, "step": step}, folder / _file_name(STATE_FILE, *rank_and_ranks()))
 
 
 def state_files(folder: Path) -> list[Path]:
@@ -65,9 +65,9 @@ def state_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(STATE_FILE.replace(".", "*.")))
 
 
-def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> dict:
-    """Load the optimizer's state for these parameters, of which this rank takes its rows. Returns what `write_state`
-    wrote beside it. Raises RunError if other parameters learned then, or if a file is missing."""
+def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """Load the optimizer's state for these parameters, of which this rank takes its rows. Returns the step
+    that was saved with it. Raises RunError if other parameters learned then, or if a file is missing."""
     saved = [torch.load(file, map_location="cpu", mmap=True, weights_only=True) for file in state_files(folder)]
     if not saved:
         raise RunError(f"{folder} has no {STATE_FILE}, so no run can go on from it")
@@ -84,7 +84,7 @@ def load_state(folder: Path, parameters: list[torch.nn.Parameter], optimizer: to
             state["state"][i][name] = sharded_like(parameter, rows)
     state["param_groups"] = optimizer.state_dict()["param_groups"]  # with this run's flags
     optimizer.load_state_dict(state)
-    return saved[0]
+    return saved[0]["step"]
 
 
 def _local_rows(parameter: torch.Tensor, shards: list[torch.Tensor]) -> torch.Tensor:

@@ -5,16 +5,15 @@ take those too, and leave them as they are. Of several ranks, none ever holds th
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from weight_sync.link import host_and_port
 from weight_sync.ranks import ShardedPart, local_part
@@ -58,28 +57,12 @@ def load_model(auto_class, path: str, config, device: torch.device, mixed_precis
     weights are gathered in bf16 and compute as on a single rank (precision.py); the weights themselves, the optimizer's
     state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is not a parameter.
     """
-    from transformers import modeling_utils
-    from transformers.distributed import DistributedConfig, fsdp
+    from transformers.distributed import DistributedConfig
 
-    replaced = ExitStack()
     _, ranks = rank_and_ranks()
-    if ranks > 1:
-        with torch.device("meta"):
-            model = auto_class.from_config(config)
-        fits = fits_gathered(model, device)  # then, the hooks of each block would only delay the launches of every pass
-        blocks = set() if fits else set(_blocks(model))
-        names = [name for name, module in model.named_modules() if module in blocks]
-
-        def groups_and_kept(model, plan) -> tuple[list[tuple[str, torch.nn.Module]], list]:
-            return [(name, model.get_submodule(name)) for name in names], []
-
-        # Instead of the plans that the model's class, its config and its sub-models have. A group of the head alone
-        # would gather it for each chunk of positions, and a final norm that is kept gathered would not learn.
-        replaced.enter_context(patch.object(fsdp, "expand_fsdp_plan", groups_and_kept))
-        options["distributed_config"] = DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=mixed_precision)
-        # On a GPU it would first allocate the whole model, if its config has no plan for tensor parallelism.
-        replaced.enter_context(patch.object(modeling_utils, "caching_allocator_warmup"))
-    with replaced:
+    with _own_groups(auto_class, config, device) if ranks > 1 else nullcontext():
+        if ranks > 1:
+            options["distributed_config"] = DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=mixed_precision)
         model, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
     if ranks > 1:
         _merge_tied_shards(model)
@@ -89,6 +72,31 @@ def load_model(auto_class, path: str, config, device: torch.device, mixed_precis
         if not local_part(parameter.detach()).sum().isfinite():  # a sum, because `isfinite` of them all takes memory
             raise RunError(f"{path}: {name} has values that are not finite: nothing can be learned from these weights")
     return model, sorted(report["missing_keys"])
+
+
+@contextmanager
+def _own_groups(auto_class, config, device: torch.device) -> Iterator[None]:
+    """Inside, transformers shards each block of this model on its own, and the rest together: not by the plans that
+    the model's class, its config and its sub-models have. A group of the head alone would gather it for each chunk of
+    positions, and a final norm that is kept gathered would not learn."""
+    from transformers import modeling_utils
+    from transformers.distributed import fsdp
+
+    with torch.device("meta"):
+        model = auto_class.from_config(config)
+    # Of a model that fits, the hooks of each block would only delay the launches of every pass.
+    own = set() if fits_gathered(model, device) else set(blocks(model))
+    names = [name for name, module in model.named_modules() if module in own]
+
+    def groups_and_kept(model, plan) -> tuple[list[tuple[str, torch.nn.Module]], list]:
+        return [(name, model.get_submodule(name)) for name in names], []
+
+    # On a GPU, the warm-up would first allocate the whole model, if its config has no plan for tensor parallelism.
+    with (
+        patch.object(fsdp, "expand_fsdp_plan", groups_and_kept),
+        patch.object(modeling_utils, "caching_allocator_warmup"),
+    ):
+        yield
 
 
 def _merge_tied_shards(model) -> None:
@@ -110,20 +118,6 @@ def _merge_tied_shards(model) -> None:
             group.fsdp_params.remove(shard)
 
 
-def stray_weights(model, held: list[torch.nn.Parameter]) -> list[str]:
-    """The names of weights that learn, but with which the model computes from other tensors, or from other memory, than
-    an optimizer that has `held` these parameters updates. Called after a backward pass, when shards are in place."""
-    weights, copies = {parameter: name for name, parameter in model.named_parameters()}, set()
-    for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for shard in group.fsdp_params if group else ():
-            parts = shard._sharded_param_data, local_part(shard.sharded_param.detach())
-            if parts[0].untyped_storage().data_ptr() != parts[1].untyped_storage().data_ptr():
-                copies.add(shard.sharded_param)
-    lost = (weights.keys() - held) | (copies & weights.keys())
-    return sorted(weights[parameter] for parameter in lost if parameter.requires_grad)
-
-
 def fuses_weights(model) -> bool:
     """Whether the model fuses tensors that its checkpoint keeps separate, such as a mixture's experts."""
     from transformers.core_model_loading import WeightConverter
@@ -132,14 +126,11 @@ def fuses_weights(model) -> bool:
     return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-def as_forward(model, function: Callable) -> Callable:
-    """function(model, ...), as a forward pass of the model, for which FSDP gathers the weights. It needs an argument
-    besides the model: on a GPU, FSDP of torch 2.11 fails without."""
-    name = function.__name__
-    if name not in vars(model):  # FSDP wraps methods only
-        setattr(model, name, partial(function, model))
-        register_fsdp_forward_method(model, name)
-    return getattr(model, name)
+def add_method(model, name: str, function: Callable) -> None:
+    """Give the model a method that calls function(model, ...), and before which FSDP gathers the weights, as before a
+    forward pass. The method needs an argument: on a GPU, FSDP of torch 2.11 fails without."""
+    setattr(model, name, partial(function, model))  # FSDP wraps methods only
+    register_fsdp_forward_method(model, name)
 
 
 def fits_gathered(model, device: torch.device) -> bool:
@@ -156,59 +147,19 @@ def keep_gathered(model, after_forward: bool, after_backward: bool) -> None:
     model.set_requires_gradient_sync(not after_backward)
 
 
-class Checkpointing:
-    """Keeps only the inputs of each block for backward, which computes the rest again.
-
-    transformers' own way needs modules in training mode, with their dropout.
-    """
-
-    def __init__(self, model):
-        self.forwards = {block: block.forward for block in _blocks(model, "gradient_checkpointing")}
-        self.last_block = next(reversed(self.forwards))  # of the language model: towers come first
-        self.block_bytes = 0.0  # of what a block keeps for backward, per token; 0: not measured
-
-    def start(self) -> None:
-        self.active = True
-        for block, forward in self.forwards.items():
-            block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-
-    def measure(self) -> None:
-        """From now on, have the last block keep its activations, and measure how many bytes that takes on a GPU."""
-
-        def forward(hidden_states: torch.Tensor, *args, **options):
-            before = torch.cuda.memory_allocated()
-            outputs = self.forwards[self.last_block](hidden_states, *args, **options)
-            if torch.is_grad_enabled():
-                kept = torch.cuda.memory_allocated() - before
-                self.block_bytes = max(self.block_bytes, kept / hidden_states.shape[:-1].numel())
-            return outputs
-
-        self.last_block.forward = forward
-
-    def token_bytes(self) -> float:
-        """What all blocks keep of a token for backward if they keep their activations, and the gradients of one."""
-        return self.block_bytes * (len(self.forwards) + 1)
-
-    def stop(self) -> None:
-        """From now on, have all blocks keep their activations."""
-        self.active = False
-        for block, forward in self.forwards.items():
-            block.forward = forward
-
-
 def compile_blocks(model) -> None:
     """Compile each block in place, for batches and sequences of any size. Equal blocks are compiled once."""
-    for block in _blocks(model, "compile"):
+    for block in blocks(model, "compile"):
         block.forward = torch.compile(block.forward, dynamic=True)
 
 
-def _blocks(model, needed_by: str = "shards") -> list[torch.nn.Module]:
+def blocks(model, needed_by: str = "shards") -> list[torch.nn.Module]:
     """The model's blocks: modules of the classes that it must not split. Raises ValueError if there are none."""
     names = model._no_split_modules or ()
-    blocks = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
-    if not blocks:
+    found = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    if not found:
         raise ValueError(f"{type(model).__name__} does not name its blocks: it cannot have {needed_by}")
-    return blocks
+    return found
 
 
 def whole(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
@@ -220,39 +171,6 @@ def whole(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
         dist.all_reduce(gathered)
         return gathered.view(tensor.shape)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-class Offload:
-    """Moves an optimizer's moments (with Adam, twice the size of the weights) to host memory and back."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
-        self.memory: torch.Tensor | None = None
-        self.on_host = False
-
-    def to_host(self) -> None:
-        moments = [(state, name, local_part(state[name])) for _, state, name in self._moments()]
-        if self.on_host or not moments:
-            return
-        sizes = [local.numel() for *_, local in moments]
-        if self.memory is None:  # for all parameters: a vision tower has moments only after the first image
-            learning = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            self.memory = torch.empty(2 * sum(local_part(parameter.detach()).numel() for parameter in learning))
-            if moments[0][2].is_cuda:  # page-lock it: torch's own pinned memory would round up to powers of two
-                register = torch.cuda.cudart().cudaHostRegister
-                torch.cuda.check_error(register(self.memory.data_ptr(), self.memory.nbytes, 0))
-        for (state, name, local), host in zip(moments, self.memory[: sum(sizes)].split(sizes), strict=True):
-            state[name] = host.view_as(local).copy_(local)
-        self.on_host = True
-
-    def to_device(self) -> None:
-        for parameter, state, name in self._moments() if self.on_host else ():
-            state[name] = sharded_like(parameter, state[name])
-        self.on_host = False
-
-    def _moments(self) -> Iterator[tuple[torch.Tensor, dict, str]]:
-        for parameter, state in self.optimizer.state.items():
-            yield from ((parameter, state, name) for name in state if name != "step")
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,16 @@ reads the last token's hidden state, a critic's head every token's. So a critic 
 """
 
 import itertools
+from functools import partial
 
 import torch
 
 from ..errors import RunError
 from .attention import choose_attention
+from .loading import load_as
 from .model import Model
 from .rollout import Rollout
-from .sharding import as_forward
+from .sharding import add_method
 
 
 class ValueModel(Model):
@@ -25,28 +27,31 @@ class ValueModel(Model):
     def score(self, rollouts: list[Rollout], width: int) -> tuple[torch.Tensor]:
         """Values [b, width] of the states before the tokens that the policy sampled, and zeros elsewhere, for one
         micro-batch of b rollouts."""
-        return self.score_tokens(_token_values, rollouts, width)
+        return self.score_tokens(self.module.values, rollouts, width)
 
     def _from_pretrained(self, path: str, **loading: bool):
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         config = AutoConfig.from_pretrained(path, num_labels=1)
-        module, missing = self._load_as(AutoModelForSequenceClassification, path, config, **loading)
+        module, missing = load_as(AutoModelForSequenceClassification, path, config, self.device, **loading)
         if missing:
             if missing != [f"{self.new_head}.weight"] or not self.may_lack_head:
                 raise RunError(f"{path} lacks {missing[0]}, so it is no {type(module).__name__}")
             torch.nn.init.zeros_(module.score.weight)  # so that all values begin at 0
+        add_method(module, "values", token_values)
         return module
 
     def _choose_computation(self, module) -> None:
-        self.attention = choose_attention(module, as_forward(module, _trunk))
+        self.attention = choose_attention(module, partial(_hidden_states, module))
 
 
-def _trunk(module, **inputs) -> torch.Tensor:
-    return module.base_model(**inputs, use_cache=False).last_hidden_state
+def _hidden_states(module, input_ids: torch.Tensor) -> torch.Tensor:
+    """The states of sequences [B, S], one at a time: the classifier looks for padding in several."""
+    outputs = [module(input_ids=row[None], output_hidden_states=True, use_cache=False) for row in input_ids]
+    return torch.cat([output.hidden_states[-1] for output in outputs])
 
 
-def _token_values(
+def token_values(
     module, inputs: dict[str, torch.Tensor], targets: torch.Tensor, states_at: torch.Tensor
 ) -> tuple[torch.Tensor]:
     """Values [N] of the states at the positions `states_at` [N], as in `logprobs.token_scores`: of the states that

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import RunError
+from ..learning.config import ModelConfig
 from ..learning.exact import GPU, missing_operation
-from ..learning.model import ModelConfig
 from ..run.folder import RunFolder
 from .options import EngineArguments
 

@@ -29,8 +29,8 @@ from annotated_types import Ge
 
 from ..errors import RunError
 from ..flags import arg, setting
+from ..learning.config import SamplingConfig
 from ..learning.rollout import Rollout
-from ..learning.sampling import SamplingConfig
 from ..run.actors import ActorGroup
 from ..tasks.dataset import Row
 from ..tasks.environment import together
@@ -46,7 +46,7 @@ PROOF_LENGTH = 8  # of a completion that is only a proof: the trainer computes i
 
 @dataclass
 class AheadArguments:
-    """How far generation runs ahead of learning."""
+    """How far generation runs ahead of learning, and which prompts are replaced."""
 
     max_staleness: Annotated[int, Ge(0)] = arg(
         0, help="how many steps old the weights that sampled a token may be when a step learns from it; 0: on-policy"
@@ -55,6 +55,11 @@ class AheadArguments:
         None,
         help="with --max-staleness, limit of the prompts whose completions are generated at a time (default: two"
         " steps')",
+    )
+    dynamic_sampling: Annotated[int, Ge(0)] = arg(
+        0,
+        help="DAPO's dynamic sampling: replace prompts whose completions all have the same reward, in so many rounds at"
+        " most; 0: do not",
     )
 
 
@@ -99,8 +104,8 @@ class Rollouts:
             rows = self.task.draw(self.last_begun)
             self.batches.append(self._begin(_Request(rows, self.config, self.last_begun, rewarded=self.rewarded)))
         batch = self._wait_for(self.batches.popleft())
-        if rounds := getattr(self.config, "dynamic_sampling", 0):
-            batch = self._resample(batch, step, rounds)
+        if self.args.dynamic_sampling:
+            batch = self._resample(batch, step, self.args.dynamic_sampling)
         return self._with_staleness(batch, step)
 
     def complete(self, rows: list[Row], config: SamplingConfig, part: int = 0) -> Batch:

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from ..images import Images
+from ..learning.config import SamplingConfig
 from ..learning.rollout import Rollout
-from ..learning.sampling import SamplingConfig
 from .conversation import Turn
 
 SEED_BYTES = 6  # vLLM takes 8, with a sign, and counts on from there

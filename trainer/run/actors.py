@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -156,9 +155,10 @@ class LearnerProtocol(Protocol):
     def remarks(self) -> str:
         """Lines to print at the start of a run."""
 
-    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout]) -> dict[str, float]:
+    def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout]) -> dict[str, float | list[float]]:
         """Learn from B rollouts, `--group-size` of each prompt in a row, and add 1 to `step`. Returns metrics, of which
-        the run's output shows "reward/mean" and "logprobs/mismatch".
+        the run's output shows "reward/mean" and "logprobs/mismatch". A list of B values, such as "advantage", goes to
+        completions.jsonl instead.
 
         Raises MismatchError as `mismatch` does, before the weights change. With --max-staleness, B rollouts may have
         too few tokens of the last weights; then `proof_rollouts` have some, and are not learned from."""
@@ -217,7 +217,7 @@ class LearnerActor:
         return GPU.here()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """A context in which the model is on its device."""
         moves = self.shared and not self.weights_stay
         if moves:
@@ -257,17 +257,6 @@ class LearnerActor:
     def save(self, run_folder: Path) -> None:
         """Write a checkpoint. All ranks call this; each writes its part."""
         write_checkpoint(run_folder, self.learner.step, self.learner.save, self.rank)
-
-
-def in_turn(method: Callable) -> Callable:
-    """An actor's method that calls this one of its learner or model, which is on its device during the call."""
-
-    @wraps(method)
-    def call(self: LearnerActor, *args):
-        with self.turn():
-            return method(self.learner or self.model, *args)
-
-    return call
 
 
 @dataclass

@@ -25,7 +25,7 @@ REFUSED = [  # flags, what each of them is told, and whether these arguments are
     (("eval_share",), "is no share of --eval-dataset or --eval-split", lambda a: a.eval_dataset or a.eval_split),
     (("max_tool_iterations",), "needs --tools or --environment", lambda a: not (a.tools or a.environment)),
     (("mismatch_correction",), "does nothing with --loss cispo, which clips the ratio", lambda a: a.loss == "cispo"),
-    (("kl_target",), "multiplies --kl-coef, which is 0", lambda a: not a.kl_coef),
+    (("group_size",), "is at least 2 in GRPO", lambda a: a.group_size == 1 and a.dynamic_sampling is not None),
     (("reward_coef",), "needs a --group-size of 2 or more", lambda a: a.group_size == 1),
     (
         ("engines", "engine_args", "gpu_memory_utilization"),
@@ -38,6 +38,8 @@ REFUSED = [  # flags, what each of them is told, and whether these arguments are
 GONE = {
     "enforce_eager": (False, "--engine-args '{\"enforce_eager\": true}' does that"),
     "attention": (None, "the trainer finds out which attention is right"),
+    "kl_target": (None, "--kl-coef stays as it is"),
+    "kl_horizon": (10_000, "--kl-coef stays as it is"),
     "reward_workers": (1, "as many processes as the CPUs allow compute rewards"),
     "reward_resources": ('{"CPU": 0}', "a reward asks Ray for what it needs"),
 }

@@ -29,8 +29,6 @@ from rlhf_utils import SyncReport, WeightSyncError
 
 from ..errors import RunError, UserError
 from ..flags import flat
-from ..learning.grpo import GRPOConfig
-from ..learning.objectives import advantages
 from ..learning.rollout import known_rewards
 from ..tasks.dataset import content_text
 from ..tasks.rewards import Batch
@@ -39,12 +37,6 @@ from .checkpoint import checkpoints, disk_errors, replace_file
 from .trackers import Trackers
 
 REVERSE_KL = "distill/reverse_kl"  # from a teacher, if the run has one
-ENGINE_PHASES = {  # what vLLM logs when it begins with a part of its start
-    "Initializing a V1 LLM engine": "start their processes",
-    "Starting to load model": "load the model",
-    "Capturing CUDA graphs": "capture graphs",
-}
-LOG_TAIL_BYTES = 20_000
 SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
 ON_SCREEN = {  # the metrics in a step's line
     REVERSE_KL: "reverse KL {:.3f}",
@@ -136,20 +128,10 @@ class RunFolder:
 
     def progress(self, phase: str, seconds: int) -> None:
         """Show the phase of the run: in a terminal's line, which the next output overwrites, or every ten seconds."""
-        if phase == "starting":
-            phase += self._engines_phase()
         if sys.stdout.isatty():
             print(f"\x1b[K{phase} ... {seconds} s", end="\r", flush=True)
         elif seconds and seconds % 10 == 0:
             self.say(f"{phase} ... {seconds} s")
-
-    def _engines_phase(self) -> str:
-        """What the engines do while they start, by the end of what they have logged."""
-        with (self.path / "run.log").open("rb") as log:
-            log.seek(max(0, log.seek(0, 2) - LOG_TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        place, phase = max((text.rfind(mark), phase) for mark, phase in ENGINE_PHASES.items())
-        return f": engines {phase}" if place >= 0 else ""
 
     def start_metrics(self, steps_done: int, args) -> None:
         """Save the script's `Arguments`, as it has settled them; drop metrics and completions of steps after
@@ -166,25 +148,26 @@ class RunFolder:
         config["run_id"] = before.get("run_id") or uuid.uuid4().hex[:8]
         replace_file(file, json.dumps(config, indent=1, default=str) + "\n")
         self.trackers.start(self.path, config["run_id"], steps_done, config)
-        self.learner, self.steps_done = args.learner, steps_done
+        self.steps_done = steps_done
         self.began = self.logged = time.perf_counter()
         parts = ", ".join(f"{name.rpartition('/')[2]} {seconds:.0f}" for name, seconds in self.start_seconds.items())
         self.start_seconds["time/start"] = sum(self.start_seconds.values())
         self.say(f"started in {self.start_seconds['time/start']:.0f} s: {parts}" if parts else "")
 
-    def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float]) -> None:
-        """Append a step's completions to completions.jsonl, and its metrics as `log_metrics` does. Its
-        checkpoint is saved before: nothing that fails here may lose it.
+    def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float | list[float]]) -> None:
+        """Append a step's completions to completions.jsonl, each with its value of the lists among the metrics, and the
+        other metrics as `log_metrics` does. The step's checkpoint is saved before: nothing that fails here may lose it.
 
         Adds the metrics of the batch and of the sync; `time/step`, the seconds since the last step was logged, but for
         evaluation; and `tokens/s`, those of the batch's completions over that. Shows completions of the first step and
         the last one.
         """
-        metrics = batch.metrics | metrics
+        values = {name: value for name, value in metrics.items() if isinstance(value, list)}
+        metrics = batch.metrics | {name: value for name, value in metrics.items() if name not in values}
         metrics |= {"sync/transfer": report.seconds, "sync/GBps": report.gigabytes_per_second}
         seconds = time.perf_counter() - self.logged - metrics.get("time/eval", 0.0)
         tokens = sum(rollout.length for rollout in batch.rollouts)
-        completions = self._completions(step, batch)
+        completions = self._completions(step, batch, values)
         with disk_errors(self.path), self.completions_file.open("a") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in completions)
         self.trackers.log_completions(step, completions)
@@ -194,7 +177,7 @@ class RunFolder:
         if step in (self.steps_done + 1, self.args.steps):
             self.show(batch)
 
-    def _completions(self, step: int, batch: Batch) -> list[dict]:
+    def _completions(self, step: int, batch: Batch, values: dict[str, list[float]]) -> list[dict]:
         rows = []
         for group in batch.groups:
             for rollout in group.rollouts:
@@ -202,9 +185,8 @@ class RunFolder:
                 if rollout.messages:
                     row["messages"] = rollout.messages
                 rows.append(row | {"rewards": rollout.rewards})
-        if isinstance(config := self.learner, GRPOConfig):
-            values = advantages(known_rewards(batch.rollouts), config.group_size, config.advantage).tolist()
-            rows = [row | {"advantage": value} for row, value in zip(rows, values, strict=True)]
+        for name, of_rollouts in values.items():
+            rows = [row | {name: value} for row, value in zip(rows, of_rollouts, strict=True)]
         return [row | rollout.extra for row, rollout in zip(rows, batch.rollouts, strict=True)]
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:

@@ -6,11 +6,9 @@ from pathlib import Path
 
 from ..errors import RunError
 from ..functions import named_function
-from ..learning.distill import DistillConfig
-from ..learning.grpo import GRPOConfig
+from ..learning.config import OptimizerConfig
 from ..learning.lora import adapted_model, check_adapters
 from ..learning.multimodal import is_multimodal
-from ..learning.ppo import PPOConfig
 from .arguments import RunArguments
 from .checkpoint import CRITIC, last_checkpoint
 
@@ -30,46 +28,42 @@ class Models:
     checkpoint: Path | None  # what --resume goes on from
 
 
-def choose_models(
-    run_folder: Path, args: RunArguments, config: GRPOConfig | DistillConfig | PPOConfig, device: str
-) -> tuple[Models, GRPOConfig | DistillConfig | PPOConfig]:
-    """The models of a new run, or of the one to resume, and the learner's config with the model's learning rate.
+def choose_models(run_folder: Path, arguments, device: str) -> tuple[Models, OptimizerConfig]:
+    """The models of a new run, or of the one to resume, by a script's `Arguments`, and their `optimizer` with the
+    model's learning rate.
 
     Without --model, a run on CPU gets the built-in model, with its own learning rate unless one is given. A model that
     a function makes is in the run's folder. Raises RunError if a model cannot be loaded, or if the run to resume has no
     checkpoint or no steps left.
     """
+    args, config, optimizer = arguments.run, arguments.model, arguments.optimizer
     name = args.model or DEFAULT_MODEL
     built_in = (run_folder / "model").is_dir() if args.resume else device == "cpu"
     if args.model is None and built_in:
         name = BUILTIN_BASE if config.lora_rank else BUILTIN_MODEL
-        config = replace(config, learning_rate=config.learning_rate or BUILTIN_LEARNING_RATE)
+        optimizer = replace(optimizer, learning_rate=optimizer.learning_rate or BUILTIN_LEARNING_RATE)
     initial = load_or_make(name, run_folder / "model", args)
     checkpoint = last_checkpoint(run_folder) if args.resume else None
     if checkpoint:
         check_adapters(checkpoint, config)
         if (done := int(checkpoint.name.rpartition("-")[2])) >= args.steps:
             raise RunError(f"that run has done its {done} steps: ask for more with --steps")
-    return Models(initial, initial if config.lora_rank else str(checkpoint or initial), checkpoint), config
+    return Models(initial, initial if config.lora_rank else str(checkpoint or initial), checkpoint), optimizer
 
 
 def choose_ppo_models(
-    run_folder: Path,
-    args: RunArguments,
-    config: PPOConfig,
-    critic: str | None,
-    reward_model: str | None,
-    device: str,
-) -> tuple[dict[str, str], dict[str, Path], PPOConfig]:
+    run_folder: Path, arguments, device: str
+) -> tuple[dict[str, str], dict[str, Path], OptimizerConfig]:
     """Returns the model that each actor of train_ppo.py loads, by the actor's name; the folders whose training state
-    trainer and critic go on from, by the same names; and the learner's config, as `choose_models` does.
+    trainer and critic go on from, by the same names; and the optimizer's config, as `choose_models` does.
 
-    The critic is that of the checkpoint, if it has one, or this `critic`, or the initial policy. With --lora-rank,
+    The critic is that of the checkpoint, if it has one, or `--critic-model`, or the initial policy. With --lora-rank,
     policy and critic have adapters: the checkpoint has only those, and the policy without them is the reference. A
     reward model that a function makes is in the run's folder. Raises RunError for models that do not fit each other.
     """
-    models, config = choose_models(run_folder, args, config, device)
-    critic = critic or models.initial
+    models, optimizer = choose_models(run_folder, arguments, device)
+    args, config, reward_model = arguments.run, arguments.model, arguments.rewards.reward_model
+    critic = arguments.critic_model or models.initial
     states = {"trainer": models.checkpoint} if models.checkpoint else {}
     if models.checkpoint and (models.checkpoint / CRITIC).is_dir():
         states["critic"] = models.checkpoint / CRITIC
@@ -82,15 +76,16 @@ def choose_ppo_models(
         check_reward_model(reward_model)
     reference = None if config.lora_rank else models.initial
     paths = {"trainer": models.loaded, "critic": critic, "reference": reference, "reward_model": reward_model}
-    return {name: path for name, path in paths.items() if path}, states, config
+    return {name: path for name, path in paths.items() if path}, states, optimizer
 
 
-def choose_teacher(run_folder: Path, args: RunArguments, teacher: str | None, temperature: float, model: str) -> str:
+def choose_teacher(run_folder: Path, arguments, model: str) -> str:
     """The teacher of train_distill.py: a name on the hub, or a folder, which is the run's if a function makes it.
 
     Raises RunError if there is none, if it cannot be loaded or cannot read all that this model may sample, or if the
     student would sample at another temperature than the teacher's log-probabilities have.
     """
+    args, teacher, temperature = arguments.run, arguments.teacher.teacher, arguments.sampling.temperature
     if not teacher:
         raise RunError("--teacher is missing: which model is the student to learn from?")
     if temperature != 1:

@@ -116,12 +116,12 @@ class Topology:
 
     def sequences(self, engines: int) -> int:
         """How many sequences one of so many engines generates at a time, at most."""
-        task, config, ahead = self.task.args, self.args.learner, self.args.ahead
+        task, ahead = self.task.args, self.args.ahead
         prompts = task.prompts_per_step
         if ahead.max_staleness:
             prompts = ahead.in_flight or 2 * prompts
         evaluated = len(self.task.eval_rows) * max(1, task.eval_samples) if task.eval_every else 0
-        return math.ceil(max(prompts * config.group_size, evaluated) / engines)
+        return math.ceil(max(prompts * self.args.sampling.group_size, evaluated) / engines)
 
     def connect(self) -> None:
         """Connect trainers and engines, and sync once: now the engines serve the trainer's weights."""

@@ -10,10 +10,11 @@ from rlhf_utils import Comparison, SharedMemoryChannel, SyncReport, WeightSender
 from weight_sync.link import address_towards
 
 from ..errors import RunError
-from ..learning.learner import Proof
+from ..learning.grpo import GRPOLearner
+from ..learning.policy import Proof
 from ..learning.rollout import Rollout
 from ..rollouts.engine import EngineActor
-from ..run.actors import ActorGroup, LearnerActor
+from ..run.actors import ActorGroup, LearnerActor, LearnerProtocol
 from ..run.folder import RunFolder
 from ..run.models import Models
 
@@ -90,12 +91,14 @@ class SendingActor(LearnerActor):
 
 
 class TrainerActor(SendingActor):
-    """A Ray actor around one rank of a learner. A door's subclass makes the learner, which may be your own:
-    trainer/run/actors.py has the LearnerProtocol."""
+    """A Ray actor around one rank of a learner, which a door's subclass names."""
 
-    def make_learner(self, models: Models, args, device: torch.device, proof: Proof):
-        """The learner of this rank, on this device."""
-        raise NotImplementedError
+    learner_class: type[GRPOLearner]
+
+    def make_learner(self, models: Models, args, device: torch.device, proof: Proof) -> LearnerProtocol:
+        """The learner of this rank, on this device. It may be your own."""
+        options = {"initial": models.initial, "proof": proof}
+        return self.learner_class(models.loaded, args, device, args.run.seed, args.run.steps, **options)
 
     def load(
         self, address: tuple[str, int], ranks: int, models: Models, args, device: str, frees_memory: bool

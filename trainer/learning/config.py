@@ -1,0 +1,73 @@
+"""What a learner is told: how completions are sampled and models compute, what the loss is, how weights are updated."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol
+
+from annotated_types import Ge, Gt
+
+from ..flags import arg, setting
+from .lora import LoRAArguments
+from .objectives import PolicyLossConfig
+
+
+@dataclass
+class SamplingConfig:
+    """How completions are sampled."""
+
+    temperature: Annotated[float, Ge(0.01)] = arg(1.0, help="sampling temperature, at least 0.01")
+    max_tokens: Annotated[int, Ge(1)] = arg(16, help="largest number of tokens in a completion (T)")
+    group_size: Annotated[int, Ge(1)] = arg(8, help="completions of each prompt (G)")
+
+
+@dataclass
+class ModelConfig(LoRAArguments):
+    """How the trainer's models compute."""
+
+    micro_batch_tokens: Annotated[int, Ge(1)] = arg(
+        32768,
+        help="largest number of tokens in one of the trainer's forward passes, padding included; a longer sequence"
+        " passes alone",
+    )
+    gradient_checkpointing: Literal["auto", "true", "false"] = setting(
+        "auto",
+        help="keep only the inputs of the trainer's blocks, and compute the rest again in the backward pass: less"
+        " memory, up to a third more time (auto: unless the first step finds memory for the rest, with smaller"
+        " micro-batches if need be)",
+    )
+    train_vision: bool = arg(False, help="of a multimodal model, all weights learn, and not the language model's alone")
+    compile: bool = setting(False, help="compile the trainer's blocks with torch.compile; the first steps take longer")
+
+
+@dataclass
+class OptimizerConfig:
+    """How a model learns: the optimizer and its updates."""
+
+    learning_rate: Annotated[float | None, Gt(0)] = arg(
+        None, help="AdamW's learning rate (default: 1e-6; adapters: 1e-5; the built-in model: 3e-3)"
+    )
+    adam_eps: Annotated[float, Gt(0)] = setting(
+        1e-15, help="AdamW's epsilon; the default is from ScaleRL, arXiv:2510.13786"
+    )
+    lr_scheduler: Literal["constant", "linear", "cosine"] = setting(
+        "constant", help="the learning rate after the warm-up; linear and cosine reach 0 at the end of the run"
+    )
+    warmup_steps: Annotated[int, Ge(0)] = setting(
+        0, help="number of steps at the start in which the learning rate rises from 0"
+    )
+    max_grad_norm: Annotated[float, Gt(0)] = setting(
+        1.0, help="a gradient whose norm is larger is scaled down to this norm"
+    )
+    num_epochs: Annotated[int, Ge(1)] = arg(1, help="times that a step goes through its rollouts")
+    num_mini_batches: Annotated[int, Ge(1)] = arg(
+        1, help="mini-batches into which an epoch divides the rollouts, at most one for each; each makes an update"
+    )
+    offload_optimizer: bool = arg(False, help="keep the optimizer's state in host memory between updates")
+
+
+class LearnerConfig(Protocol):
+    """The sections of a script's `Arguments` that learners and models read."""
+
+    sampling: SamplingConfig
+    model: ModelConfig
+    loss: PolicyLossConfig
+    optimizer: OptimizerConfig
