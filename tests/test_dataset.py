@@ -14,7 +14,7 @@ from pathlib import Path
 import datasets
 import pandas
 import pytest
-from fakes import group, score, sums, write_lines
+from fakes import MESSAGES, group, score, sums, write_lines
 from learners import CHAT_TEMPLATE, chat_tokenizer
 from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
@@ -625,3 +625,26 @@ def test_prompt_that_the_model_cannot_take_is_named(load, prompt, changes, messa
     task = load("--prompts", "rows.jsonl")
     with pytest.raises(TaskError, match=f"rows.jsonl, row 1 of train: {message}"):
         task.tokenized("model", 8).check_lengths(7)  # 8 leave room for a token
+
+
+@pytest.mark.parametrize(
+    ("end", "prompts", "count"),
+    [
+        ("<think>\n", [MESSAGES, [{"role": "user", "content": "?"}]], 2),
+        ("<think>\n\n</think>\n\n", [MESSAGES], 0),  # as Qwen3's without thinking
+        (
+            "",
+            ["Hi", "Hi <think>", "<think>: Hi", MESSAGES, [*MESSAGES, {"role": "assistant", "content": "<think>So"}]],
+            2,
+        ),
+        ("", [[*MESSAGES, {"role": "assistant", "content": "<think>So</think>"}]], 0),
+    ],
+)
+def test_run_says_that_rewards_do_not_see_a_thoughts_beginning(load, capsys, end, prompts, count):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<assistant>", "<assistant>" + end)
+    save_model(tokenizer)
+    write_lines("rows.jsonl", *({"prompt": prompt} for prompt in prompts))
+    load("--prompts", "rows.jsonl").tokenized("model")
+    remark = f"{count} of {len(prompts)} prompts open <think> at their end: rewards get"
+    assert (remark in capsys.readouterr().out) == bool(count)

@@ -10,6 +10,7 @@ import io
 import json
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from fakes import local_rewards
 from learners import CPU, assert_same, config, numbers, on_ranks, use_sgd, weights_of
 from PIL import Image
 from test_multimodal import build, of_language_model
-from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+from transformers import AutoTokenizer, LlavaNextConfig, LlavaNextForConditionalGeneration
 from transformers.image_utils import load_image
 from vllm.multimodal.image import convert_image_mode
 
@@ -509,6 +510,7 @@ def test_every_sync_is_proven_by_answers_about_images(script, tmp_path, data, fa
 FORGETFUL = """
 import train_grpo
 from trainer.rollouts.engine import EngineActor
+from trainer.rollouts.options import engine_options
 from trainer.run.arguments import parse
 from trainer.run.session import run_main
 from trainer.topologies.base import Topology
@@ -557,3 +559,39 @@ def test_images_that_an_engine_cannot_take_end_the_run(script, tmp_path, data, f
     ]
     text = script("train_grpo.py", "--topology", "separate", *task, *SIZE, *flags).finish()
     assert message in text.splitlines()[-1], text
+
+
+@pytest.mark.parametrize("name", ["max_pixels", "resized_height"])
+def test_size_of_an_image_in_its_part_is_not_dropped(paths, name):
+    part = {"type": "image", "image": paths[0], name: 3136}
+    with pytest.raises(TaskError, match=f"^row 1: {name} of an image would not count"):
+        take_images({"prompt": [user(part)]}, "row 1")
+
+
+@pytest.mark.parametrize("token", ["image_token", "boi_token", "video_token"])
+def test_text_that_would_stand_for_an_image_names_its_row(model, tmp_path, paths, token):
+    if not (text := getattr(AutoTokenizer.from_pretrained(model), token, None)):
+        return
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "images": paths[:1], "answer": ""}]
+    task_of(tmp_path, rows).tokenized(model)
+    for prompt in (f"What is {text}?", [{"role": "user", "content": f"What is {text}?"}]):
+        task = task_of(tmp_path, [*rows, {"prompt": prompt, "answer": ""}])
+        with pytest.raises(TaskError, match=re.escape(f"row 1 of train: the text of the prompt has {text}, which")):
+            task.tokenized(model)
+
+
+def test_image_that_the_models_processor_refuses_names_its_row(model, tmp_path, paths):
+    Image.new("RGB", (1000, 4)).save(tmp_path / "long.png")
+    images = [paths[0], str(tmp_path / "long.png")]
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "images": [path], "answer": ""} for path in images]
+    task = task_of(tmp_path, rows)
+    refuses = "Gemma3" not in model  # which makes all images square
+    refused = pytest.raises(TaskError, match="row 1 of train: the model's processor refuses an image of 1000 x 4 pixel")
+    with refused if refuses else nullcontext():
+        task.tokenized(model)
+
+
+def test_option_that_only_the_engines_processor_would_get_is_refused():
+    assert engine_options('{"max_num_seqs": 2}') == '{"max_num_seqs": 2}'
+    with pytest.raises(ValueError, match=r"mm_processor_kwargs .* belongs in the model's preprocessor_config.json"):
+        engine_options('{"mm_processor_kwargs": {"max_pixels": 3136}}')

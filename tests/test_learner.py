@@ -390,3 +390,13 @@ def test_offloaded_optimizer_leaves_the_device_each_time_and_not_once(monkeypatc
         offload.to_device()
         assert state["exp_avg"].untyped_storage().data_ptr() != offload.memory.untyped_storage().data_ptr()
         assert state["exp_avg"].equal(expected)
+
+
+def test_weight_that_the_optimizer_does_not_have_is_named(model):
+    learner = GRPOLearner(model, config(), CPU)
+    norm = learner.model.module.model.decoder.final_layer_norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    before = vector_of(learner)
+    with pytest.raises(RunError, match=r"^model.decoder.final_layer_norm.weight would not learn: "):
+        learner.learn(rollouts(learner))
+    assert vector_of(learner).equal(before)

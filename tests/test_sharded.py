@@ -506,3 +506,14 @@ def test_rank_never_holds_more_than_its_share_and_a_tensor(model, tmp_path, monk
             assert sum(tensors) / 4 < peak < sum(tensors) / 2 + 3 * max(tensors)
     loaded = Qwen2ForCausalLM.from_pretrained(tmp_path / "written").state_dict()
     assert all(loaded[name].equal(tensor.float()) for name, tensor in whole_model.state_dict().items())
+
+
+def find_a_copy(folder, model):
+    sharding._merge_tied_shards = lambda model: None
+    learner = GRPOLearner(model, config(), CPU)
+    padded = ["model.decoder.embed_tokens.weight"] if learner.model.rank else []  # where there are fewer rows
+    assert sharding.stray_weights(learner.model.module, learner.parameters) == padded
+
+
+def test_tied_weight_of_which_updates_reach_one_copy_is_named(model, tmp_path):
+    on_ranks(2, find_a_copy, tmp_path, model)

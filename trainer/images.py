@@ -14,6 +14,7 @@ from .errors import TaskError
 
 PLACE = {"type": "image"}  # a part of a message: the row's next image
 PART_TYPES = ("image", "image_url")  # of parts that are, or stand for, an image
+SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a part that qwen-vl-utils reads
 WHITE = 2**16 - 1  # of 16 bits
 
 
@@ -32,11 +33,11 @@ class Images:
         """These images as PIL.Image.Images in RGB. Raises TaskError if one cannot be read."""
         return [self._opened(file, _rgb) for file in self.read().files]
 
-    def check(self) -> None:
-        """Raise TaskError if an image is not there or is none, as its first bytes show. URLs are not asked."""
-        for file in self.files:
-            if isinstance(file, bytes) or not ("://" in file or file[:5] == "data:"):
-                self._opened(file, lambda image: None)
+    def sizes(self) -> list[tuple[int, int]]:
+        """The width and height of each image in pixels, but for URLs. Raises TaskError if an image is not there or is
+        none, as its first bytes show."""
+        here = [file for file in self.files if isinstance(file, bytes) or not ("://" in file or file[:5] == "data:")]
+        return [self._opened(file, lambda image: image.size) for file in here]
 
     @cached_property
     def key(self) -> bytes:
@@ -89,14 +90,14 @@ def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:
 
     A row has them in the columns `images` and `image`, as for TRL, or in the parts of its messages. If no message has a
     place for those of a column, the first of the user begins with them. Raises TaskError if there are more places or
-    fewer, or as `Images.check` does.
+    fewer, or as `Images.sizes` does.
     """
     columns = [record[name] for name in ("images", "image") if record.get(name)]
     given = [image for column in columns for image in (column if isinstance(column, list) else [column])]
     messages, placed, places, rest = [], [], 0, iter(given)
     for message in record["prompt"]:
         if isinstance(content := message.get("content"), list):
-            own = [_own(part) for part in content if part["type"] in PART_TYPES]
+            own = [_own(part, origin) for part in content if part["type"] in PART_TYPES]
             places += own.count(None)
             placed += [next(rest, None) if image is None else image for image in own]
             content = [PLACE if part["type"] in PART_TYPES else part for part in content]
@@ -112,12 +113,17 @@ def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:
     if not placed:
         return messages, None
     images = Images(tuple(_file(image, origin) for image in placed), origin)
-    images.check()
+    images.sizes()
     return messages, images
 
 
-def _own(part: dict):
+def _own(part: dict, origin: str):
     """The image that a part has; None if it stands for the column's next one."""
+    if sizes := [name for name in SIZES if part.get(name)]:
+        raise TaskError(
+            f"{origin}: {' and '.join(sizes)} of an image would not count: the model's processor has one setting for"
+            " all, and --map can resize an image"
+        )
     return next((part[name] for name in (part["type"], "url", "path") if part.get(name)), None)
 
 

@@ -20,7 +20,7 @@ from .model import Model, RankBatch
 from .offload import Offload
 from .rollout import Rollout
 from .saving import load_state, write_model, write_state
-from .sharding import whole
+from .sharding import stray_weights, whole
 
 OVERFLOW = (  # what may have made a number that is not finite
     "was the last update too large (--learning-rate), is a reward huge, or does a prompt start with the padding token?"
@@ -152,7 +152,10 @@ class Learner:
 
     def _optimizer_step(self) -> float:
         """Clip the gradients, and update the weights. Returns the gradients' norm before clipping. Raises RunError,
-        before anything is updated, if it is not finite: the update would make every weight a NaN."""
+        before anything is updated, if it is not finite, which would make every weight a NaN; or if the model computes
+        with a weight that the optimizer does not update."""
+        if stray := stray_weights(self.model.module, self.parameters):
+            raise RunError(f"{stray[0]} would not learn: the model computes with another tensor than the optimizer has")
         if self.model.adapters and self.model.ranks > 1:  # every rank has whole adapters, which FSDP leaves alone
             gradients = [parameter.grad for parameter in self.parameters]
             total = torch.nn.utils.parameters_to_vector(gradients)

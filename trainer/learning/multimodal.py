@@ -20,6 +20,12 @@ def is_multimodal(model_type: str) -> bool:
     return model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 
+def image_tokens(config) -> list[int]:
+    """The tokens that stand for an image or a video, or for where one begins, in prompts for such a model."""
+    names = ("image_token_id", "boi_token_id", "video_token_id")
+    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+
+
 def auto_class(config):
     """The class of transformers that loads what a checkpoint with this configuration is, with its head."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from weight_sync.link import host_and_port
@@ -116,6 +116,20 @@ def _merge_tied_shards(model) -> None:
             first._module_info.shared_param_names.append(name)
             shard._post_load_hook_handle.remove()
             group.fsdp_params.remove(shard)
+
+
+def stray_weights(model, held: list[torch.nn.Parameter]) -> list[str]:
+    """The names of weights that learn, but with which the model computes from other tensors, or from other memory, than
+    an optimizer that has `held` these parameters updates. Called after a backward pass, when shards are in place."""
+    weights, copies = {parameter: name for name, parameter in model.named_parameters()}, set()
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for shard in group.fsdp_params if group else ():
+            parts = shard._sharded_param_data, local_part(shard.sharded_param.detach())
+            if parts[0].untyped_storage().data_ptr() != parts[1].untyped_storage().data_ptr():
+                copies.add(shard.sharded_param)
+    lost = (weights.keys() - held) | (copies & weights.keys())
+    return sorted(weights[parameter] for parameter in lost if parameter.requires_grad)
 
 
 def fuses_weights(model) -> bool:

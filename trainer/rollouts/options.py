@@ -22,6 +22,14 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320,
 EXTENSIONS = "trainer.rollouts.extensions"
 
 
+def engine_options(text: str) -> str:
+    """As `json_object`. Raises ValueError for options with which the engine would see other images than the trainer."""
+    if "mm_processor_kwargs" in json.loads(json_object(text)):
+        where = "the model's preprocessor_config.json, for the trainer as well"
+        raise ValueError(f"what mm_processor_kwargs would set belongs in {where}")
+    return text
+
+
 @dataclass
 class EngineArguments:
     """How large an engine is, and how vLLM runs it."""
@@ -42,7 +50,7 @@ class EngineArguments:
         help="whether trainers compute the engines' log-probabilities bit for bit (docs/exact.md): if they can (auto),"
         " or else the run ends (on), or not (off)",
     )
-    engine_args: Annotated[str, AfterValidator(json_object)] = arg(
+    engine_args: Annotated[str, AfterValidator(engine_options)] = arg(
         "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
     quantization: str | None = None  # no flag: a run that takes one compares what its engines serve

@@ -1,5 +1,7 @@
 """Which models a run starts or continues from, and whether they can be used."""
 
+import glob
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,10 +137,14 @@ def check_model(model: str, needs: str = "ForCausalLM") -> None:
 
 def _problem(model: str, needs: str) -> str:
     """Why a model cannot be used with the class that it `needs`, as its configuration says; "" if it can."""
+    from huggingface_hub.constants import HF_HUB_CACHE
     from transformers import CONFIG_MAPPING, PreTrainedConfig
     from transformers.models.auto import modeling_auto as auto
     from transformers.utils import find_adapter_config_file
 
+    folder = model if os.path.isdir(model) else HF_HUB_CACHE
+    if needs != "ForSequenceClassification" and glob.escape(folder) != folder:  # an engine loads it
+        return f"is in {folder}, which vLLM takes for a pattern: use a path, or a link to it, without [ * ?"
     if adapters := find_adapter_config_file(model):
         return f"has adapters: give what they adapt, {adapted_model(Path(adapters).parent)}, or merge them into it"
     config, _ = PreTrainedConfig.get_config_dict(model)

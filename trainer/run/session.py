@@ -77,7 +77,10 @@ class RaySession:
             cause = error
             while cause.__cause__ or cause.__context__:  # the outermost error does not say why
                 cause = cause.__cause__ or cause.__context__
-            raise RunError(f"cannot {what}: {one_line(cause)}") from error
+            reason = one_line(cause)
+            if isinstance(cause, UnicodeEncodeError):  # of a path, whose bytes Python could not decode
+                reason = f"{cause.object!r} is not a text in this locale: set PYTHONUTF8=1"
+            raise RunError(f"cannot {what}: {reason}") from error
         finally:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's
         return self

@@ -16,7 +16,7 @@ from pydantic import AfterValidator
 from ..errors import TaskError
 from ..flags import arg, setting
 from ..functions import json_object
-from ..learning.multimodal import is_multimodal, load_tokenizer
+from ..learning.multimodal import image_tokens, is_multimodal, load_tokenizer
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows, without_parts
 from .rewards import FROM_THE_RUN, Rewards
@@ -112,7 +112,7 @@ class Task:
         """This task, with the token ids of its rows. With `max_model_len`, their lengths are checked as well.
 
         Raises TaskError for the first row without a token, with a token that the model has no embedding for, with
-        messages that the chat template refuses, or with images for a model without towers; with tools, also if the
+        messages that the chat template refuses, or with images that the model does not take; with tools, also if the
         template or the parser does not fit.
         """
         from transformers import AutoConfig
@@ -122,7 +122,9 @@ class Task:
         config = AutoConfig.from_pretrained(model)
         embeddings = config.get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
-        if not is_multimodal(config.model_type):
+        if is_multimodal(config.model_type):
+            self._check_images(model, [*filter(None, tokenizer.convert_ids_to_tokens(image_tokens(config)))])
+        else:
             self.refuse_images(f"{model} takes text alone")
 
         def with_ids(row: Row) -> Row:
@@ -141,6 +143,12 @@ class Task:
             self.tools.prepare(template)
         if max_model_len:
             task.check_lengths(max_model_len)
+        thinking = sum(_begins_thought(row, tokenizer) for row in task.rows)
+        if thinking and self.rewards.functions:
+            print(
+                f"{thinking} of {len(task.rows)} prompts open <think> at their end: rewards get what comes after it, so"
+                " one that looks for <think>, such as trl.rewards:think_format_reward, does not find it"
+            )
         return task
 
     def _prompt_ids(self, row: Row, template: ChatTemplate, appends_end: bool) -> list[int]:
@@ -160,6 +168,26 @@ class Task:
         for row in [*self.rows, *self.eval_rows]:
             if row.images:
                 raise TaskError(f"{row.origin}: the prompt has images, and {reason}: --map can drop them")
+
+    def _check_images(self, model: str, tokens: list[str]) -> None:
+        """Raise TaskError for the first row with an image whose size the model's processor refuses, or with one of the
+        `tokens` that stand for an image in a text."""
+        from transformers import AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(model).image_processor if self.has_images else None
+        count_patches = getattr(processor, "get_number_of_image_patches", None)  # if it resizes by an image's own size
+        for row in [*self.rows, *self.eval_rows]:
+            text = json.dumps(row.prompt, ensure_ascii=False)
+            if found := [token for token in tokens if token in text]:
+                raise TaskError(
+                    f"{row.origin}: the text of the prompt has {found[0]}, which stands for an image: --map can drop it"
+                )
+            for width, height in row.images.sizes() if row.images and count_patches else ():
+                try:
+                    count_patches(height, width)
+                except Exception as error:  # processors raise what they like
+                    size = f"an image of {width} x {height} pixels"
+                    raise TaskError(f"{row.origin}: the model's processor refuses {size}: {error}") from error
 
     def check_lengths(self, max_model_len: int) -> None:
         """Raise TaskError for the longest prompt if there is no room for a completion: the engine takes at most
@@ -184,6 +212,14 @@ class Task:
     @property
     def _longest(self) -> Row:
         return max([*self.rows, *self.eval_rows], key=lambda row: len(row.prompt_ids))
+
+
+def _begins_thought(row: Row, tokenizer) -> bool:
+    """Whether the prompt ends in the middle of reasoning, which the row or the chat template has begun."""
+    if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
+        _, begins, thought = row.text.rpartition("<think>")
+        return bool(begins) and "</think>" not in thought
+    return tokenizer.decode(row.prompt_ids[-8:]).rstrip().endswith("<think>")  # which may be several tokens
 
 
 @functools.lru_cache(maxsize=2)
