@@ -36,6 +36,7 @@ from trainer.learning.multimodal import states_with_images
 from trainer.learning.rollout import Rollout
 from trainer.rollouts import conversation
 from trainer.rollouts.conversation import Conversation
+from trainer.rollouts.options import engine_options
 from trainer.tasks.dataset import Row
 from trainer.tasks.rewards import Batch, Group, Rewards
 from trainer.tasks.task import TaskArguments, load_task
