@@ -3,6 +3,8 @@
 pytest tests/test_routed_sync.py
 """
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -30,6 +32,7 @@ from rlhf_utils import LoRAWeight, WeightSender
 from weight_sync import buckets
 from weight_sync import weights as weights_module
 from weight_sync.ranks import Ranks, ShardedPart
+from weight_sync.staging import WiredStaging
 
 
 class Whole(Model):
@@ -156,6 +159,29 @@ def test_staging_memory_is_that_of_one_way_at_a_time():
     sync(model_tensors(1))
     assert all(sender.sending.whole is None for sender in sync.senders)
     assert all(worker.weight_staging is None for worker in sync.workers)
+
+
+class Forgets(ModelEngine):
+    """Its replays leave out a copy."""
+
+    def record(self, *arguments):
+        refused = super().record(*arguments)
+        self.replay_steps[-1][-1].torch_copies.pop()
+        return refused
+
+
+def test_memory_of_a_replay_that_was_wrong_is_freed(monkeypatch):
+    def noted(staging, *arguments):
+        stagings.add(staging)
+        make(staging, *arguments)
+
+    stagings, make = weakref.WeakSet(), WiredStaging.__init__
+    monkeypatch.setattr(WiredStaging, "__init__", noted)
+    sync = Sync(ranks=2, engines=1, engine=Forgets)
+    assert sync(model_tensors(1)) == "reload (replay did not reproduce it bit for bit)"
+    sync.receiving[0].join(10)
+    gc.collect()
+    assert len(stagings) == len(sync.senders) + len(sync.workers)  # of whole buckets
 
 
 @pytest.mark.parametrize("model", [Model, Whole])

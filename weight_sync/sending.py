@@ -80,7 +80,7 @@ class GroupSending:
         """Announce a pass, and send all buckets. Returns the digest of what each worker gets."""
         announce()
         if mode == "fallback":
-            self.routed = None
+            self.routed, self.packings = None, {}
         routed = self.routed is not None and mode in ("replay", "verify")
         if not routed and not self.whole:
             self.whole = WiredStaging.broadcast(self.buckets, self.bucket_bytes, self.weights.ranks.size, self.wire)
