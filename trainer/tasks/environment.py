@@ -103,6 +103,7 @@ def _run(call: Callable, future: Future) -> None:
         return
     try:
         future.set_result(_result(call))
-    except BaseException as error:  # the caller waits; an event loop would pass on no exit
-        passed = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-        future.set_exception(passed)
+    except BaseException as error:  # an exit as well: the caller that waits gets it
+        # An event loop passes on no exits and no StopIteration.
+        passes = isinstance(error, Exception) and not isinstance(error, StopIteration)
+        future.set_exception(error if passes else RuntimeError(f"{type(error).__name__}: {error}"))
