@@ -66,12 +66,9 @@ class RewardModel(ValueModel):
 
     may_lack_head = False
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.tokenizer.truncation_side = "left"  # the end is what is scored
-
     def rewards(self, prompts: list, completions: list) -> list[float]:
         """The score of each completion after its prompt. Both are texts or lists of chat messages."""
+        self.tokenizer.truncation_side = "left"  # the end is what is scored
         max_length = getattr(self.module.config, "max_position_embeddings", None)
         if max_length:
             table = getattr(getattr(self.module.base_model, "embeddings", None), "position_embeddings", None)
