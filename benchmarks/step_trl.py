@@ -59,15 +59,49 @@ class Parts:
         self.seconds.clear()
 
 
-def main(workload: dict) -> None:
+def grpo_config(workload: dict, **options):
+    """What TRL is told of the workload, and these options: all else are its defaults. Call it before CUDA starts."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a colocated vLLM runs in this process
     os.environ["CUDA_VISIBLE_DEVICES"] = workload["gpus"]  # not the server's, or Trainer would learn on those as well
+    from trl import GRPOConfig
+
+    gpu = bool(workload["gpus"])
+    return GRPOConfig(
+        output_dir="trl",
+        per_device_train_batch_size=workload["trl_batch"],
+        gradient_accumulation_steps=workload["accumulation"],
+        num_generations=workload["completions"],
+        max_completion_length=workload["tokens"],
+        max_steps=workload["steps"],
+        gradient_checkpointing=False,
+        bf16=gpu,
+        use_cpu=not gpu,
+        use_vllm=gpu,
+        vllm_gpu_memory_utilization=workload["gpu_memory_utilization"],
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def main(workload: dict) -> None:
+    model, gpu = Path("../model").resolve(), bool(workload["gpus"])
+    from transformers import AutoConfig
+
+    token = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
+    config = grpo_config(
+        workload,
+        vllm_mode="server" if workload["topology"] == "separate" else "colocate",
+        # A model with random weights samples image tokens, and TRL stops at one. Without vLLM, it bars them itself.
+        generation_kwargs={"logit_bias": {token: -100.0}} if gpu and token else None,
+    )
     import torch
     from datasets import Dataset, Image, List
-    from transformers import AutoConfig, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
 
-    model, gpu, batch = Path("../model").resolve(), bool(workload["gpus"]), workload["trl_batch"]
     parts = Parts(torch.cuda.synchronize if gpu else lambda: None)
 
     class Clock(TrainerCallback):
@@ -80,27 +114,6 @@ def main(workload: dict) -> None:
         def on_train_end(self, *_, **__):
             parts.next_step()
 
-    token = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
-    config = GRPOConfig(
-        output_dir="trl",
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=workload["accumulation"],
-        num_generations=workload["completions"],
-        max_completion_length=workload["tokens"],
-        max_steps=workload["steps"],
-        gradient_checkpointing=False,
-        bf16=gpu,
-        use_cpu=not gpu,
-        use_vllm=gpu,
-        vllm_mode="server" if workload["topology"] == "separate" else "colocate",
-        vllm_gpu_memory_utilization=workload["gpu_memory_utilization"],
-        # A model with random weights samples image tokens, and TRL stops at one. Without vLLM, it bars them itself.
-        generation_kwargs={"logit_bias": {token: -100.0}} if gpu and token else None,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
     rows = [json.loads(line) for line in (model / "prompts.jsonl").read_text().splitlines()]
     dataset = Dataset.from_list(rows)
     if "images" in dataset.features:

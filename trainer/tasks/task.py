@@ -39,7 +39,9 @@ class TaskArguments:
         help="a file (.jsonl, .ndjson, .csv, .tsv, .json, .parquet), a folder, a dataset on the Hugging Face hub, or"
         " module:function, which gets the split and returns rows",
     )
-    dataset_config: str | None = setting(None, help="configuration of a dataset on the hub")
+    dataset_config: str | None = arg(
+        None, help="configuration of a dataset on the hub; of module:function, more arguments, as a JSON object"
+    )
     dataset_split: str = setting("train", help='split to learn from; a slice as well: "train[:1000]"')
     map: str | None = arg(
         None, help='module:function that turns a row into one with a "prompt", or returns None to drop it'

@@ -1,0 +1,90 @@
+"""TRL's GRPOTrainer on the workload of benchmarks/learning.py, which starts this script, and the reward of all ways.
+
+Prints a line for each step, as ours do. The held-out problems are answered greedily, by the engine that generates.
+"""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from step_trl import grpo_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trainer.tasks.reasoning_gym import problems, score_completion
+
+
+def correct(completions: list, problem: list[dict], source: list[list[str]], **_) -> list[float]:
+    """1 for a completion whose answer is right, else 0."""
+    return [float(score_completion(*each) >= 1) for each in zip(completions, problem, source, strict=True)]
+
+
+def rows_of(dataset_config: str, system_prompt: str | None) -> tuple[list[dict], list[dict]]:
+    """The problems to learn from and those held out, as train_grpo.py has them."""
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    train, held_out = (
+        [row | {"prompt": system + row["prompt"]} for row in problems(split, **json.loads(dataset_config))]
+        for split in ("train", "test")
+    )
+    prompts = [row["prompt"] for row in held_out]
+    return [row for row in train if row["prompt"] not in prompts], held_out
+
+
+@contextmanager
+def greedy(trainer):
+    """The trainer generates without sampling."""
+    vllm, own = trainer.use_vllm, trainer.generation_config  # own: without vLLM
+    options, name, value = (trainer.vllm_generation, "temperature", 0.0) if vllm else (own, "do_sample", False)
+    before = getattr(options, name)
+    setattr(options, name, value)
+    yield
+    setattr(options, name, before)
+
+
+def evaluate(trainer, rows: list[dict]) -> float:
+    """The share of right answers among greedy completions. The engine gets the trainer's weights, once for a step."""
+    with greedy(trainer):
+        ids, *more = trainer._tokenize_prompts([row["prompt"] for row in rows])
+        completion_ids, *_ = trainer._generate_single_turn(ids, *more, 1)
+    texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+    columns = {name: [row[name] for row in rows] for name in ("problem", "source")}
+    return sum(correct(texts, **columns)) / len(rows)
+
+
+def main(workload: dict) -> None:
+    optimizer = {"adam_beta2": 0.95, "adam_epsilon": 1e-15, "lr_scheduler_type": "constant"}  # as ours
+    config = grpo_config(
+        workload,
+        learning_rate=workload["learning_rate"],
+        seed=workload["seed"],
+        vllm_max_model_length=workload["max_model_len"],
+        **optimizer,
+    )
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    rows, held_out = rows_of(workload["dataset_config"], workload["system_prompt"])
+    steps, every, gpu = workload["steps"], workload["eval_every"], bool(workload["gpus"])
+
+    class Log(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            print(f"step 0/{steps}  eval {evaluate(trainer, held_out):.3f}", flush=True)
+
+        def on_log(self, _args, state, _control, logs, **_):
+            if "reward" in logs:  # and not the summary at the end
+                line = f"step {state.global_step}/{steps}  reward {logs['reward']:.3f}"
+                if gpu:
+                    line += f"  mismatch {logs['sampling/sampling_logp_difference/mean']:.1e}"
+                if state.global_step % every == 0 or state.global_step == steps:
+                    line += f"  eval {evaluate(trainer, held_out):.3f}"
+                print(line, flush=True)
+
+    options = {"model": workload["model"], "reward_funcs": correct, "args": config, "callbacks": [Log()]}
+    trainer = GRPOTrainer(train_dataset=Dataset.from_list(rows), **options)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
