@@ -39,6 +39,12 @@ To copy the sync into a project, take this file and `weight_sync/`. They import 
 functions that use it. With another version than 0.32 and 0.33, an engine's first worker logs a warning.
 """
 
+import multiprocessing.connection
+import os
+import textwrap
+import threading
+import time
+
 import torch
 
 from weight_sync.channels import SharedMemoryChannel, connect_group, connect_paths
@@ -59,9 +65,11 @@ __all__ = [
     "WeightSender",
     "WeightSyncError",
     "WorkerExtension",
+    "end_with_children",
     "rebuild_ipc",
     "share_tensor",
     "stateless_init_process_group",
+    "wait_for",
 ]
 
 
@@ -153,3 +161,37 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
     def _open_staging(self) -> Staging:
         handles = [handshake["handle"] for handshake in self.weight_handshakes]
         return TrainerMemory.mapped(self.weight_buckets, handles, self.device.index)
+
+
+def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
+    """The results of these calls of Ray actors.
+
+    Raises RuntimeError with a reason of one line if a call fails or one of `actors` dies, even one that is not called,
+    and TimeoutError after `timeout` seconds.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline:
+            done, running = ray.wait([*calls], num_returns=len(calls), timeout=1)
+            if not running:
+                return ray.get([*calls])
+            pings = [actor.__ray_ready__.remote() for actor in actors]  # a busy actor answers later
+            ray.get(done + ray.wait(pings, num_returns=len(pings), timeout=0.1)[0])
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", error)  # what an actor raised
+        raise RuntimeError(f"{type(cause).__name__}: {textwrap.shorten(str(cause), 500)}") from error
+    raise TimeoutError(f"not done within {timeout:.0f} s")
+
+
+def end_with_children() -> None:
+    """End this process with the first of its child processes: vllm.LLM would wait for a killed one forever."""
+    children = [process.sentinel for process in multiprocessing.active_children()]
+
+    def end() -> None:
+        if multiprocessing.connection.wait(children):
+            time.sleep(1)  # vLLM may be about to raise an error that says more
+            os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
