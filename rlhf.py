@@ -90,7 +90,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             **options,
         )
-        end_with_children()
+        end_with_children()  # vllm.LLM would wait for a killed process forever
 
     def generate(self, prompts: list, max_tokens: int) -> list[Sample]:
         """A completion of each prompt."""

@@ -95,7 +95,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             **options,
         )
-        end_with_children()
+        end_with_children()  # vllm.LLM would wait for a killed process forever
         self.can_sleep = device == "cuda"
         self.sleep()  # until the first sync
 
@@ -145,7 +145,7 @@ class Trainer:
 
         return ray.util.get_node_ip_address(), get_open_port()
 
-    def load(self, model: str, learning_rate: float, device: str, rank: int, ranks: int, url: str) -> dict[str, str]:
+    def load(self, model: str, learning_rate: float, device: str, url: str, ranks: int, rank: int) -> dict[str, str]:
         """Join the other ranks at the URL, load this one's shard of the model, and open the channel to the workers
         beside it. Returns its handle."""
         from transformers import AutoModelForCausalLM
@@ -221,7 +221,7 @@ def main(args: argparse.Namespace) -> str:
     tensor_parallel_size = args.tensor_parallel_size or (1 if gpus % 2 else 2)
     ranks = gpus or tensor_parallel_size
     if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % ranks:
-        raise RuntimeError(f"{ranks} GPUs do not divide into engines, or the completions of a step by {ranks}")
+        raise RuntimeError(f"--tensor-parallel-size must divide the {ranks} GPUs, and they a step's completions")
     placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks)
     if not placement.wait(timeout_seconds=20):
         raise RuntimeError(f"Ray has no {ranks} free GPUs")
@@ -239,10 +239,10 @@ def main(args: argparse.Namespace) -> str:
     model, learning_rate = args.model or "facebook/opt-125m", args.learning_rate or 1e-6
     loading = [engine.load.remote(model, own, device) for engine, own in zip(engines, bundles, strict=True)]
     (address, port), *_ = wait_for(actors, trainers[0].address.remote(), *loading)
-    options = model, learning_rate, device
-    url = f"tcp://{address}:{port}"
-    loading = [trainer.load.remote(*options, rank, ranks, url) for rank, trainer in enumerate(trainers)]
-    handles = {device_id: handle for of_rank in wait_for(actors, *loading) for device_id, handle in of_rank.items()}
+    policy = model, learning_rate, device, f"tcp://{address}:{port}", ranks
+    handles = {}
+    for of_rank in wait_for(actors, *(trainer.load.remote(*policy, rank) for rank, trainer in enumerate(trainers))):
+        handles |= of_rank
 
     # 3. Sync, generate, reward, learn
     means = []

@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_utils import end_with_children, wait_for
 
 MICRO_BATCH_TOKENS = 4096  # of the trainer's passes, padding included; fewer take less memory
-SYNC_SECONDS = 45  # limit of a transfer
+SYNC_SECONDS = 40  # limit of a transfer
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             **options,
         )
-        end_with_children()
+        end_with_children()  # vllm.LLM would wait for a killed process forever
 
     def generate(self, prompts: list, max_tokens: int) -> list[Sample]:
         """A completion of each prompt."""

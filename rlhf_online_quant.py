@@ -97,7 +97,7 @@ class Engine:
             hf_overrides={"quantization_config_dict_json": json.dumps(config_to_dict(config))},
             **options,
         )
-        end_with_children()
+        end_with_children()  # vllm.LLM would wait for a killed process forever
 
     def generate(self, prompts: list, max_tokens: int) -> list[Sample]:
         """A completion of each prompt."""

@@ -35,6 +35,8 @@ Code written for vLLM's examples runs unchanged. That covers one parameter at a 
 (`update_weights_from_ipc_handles`), and `check_weights_changed` after each of them. A worker keeps the weights that
 arrive until it has all that the engine needs, and then loads all: this takes the memory of one more copy of them.
 
+Where trainer and engine are Ray actors, `wait_for` and `end_with_children` end a run at the first death.
+
 To copy the sync into a project, take this file and `weight_sync/`. They import torch; vLLM is imported only by the
 functions that use it. With another version than 0.32 and 0.33, an engine's first worker logs a warning.
 """
@@ -182,11 +184,11 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)  # what an actor raised
         raise RuntimeError(f"{type(cause).__name__}: {textwrap.shorten(str(cause), 500)}") from error
-    raise TimeoutError(f"not done within {timeout:.0f} s")
+    raise TimeoutError(f"not done within {timeout:g} s")
 
 
 def end_with_children() -> None:
-    """End this process with the first of its child processes: vllm.LLM would wait for a killed one forever."""
+    """End this process with the first of the child processes that it has now, such as those of vllm.LLM."""
     children = [process.sentinel for process in multiprocessing.active_children()]
 
     def end() -> None:

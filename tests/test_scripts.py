@@ -11,10 +11,13 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 from conftest import HANGS_SECONDS, ROOT, SYNC, Script, copy, cpu_only, is_alive, title_of
 from transformers import AutoModelForCausalLM
@@ -22,6 +25,7 @@ from transformers import AutoModelForCausalLM
 import rlhf
 import rlhf_colocate
 import rlhf_cpu
+import rlhf_utils
 
 SCRIPTS = ["rlhf", "rlhf_colocate", "rlhf_online_quant", "rlhf_nccl"]
 
@@ -167,6 +171,64 @@ def test_reward(text, answer, expected):
     assert rlhf.reward(text, answer) == pytest.approx(expected)
 
 
+# --- Waiting ----------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """A call of a Ray actor, by what it has returned or raised; None: it is running."""
+
+    def __init__(self, answer=None):
+        self.answer = answer
+
+    @classmethod
+    def wait(cls, calls: list, num_returns: int, timeout: float) -> tuple[list, list]:
+        return [call for call in calls if call.answer], [call for call in calls if not call.answer]
+
+    @classmethod
+    def get(cls, calls: list) -> list:
+        for call in calls:
+            if isinstance(call.answer, Exception):
+                raise call.answer
+        return [call.answer for call in calls]
+
+
+@pytest.fixture
+def actors(monkeypatch):
+    """Two actors, by the answer to a ping: one is busy, the other one idle."""
+    monkeypatch.setattr(ray, "wait", Call.wait)
+    monkeypatch.setattr(ray, "get", Call.get)
+    return [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda ping=ping: ping)) for ping in (Call(), Call(1))]
+
+
+def test_wait_ends_with_the_results(actors):
+    assert rlhf_utils.wait_for(actors, Call("first"), Call("second")) == ["first", "second"]
+
+
+def test_wait_ends_with_the_reason_of_an_actor_in_one_line(actors):
+    error = ray.exceptions.RayTaskError("Engine.load", "a traceback", ValueError("9 heads\n  do not divide by 2"))
+    with pytest.raises(RuntimeError, match=r"^ValueError: 9 heads do not divide by 2$"):
+        rlhf_utils.wait_for(actors, Call(), Call(error.as_instanceof_cause()))
+
+
+def test_wait_ends_with_the_death_of_an_actor_that_is_not_called(actors):
+    died = Call(ray.exceptions.ActorDiedError())
+    actors[1].__ray_ready__.remote = lambda: died
+    with pytest.raises(RuntimeError, match="^ActorDiedError: The actor died"):
+        rlhf_utils.wait_for(actors, Call())
+
+
+def test_wait_has_a_limit(actors):
+    with pytest.raises(TimeoutError, match=r"not done within 0\.1 s"):
+        rlhf_utils.wait_for(actors, Call(), timeout=0.1)
+
+
+def test_process_ends_with_its_children():
+    code = "import multiprocessing, time, rlhf_utils\n"
+    code += "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=[100])\n"
+    code += "child.start(), rlhf_utils.end_with_children(), child.kill(), time.sleep(100)\n"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, timeout=90).returncode == 1
+
+
 # --- The files --------------------------------------------------------------------------------------------------------
 
 # What is told otherwise where the diff is the lesson; all else that two scripts share is the same, word for word.
@@ -237,6 +299,15 @@ def test_copied_script_learns(tmp_path, script, flags):
     first, last = (float(word) for word in last_line.split()[2:5:2])
     assert first < 0.2
     assert last > 0.9
+
+
+@cpu_only
+@pytest.mark.slow
+def test_last_line_says_what_vllm_refuses(tmp_path):
+    """The small model has four heads."""
+    text = run_of(tmp_path, "rlhf", "--tensor-parallel-size", 3).finish()
+    reason = "ValidationError: .* attention heads .4. must be divisible by tensor parallel size .3."
+    assert re.match(f"RuntimeError: {reason}", text.splitlines()[-1]), text
 
 
 # --- Faults: the run ends within a minute, names the cause, and leaves no process -------------------------------------
