@@ -213,7 +213,7 @@ def test_wait_ends_with_the_reason_of_an_actor_in_one_line(actors):
 def test_wait_ends_with_the_death_of_an_actor_that_is_not_called(actors):
     died = Call(ray.exceptions.ActorDiedError())
     actors[1].__ray_ready__.remote = lambda: died
-    with pytest.raises(RuntimeError, match="^ActorDiedError: The actor died"):
+    with pytest.raises(RuntimeError, match=r"^ActorDiedError: The actor died"):
         rlhf_utils.wait_for(actors, Call())
 
 
