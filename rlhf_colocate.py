@@ -80,7 +80,7 @@ class Engine:
             "dtype": "bfloat16",
             "gpu_memory_utilization": GPU_SHARE,
             "enable_sleep_mode": True,
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # graphs alone start sooner
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # no torch.compile: starts sooner
         }
         if device == "cpu":
             import rlhf_cpu
@@ -153,7 +153,7 @@ class Trainer:
         self.device, self.max_mismatch, self.rank, self.ranks = torch.device(device, 0), None, rank, ranks
         cuda = self.device.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo", init_method=url, rank=rank, world_size=ranks)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None, reduce_dtype=torch.float32)
         for block in max((m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)), key=len):
             fully_shard(block, mp_policy=precision)
@@ -182,7 +182,7 @@ class Trainer:
             distance += ((logprobs.detach() - engine_logprobs).abs() * mask).sum()
         dist.all_reduce(distance)
         mismatch = float(distance) / tokens
-        self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # of the first batch, after a proven sync
+        self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # by the first batch, after the first sync
         if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
             raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {mismatch:.2g}")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)

@@ -75,7 +75,7 @@ class Engine:
             "distributed_executor_backend": "ray",
             "dtype": "bfloat16",
             "gpu_memory_utilization": 0.8,  # a sync needs memory, too
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # graphs alone start sooner
+            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # no torch.compile: starts sooner
         }
         if device == "cpu":
             import rlhf_cpu
@@ -113,7 +113,7 @@ class Engine:
 
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Have the workers join the trainer, which is rank 0."""
-        self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))
+        self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))  # ranks 1 to N
 
     def receive_weights(self) -> None:
         """Take part in a sync. Raises RuntimeError unless every worker serves, bit for bit, what was sent."""
@@ -139,7 +139,7 @@ class Trainer:
         from vllm.utils.network_utils import get_open_port
 
         self.device, self.max_mismatch = torch.device(device, 0), None
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
         return ray.util.get_node_ip_address(), get_open_port()
 
@@ -160,7 +160,7 @@ class Trainer:
             ((losses * mask).sum() / tokens).backward()
             distance += ((logprobs.detach() - engine_logprobs).abs() * mask).sum()
         mismatch = float(distance) / tokens
-        self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # of the first batch, after a proven sync
+        self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # by the first batch, after the first sync
         if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
             raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {mismatch:.2g}")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
