@@ -35,9 +35,17 @@ Code written for vLLM's examples runs unchanged. That covers one parameter at a 
 (`update_weights_from_ipc_handles`), and `check_weights_changed` after each of them. A worker keeps the weights that
 arrive until it has all that the engine needs, and then loads all: this takes the memory of one more copy of them.
 
+Where trainer and engine are Ray actors, `wait_for` and `end_with_children` end a run at the first death.
+
 To copy the sync into a project, take this file and `weight_sync/`. They import torch; vLLM is imported only by the
 functions that use it. With another version than 0.32 and 0.33, an engine's first worker logs a warning.
 """
+
+import multiprocessing.connection
+import os
+import textwrap
+import threading
+import time
 
 import torch
 
@@ -59,9 +67,11 @@ __all__ = [
     "WeightSender",
     "WeightSyncError",
     "WorkerExtension",
+    "end_with_children",
     "rebuild_ipc",
     "share_tensor",
     "stateless_init_process_group",
+    "wait_for",
 ]
 
 
@@ -153,3 +163,37 @@ class ColocateWorkerExtension(SharedMemoryProtocols):
     def _open_staging(self) -> Staging:
         handles = [handshake["handle"] for handshake in self.weight_handshakes]
         return TrainerMemory.mapped(self.weight_buckets, handles, self.device.index)
+
+
+def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
+    """The results of these calls of Ray actors.
+
+    Raises RuntimeError with a reason of one line if a call fails or one of `actors` dies, even one that is not called,
+    and TimeoutError after `timeout` seconds.
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline:
+            done, running = ray.wait([*calls], num_returns=len(calls), timeout=1)
+            if not running:
+                return ray.get([*calls])
+            pings = [actor.__ray_ready__.remote() for actor in actors]  # a busy actor answers later
+            ray.get(done + ray.wait(pings, num_returns=len(pings), timeout=0.1)[0])
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", error)  # what an actor raised
+        raise RuntimeError(f"{type(cause).__name__}: {textwrap.shorten(str(cause), 500)}") from error
+    raise TimeoutError(f"not done within {timeout:g} s")
+
+
+def end_with_children() -> None:
+    """End this process with the first of the child processes that it has now, such as those of vllm.LLM."""
+    children = [process.sentinel for process in multiprocessing.active_children()]
+
+    def end() -> None:
+        if multiprocessing.connection.wait(children):
+            time.sleep(1)  # vLLM may be about to raise an error that says more
+            os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
