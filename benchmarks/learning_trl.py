@@ -34,8 +34,10 @@ def rows_of(dataset_config: str, system_prompt: str | None) -> tuple[list[dict],
 @contextmanager
 def greedy(trainer):
     """The trainer generates without sampling."""
-    vllm, own = trainer.use_vllm, trainer.generation_config  # own: without vLLM
-    options, name, value = (trainer.vllm_generation, "temperature", 0.0) if vllm else (own, "do_sample", False)
+    if trainer.use_vllm:
+        options, name, value = trainer.vllm_generation, "temperature", 0.0
+    else:
+        options, name, value = trainer.generation_config, "do_sample", False
     before = getattr(options, name)
     setattr(options, name, value)
     yield

@@ -337,7 +337,7 @@ class BenchTrainer:
 def place_apart(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     """Place trainer ranks and workers on GPUs of their own. Returns the device, and the seats of ranks and engines."""
     placement = TopologyArguments(trainers=args.actors.trainers, engines=args.actors.engines)
-    topology = Separate(SimpleNamespace(engine=args.engine, placement=placement), None, None)
+    topology = Separate(SimpleNamespace(engine=args.engine, placement=placement), None, None, None)
     return topology.device, topology.trainer_seats, topology.engine_seats
 
 

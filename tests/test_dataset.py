@@ -226,6 +226,7 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
         "import numpy\n"
         "def fails(row):\n    return row['q']\n\ndef drops(row):\n    return None\n\n"
         "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
+        "def times(split):\n    return [{'prompt': 'a'}]\n"
         "def none(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):\n    return []\n"
     )
     Path("incomplete.py").write_text("DEFAULTS = {}")

@@ -217,7 +217,7 @@ def test_addition_rises_on_sums_that_no_step_learned_from(script, tmp_path):
         (["--reward", "nope:reward"], "error: --reward nope:reward cannot be imported"),
         (["--reward", "json:loads"], "error: --reward json:loads cannot be called as loads(prompts, completions, "),
         (["--resume", "nowhere"], "error: --resume nowhere: not a run folder"),
-        (["--group-size", "1"], "error: argument --group-size: Input should be greater than or equal to 2, not 1"),
+        (["--group-size", "1"], "error: --group-size is at least 2 in GRPO"),
         (
             ["--gpu-memory-utilization", "80"],
             "error: argument --gpu-memory-utilization: Input should be less than or equal to 1",

@@ -394,7 +394,7 @@ def test_features_in_a_list_are_those_of_images(tmp_path):
         assert lengths[0] != lengths[1]
         prompt = [5, *[63] * lengths[0], 6, *[63] * lengths[1], 7]
         ids = torch.tensor([[*prompt, 8, 9], [*prompt, 9, 10]])
-        states = states_with_images(module, ids, pixels, len(prompt)).last_hidden_state
+        states = states_with_images(module, ids, pixels, len(prompt))
         for row, own in zip(ids, states, strict=True):
             expected = module.base_model(row[None], **pixels).last_hidden_state[0]
             torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)

@@ -92,10 +92,11 @@ def test_tokens_of_tools_weigh_nothing(model, loss, updates):
         use_sgd(learner)
         batch = with_answers(learner, at_tools)
         metrics = learner.learn(batch)
-        results.append((metrics, vector_of(learner)))
+        results.append((metrics.pop("advantage"), metrics, vector_of(learner)))
         assert metrics["logprobs/mismatch"] < 1e-6
         assert metrics["completions/mean_length"] == sum(sum(own.sampled) for own in batch) / len(batch)
-    (before, weights), (after, others) = results
+    (advantages, before, weights), (same, after, others) = results
+    assert advantages == same
     assert before == pytest.approx(after, abs=1e-7)
     torch.testing.assert_close(weights, others)
 

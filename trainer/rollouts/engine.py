@@ -153,10 +153,12 @@ class EngineActor(Engine):
             await self._reset_caches()
         if self.asleep == "weights":
             await self.llm.wake_up(tags=["weights"])
-        for result in await self.llm.collective_rpc("receive_weights", args=args):
-            if "error" in result:
-                raise WeightSyncError(result["error"])
-        served = all(await self.llm.collective_rpc("check_weights_changed"))
+        receiving = self.llm.collective_rpc("receive_weights", args=args)
+        checking = self.llm.collective_rpc("check_weights_changed")  # vLLM's processes need not be asked twice
+        results, answers = await asyncio.gather(receiving, checking)
+        if errors := [result["error"] for result in results if "error" in result]:
+            raise WeightSyncError(errors[0])
+        served = all(answers)
         if served:
             await self.llm.update_weight_version(str(version))  # while paused, or vLLM labels some tokens wrongly
             if self.asleep not in (None, "none") and not await self.llm.wake_up(tags=["kv_cache"]):

@@ -8,7 +8,7 @@ from ..errors import RunError
 from ..rollouts.options import EngineSetting
 from ..run.actors import by_node, engine_seat, reserve, seat
 from .base import Topology
-from .link import connect_by_group
+from .link import TrainerActor, connect_by_group
 
 MEMORY_SHARE = 0.8  # of its GPUs' memory that an engine takes unless a flag says it
 
@@ -30,7 +30,6 @@ class Separate(Topology):
                 f" {gpus}: lower --tensor-parallel-size, or use --topology shared"
             )
         self.device = "cuda" if gpus else "cpu"
-        self.setting = EngineSetting(self.device, "WorkerExtension", engines, sequences=self.sequences(engines))
         if gpus:
             placement = reserve([{"GPU": 1}] * wanted, "PACK")
             bundles = by_node(placement)  # so that an engine spans as few nodes as possible
@@ -46,6 +45,11 @@ class Separate(Topology):
         engine_workers = [list(range(begin, begin + tp)) for begin in range(trainers, wanted, tp)]
         self.engine_seats = [seat(placement, trainers + i, workers) for i, workers in enumerate(engine_workers)]
         self.remark = f"no GPU: the trainer and a TP={tp} engine run on CPU, with gloo between them"
+
+    def start_actors(self, cls: type[TrainerActor], model: str) -> None:
+        engines = self.args.placement.engines
+        self.setting = EngineSetting(self.device, "WorkerExtension", engines, sequences=self.sequences(engines))
+        super().start_actors(cls, model)
 
     def connect(self) -> None:
         connect_by_group(self.trainers, self.engines, self.args.engine.tensor_parallel_size)
