@@ -154,7 +154,7 @@ class EngineActor(Engine):
         if self.asleep == "weights":
             await self.llm.wake_up(tags=["weights"])
         receiving = self.llm.collective_rpc("receive_weights", args=args)
-        checking = self.llm.collective_rpc("check_weights_changed")  # vLLM's processes need not be asked twice
+        checking = self.llm.collective_rpc("check_weights_changed")  # asked for at once: workers answer in turn
         results, answers = await asyncio.gather(receiving, checking)
         if errors := [result["error"] for result in results if "error" in result]:
             raise WeightSyncError(errors[0])
