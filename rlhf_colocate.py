@@ -282,8 +282,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--learning-rate", type=float, help="default: 1e-6; the small model: 3e-3")
     parser.add_argument("--tensor-parallel-size", type=int, help="GPUs of an engine (default: 2; odd or no GPUs: 1)")
+    args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a completion may be any text
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}  # workers find rlhf_utils
     with ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, logging_level="error"):
-        last_line = main(parser.parse_args())
+        last_line = main(args)
     print(last_line)  # when no actor prints any more
