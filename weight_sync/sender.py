@@ -109,7 +109,7 @@ class WeightSender:
         WeightSyncError if a weight differs from what was sent by more than rounding to its format explains; a scale
         that is 1 % off does.
         """
-        if not self.loader:
+        if not (self.loader or self.closed):
             raise WeightSyncError("compare_weights needs a sync before it")
         return comparison_of(self._in_session(named_tensors, self._compare, again=True))
 
