@@ -396,7 +396,8 @@ def write_moments(folder, parts):
     groups = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"]
     for rank, part in enumerate(parts):
         state = {0: {"step": torch.tensor(1.0), "exp_avg": part, "exp_avg_sq": part}}
-        torch.save({"optimizer": {"state": state, "param_groups": groups}}, folder / f"trainer_state-0000{rank}.pt")
+        saved = {"optimizer": {"state": state, "param_groups": groups}, "step": 1}
+        torch.save(saved, folder / f"trainer_state-0000{rank}.pt")
 
 
 def test_adapters_moments_that_every_rank_wrote_are_read_once(tmp_path):
