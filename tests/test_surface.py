@@ -109,6 +109,7 @@ trainer/learning/sharding.py
   torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState: _fsdp_param_group
   torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup: fsdp_params
   torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam: _module_info; _post_load_hook_handle
+  torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam: sharded_param; _sharded_param_data
   torch.distributed.fsdp._fully_shard._fsdp_param.ParamModuleInfo: shared_modules; shared_param_names
 trainer/learning/lora.py
 ! peft.tuners.tuners_utils: cast_input_dtype_enabled
