@@ -190,6 +190,7 @@ with RaySession(RunArguments(), lambda *_: None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["trainer.py", "trainer/__init__.py"])
 def test_modules_of_the_working_folder_come_last_in_workers_and_their_processes(tmp_path, own):
     folder, script = tmp_path / "here", tmp_path / "script" / "main.py"

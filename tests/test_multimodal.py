@@ -206,6 +206,7 @@ def learn_all(folder, batches_by_model):
         learn_in_both_layouts(Path(model), model, batches)
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_what_one_learns(tmp_path):
     batches = {}
     for family in ("Qwen3VL", "Gemma3"):

@@ -290,7 +290,7 @@ def test_loss_and_gradient_are_those_of_trl(loss, kl_coef):
         engine = old  # TRL weights the completion's mean, or the clipped ratio, by each token's importance
 
     def ours_of(logprobs):
-        weights = loss_weights(mask, advantage, left_out, ours)
+        weights = loss_weights(mask, advantage, left_out, ours, max_tokens=8)
         losses, _ = token_losses(logprobs, old, engine, advantage, mask, ours, reference)
         return (losses * weights).sum()
 

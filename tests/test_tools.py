@@ -742,6 +742,7 @@ assert not wait([opening], timeout=0.5).done
 """
 
 
+@pytest.mark.slow
 def test_process_ends_although_an_environment_is_never_made():
     subprocess.run([sys.executable, "-c", HANGS], timeout=240, check=True, cwd=Path(__file__).parent)
 
