@@ -43,7 +43,6 @@ functions that use it. With another version than 0.32 and 0.33, an engine's firs
 
 import multiprocessing.connection
 import os
-import textwrap
 import threading
 import time
 
@@ -183,7 +182,10 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
             ray.get(done + ray.wait(pings, num_returns=len(pings), timeout=0.1)[0])
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)  # what an actor raised
-        raise RuntimeError(f"{type(cause).__name__}: {textwrap.shorten(str(cause), 500)}") from error
+        reason = " ".join(str(cause).split())
+        if len(reason) > 500:
+            reason = f"{reason[:150]} ... {reason[-350:]}"  # a traceback, of what Ray cannot pickle, ends with the error
+        raise RuntimeError(f"{type(cause).__name__}: {reason}") from error
     raise TimeoutError(f"not done within {timeout:g} s")
 
 

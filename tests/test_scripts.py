@@ -306,7 +306,7 @@ def test_copied_script_learns(tmp_path, script, flags):
 def test_last_line_says_what_vllm_refuses(tmp_path):
     """The small model has four heads."""
     text = run_of(tmp_path, "rlhf", "--tensor-parallel-size", 3).finish()
-    reason = "ValidationError: .* attention heads .4. must be divisible by tensor parallel size .3."
+    reason = ".*ValidationError.* attention heads .4. must be divisible by tensor parallel size .3."
     assert re.match(f"RuntimeError: {reason}", text.splitlines()[-1]), text
 
 
