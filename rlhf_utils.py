@@ -183,8 +183,8 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)  # what an actor raised
         reason = " ".join(str(cause).split())
-        if len(reason) > 500:
-            reason = f"{reason[:150]} ... {reason[-350:]}"  # a traceback, of what Ray cannot pickle, ends with the error
+        if rest := reason[150:-350]:  # such as a traceback, which Ray gives of what it cannot pickle: the end says why
+            reason = reason.replace(rest, " ... ")
         raise RuntimeError(f"{type(cause).__name__}: {reason}") from error
     raise TimeoutError(f"not done within {timeout:g} s")
 
