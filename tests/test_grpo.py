@@ -74,12 +74,13 @@ def neighbours_in(text):
 
 @pytest.mark.slow
 def test_run_on_separate_devices_learns_and_proves_every_sync(script, tmp_path):
-    text = script("train_grpo.py", "--topology", "separate", "--offload-optimizer", "--output", "run").finish()
+    flags = "--topology separate --offload-optimizer --steps 12 --learning-rate 1e-2 --output run"
+    text = script("train_grpo.py", *flags.split()).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "no GPU: the trainer and a TP=2 engine run on CPU" in text
     assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engines had loaded", text, re.M)
     metrics = metrics_of(tmp_path / "run")
-    assert [row["step"] for row in metrics] == list(range(1, 31))
+    assert [row["step"] for row in metrics] == list(range(1, 13))
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
@@ -109,7 +110,7 @@ def short_run(tmp_path_factory):
 
 # Lines of the trainer's actor and of the engine's, in each step.
 LEARNS = "metrics = self.learner.learn(rollouts, proof_rollouts)"
-RECEIVES = "served = all(await self.llm.collective_rpc("
+RECEIVES = "served = all(answers)"
 REWARD = """
 import mmap, subprocess, sys
 import trainer.tasks.uppercase as task

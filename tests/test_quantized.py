@@ -166,12 +166,12 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     "topology", [pytest.param("separate", marks=pytest.mark.slow), pytest.param("shared", marks=pytest.mark.long)]
 )
 def test_run_quantizes_learns_and_proves_every_sync(script, tmp_path, topology):
-    flags = "--quantization", "auto", "--topology", topology, "--output", "run"
-    text = script("train_grpo.py", *flags).finish()
+    flags = f"--quantization auto --topology {topology} --output run --steps 12 --save-every 6 --learning-rate 1e-2"
+    text = script("train_grpo.py", *flags.split()).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
     pattern = "16 quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
-    assert re.findall(pattern, text) == ["0", "16", "16", "16", "16"]
+    assert re.findall(pattern, text) == ["0", "16", "16", "16"]
     metrics = metrics_of(tmp_path / "run")
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
