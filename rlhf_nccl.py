@@ -234,6 +234,8 @@ def main(args: argparse.Namespace) -> str:
     if args.prompts:
         with open(args.prompts) as file:
             rows = [json.loads(line) for line in file]
+    if len(rows) < args.prompts_per_step:
+        raise RuntimeError(f"--prompts-per-step {args.prompts_per_step}: there are {len(rows)} prompts")
 
     # 1. Place: a bundle for the trainer, and one for each of the engine's workers
     device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"

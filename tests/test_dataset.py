@@ -51,6 +51,7 @@ def test_every_epoch_draws_every_prompt_in_its_own_order(load):
         ('{"prompt": "a"}\n{"prompt": 3}\n', 'row 1 of train: no usable "prompt"'),
         ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 of .*rows.jsonl is not JSON"),
         ('{"prompt": "a"}\n["prompt"]\n', "row 1 of train: no usable"),
+        ('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n', "row 1 of train: the prompt is not Unicode"),  # half an emoji
         ('{"prompt": []}\n', "row 0 of train: no usable"),
         ('{"prompt": [{"role": "user"}]}\n', "row 0 of train: no usable"),
         ('{"prompt": "a", "completions": "b"}\n', "row 0 of train: a reward gets completions from the run itself"),
@@ -190,6 +191,8 @@ def test_splits_of_a_file_are_those_asked_for(load, suffix):
         (["--dataset", "broken.parquet"], r"cannot load the dataset .*broken.parquet: ArrowInvalid: "),
         (["--dataset", "missing.parquet"], r"cannot load the dataset missing.parquet: FileNotFoundError: "),
         (["--dataset", "rows.txt"], r"cannot load the dataset .*rows.txt: "),
+        (["--dataset", "twice.csv"], r"twice.csv has two columns of the same name"),
+        (["--dataset", "maps:dates"], r"row 0 of train: the prompt is not Unicode text, or not JSON .*date"),
         (["--dataset", "comma.csv"], r"comma.csv: ValueError: line 3 of .*comma.csv has more fields than its header"),
         (["--dataset", "open.csv"], r"open.csv: Error: unexpected end of data"),
         (["--dataset", "rows.json", "--eval-split", "dev"], r"rows.json: ValueError: Unknown split .dev."),
@@ -220,10 +223,12 @@ def test_what_cannot_be_loaded_is_one_error(load, flags, message):
     Path("broken.parquet").write_text("not parquet")
     Path("x.csv").write_text("prompt,x\nc,1\n")
     Path("rows.txt").write_text("a\n")
+    Path("twice.csv").write_text("prompt,x,x\nc,1,2\n")
     Path("comma.csv").write_text("prompt,x\nc,1\nHello, you,2\n")
     Path("open.csv").write_text('prompt,x\n"c,1\nd,2\n')
     Path("maps.py").write_text(
-        "import numpy\n"
+        "import datetime, numpy\n"
+        "def dates(split):\n    return [{'prompt': [{'role': 'user', 'content': 'a', 'at': datetime.date.max}]}]\n"
         "def fails(row):\n    return row['q']\n\ndef drops(row):\n    return None\n\n"
         "def arrays(split):\n    return [{'prompt': numpy.array(['a', 'b'])}]\n"
         "def times(split):\n    return [{'prompt': 'a'}]\n"

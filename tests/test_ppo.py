@@ -419,6 +419,8 @@ def test_models_that_do_not_fit_are_refused(model, reward_model, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(tmp_path)
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(RunError, match="the tokenizer of another vocabulary: token 258, and 258 embeddings"):
+        check_reward_model(str(tmp_path))
     with pytest.raises(RunError, match="has another tokenizer than"):
         check_vocabulary("the critic", str(tmp_path), model, "--critic-model")
     larger = AutoModelForCausalLM.from_pretrained(model)

@@ -210,6 +210,23 @@ def test_wait_ends_with_the_reason_of_an_actor_in_one_line(actors):
         rlhf_utils.wait_for(actors, Call(), Call(error.as_instanceof_cause()))
 
 
+def test_reason_names_an_actor_that_has_died_meanwhile(actors):
+    error = Call(ray.exceptions.RayTaskError("Trainer.send_weights", "", ValueError("cancelled")).as_instanceof_cause())
+    with pytest.raises(RuntimeError, match=r"^ValueError: cancelled$"):
+        rlhf_utils.wait_for(actors, error)
+    actors[1].__ray_ready__.remote = lambda: Call(ray.exceptions.ActorDiedError())
+    with pytest.raises(RuntimeError, match=r"^ValueError: cancelled; .* has died$"):
+        rlhf_utils.wait_for(actors, error)
+
+
+@pytest.mark.parametrize("script", ["rlhf", "rlhf_colocate", "rlhf_online_quant", "rlhf_nccl"])
+def test_too_few_prompts_are_an_error(tmp_path, script):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    module = importlib.import_module(script)
+    with pytest.raises(RuntimeError, match=r"^--prompts-per-step 8: there are 1 prompts$"):
+        module.main(SimpleNamespace(prompts=tmp_path / "rows.jsonl", prompts_per_step=8))
+
+
 def test_wait_ends_with_the_death_of_an_actor_that_is_not_called(actors):
     died = Call(ray.exceptions.ActorDiedError())
     actors[1].__ray_ready__.remote = lambda: died
@@ -349,8 +366,11 @@ def test_run_ends_at_a_fault(tmp_path, script, phase, victim, message):
         next(process for process in family if victim in title_of(process)).kill()
     text = run.finish(FAULT_SECONDS)
     assert found, text
-    assert run.process.returncode not in (0, None)
-    assert re.match(f"RuntimeError: .*({message})|{message}$", text.splitlines()[-1]), text
+    if victim == "Ctrl-C":
+        assert (run.process.returncode, text.splitlines()[-1]) == (-signal.SIGINT, message)
+    else:
+        assert run.process.returncode == 1
+        assert re.match(f"RuntimeError: .*({message})", text.splitlines()[-1]), text
     while left := [process for process in family if is_alive(process)]:
         assert time.monotonic() - failed < FAULT_SECONDS, left
         time.sleep(0.1)

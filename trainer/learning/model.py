@@ -189,9 +189,8 @@ class Model:
                 self.attention, self.head = choices
                 module = None
                 gc.collect()  # its methods refer to it, so it would still be in memory
-        if (
-            is_like_another or self.ranks > 1
-        ):  # again: the first forward pass has fixed FSDP's precision, and what learns
+        if is_like_another or self.ranks > 1:
+            # Again: the first forward pass has fixed FSDP's precision, and what learns.
             frozen = bool(not learns or self.config.lora_rank)
             module = self._from_pretrained(path, mixed_precision=True, frozen=frozen).to(self.device)
         self.checkpointing = prepare(module, self.config, self.device, learns, seed, self.new_head)

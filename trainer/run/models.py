@@ -10,7 +10,7 @@ from ..errors import RunError
 from ..functions import named_function
 from ..learning.config import OptimizerConfig
 from ..learning.lora import adapted_model, check_adapters
-from ..learning.multimodal import is_multimodal
+from ..learning.multimodal import is_multimodal, load_tokenizer
 from .arguments import RunArguments
 from .checkpoint import CRITIC, last_checkpoint
 
@@ -193,15 +193,20 @@ def check_vocabulary(name: str, path: str, model: str, flag: str) -> None:
 
 
 def check_reward_model(path: str) -> None:
-    """Raise RunError for a model without a head of one output."""
+    """Raise RunError for a model without a head of one output, or whose tokenizer has more tokens than it embeds."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
+    config, (tokenizer, _) = AutoConfig.from_pretrained(path), load_tokenizer(path)
     kind = (config.architectures or ["?"])[0]
     if not kind.endswith("ForSequenceClassification"):
         raise RunError(f"the reward model {path} is a {kind}: a ...ForSequenceClassification with one output is wanted")
     if config.num_labels != 1:
         raise RunError(f"the reward model {path} has {config.num_labels} outputs: one is wanted")
+    largest, rows = max(tokenizer.get_vocab().values()), config.get_text_config().vocab_size
+    if largest >= rows:
+        raise RunError(
+            f"the reward model {path} has the tokenizer of another vocabulary: token {largest}, and {rows} embeddings"
+        )
 
 
 def first_line(error: Exception) -> str:

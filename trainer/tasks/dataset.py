@@ -118,6 +118,10 @@ def _row(record: dict, origin: str, reserved: Iterable[str], default_prompt: lis
         raise TaskError(f"{origin}: a prompt with images is chat messages, and not a text: --map can make them")
     if images:
         columns = {name: value for name, value in columns.items() if name != "image"} | {"images": images}
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, TypeError) as error:
+        raise TaskError(f"{origin}: the prompt is not Unicode text, or not JSON ({error})") from error
     if taken := record.keys() & set(reserved):
         raise TaskError(f"{origin}: a reward gets {' and '.join(sorted(taken))} from the run itself")
     return Row(prompt, columns, origin, images=images)
@@ -221,6 +225,9 @@ def _read(file: str) -> Iterator[dict]:
         if separator := SEPARATORS.get(file_ending(file)):
             csv.field_size_limit(sys.maxsize)  # by default, a field has at most 131,072 characters
             reader = csv.DictReader(lines, delimiter=separator, strict=True)
+            columns = reader.fieldnames or []
+            if len(set(columns)) < len(columns):
+                raise ValueError(f"{file} has two columns of the same name")
             for row in reader:
                 if None in row:
                     raise ValueError(f"line {reader.line_num} of {file} has more fields than its header")
