@@ -43,6 +43,7 @@ functions that use it. With another version than 0.32 and 0.33, an engine's firs
 
 import multiprocessing.connection
 import os
+import re
 import threading
 import time
 
@@ -185,22 +186,10 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
         reason = " ".join(str(cause).split())
         if rest := reason[150:-350]:  # such as a traceback, which Ray gives of what it cannot pickle: the end says why
             reason = reason.replace(rest, " ... ")
-        if cause is not error:  # an actor raised it, perhaps because a process of another actor was killed
-            time.sleep(2)  # in which that actor ends
-            reason += "".join(f"; {actor} has died" for actor in actors if _has_died(actor))
-        raise RuntimeError(f"{type(cause).__name__}: {reason}") from error
+        calls_of_actors = re.findall(r"ray::(\w+\.\w+)\(\)", str(error))  # the last one is where it was raised
+        where = f" in {calls_of_actors[-1]}" if calls_of_actors else ""
+        raise RuntimeError(f"{type(cause).__name__}{where}: {reason}") from error
     raise TimeoutError(f"not done within {timeout:g} s")
-
-
-def _has_died(actor) -> bool:
-    import ray
-
-    done, _ = ray.wait([actor.__ray_ready__.remote()], num_returns=1, timeout=0.1)  # a busy actor answers later
-    try:
-        ray.get(done)
-    except ray.exceptions.RayError:
-        return True
-    return False
 
 
 def end_with_children() -> None:

@@ -40,7 +40,7 @@ def fault(tmp_path, monkeypatch):
     ("kind", "message"),
     [
         ("raise", "this worker cannot load"),
-        ("raise second", "TimeoutError: no end of a transfer"),
+        ("raise second", r"TimeoutError in Trainer\.\w+: no end of a transfer"),
         ("hang", "Engine"),
     ],
     ids=["raises", "second raises", "killed"],
