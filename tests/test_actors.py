@@ -374,7 +374,8 @@ def test_phase_that_takes_longer_than_the_timeout_is_named(session, waiting_for,
             session.wait_for_thread(Future(), lambda: "learning")
         else:
             group(session, "trainer").call("learning", Actor.sleep, 60)
-    assert session.said == [("learning", 1), ("learning", 2)]
+    actors = [] if waiting_for == "thread" else ["trainer"]
+    assert session.said == [("learning", 1, actors), ("learning", 2, actors)]
     assert time.monotonic() - started > 2.9  # it looks every second
 
 
@@ -387,7 +388,7 @@ def test_each_phase_of_a_thread_has_its_own_time(session, clock):
         return phases.pop(0)
 
     session.wait_for_thread(done, phase)
-    assert session.said == [("generating", 1), ("generating", 2), ("rewarding", 1), ("rewarding", 2)]
+    assert session.said == [("generating", 1, []), ("generating", 2, []), ("rewarding", 1, []), ("rewarding", 2, [])]
 
 
 def test_what_ray_lacks_is_said_and_not_waited_for(session, monkeypatch):

@@ -151,6 +151,24 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys
     )
 
 
+def test_a_start_says_for_whom_it_waits_and_what_vllm_does(tmp_path, capsys):
+    args = arguments(tmp_path, "none")
+    with RunFolder(args.run, "test") as run:
+        run.progress("starting", 10, ["engine 0", "engine 1"])
+        print("(EngineCore pid=7) INFO 11-28 19:15:14 [loader.py:506] Loading weights took 0.07 s", file=sys.stderr)
+        run.progress("starting", 19, ["engine 0", "engine 1"])
+        run.progress("starting", 20, ["engine 1"])
+        print("\rCapturing CUDA graphs (FULL):  18%|", file=sys.stderr)
+        run.progress("starting", 30, ["engine 1"])
+        run.progress("learning", 10, [])
+    assert capsys.readouterr().out.splitlines() == [
+        "starting (engine 0, engine 1) ... 10 s",
+        "starting (engine 1) ... 20 s: Loading weights took 0.07 s",
+        "starting (engine 1) ... 30 s: Capturing CUDA graphs (FULL):  18%|",
+        "learning ... 10 s",
+    ]
+
+
 def test_step_without_any_reward_is_shown_without_one(tmp_path, capsys):
     args = arguments(tmp_path, "none")
     with RunFolder(args.run, "test") as run:

@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import math
+import re
 import sys
 import time
 import traceback
@@ -38,6 +39,7 @@ from .trackers import Trackers
 
 REVERSE_KL = "distill/reverse_kl"  # from a teacher, if the run has one
 SHOWN_CHARS = 100  # of a prompt, and of a completion, on the screen
+LOGGED_BY_VLLM = re.compile(r"(?:INFO \S+ \S+ \[\S+\] |^(?=Capturing))(.{1,60})", re.M)
 ON_SCREEN = {  # the metrics in a step's line
     REVERSE_KL: "reverse KL {:.3f}",
     "reward/mean": "reward {:.3f}",
@@ -81,7 +83,8 @@ class RunFolder:
                 self.path = new_folder(self.path, script)
             self.lock = (self.path / "lock").open("w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.log = (self.path / "run.log").open("a", buffering=1, errors="backslashreplace")  # as stderr
+            self.log_file = self.path / "run.log"
+            self.log = self.log_file.open("a", buffering=1, errors="backslashreplace")  # as stderr
         except BlockingIOError as error:
             raise RunError(f"another run is using {self.path}") from error
         except OSError as error:
@@ -126,12 +129,16 @@ class RunFolder:
         self.start_seconds[f"time/start/{phase}"] = now - self.last_started
         self.last_started = now
 
-    def progress(self, phase: str, seconds: int) -> None:
-        """Show the phase of the run: in a terminal's line, which the next output overwrites, or every ten seconds."""
+    def progress(self, phase: str, seconds: int, actors: list[str]) -> None:
+        """Show the phase of the run and for whom it waits: in a terminal's line, which the next output overwrites, or
+        every ten seconds. Of a start also what vLLM has logged last."""
+        text = f"{phase} ({', '.join(actors)}) ... {seconds} s" if actors else f"{phase} ... {seconds} s"
+        if phase == "starting" and (logged := LOGGED_BY_VLLM.findall(self.log_file.read_text(errors="replace"))):
+            text += f": {logged[-1].strip()}"
         if sys.stdout.isatty():
-            print(f"\x1b[K{phase} ... {seconds} s", end="\r", flush=True)
+            print(f"\x1b[K{text[:SHOWN_CHARS]}", end="\r", flush=True)
         elif seconds and seconds % 10 == 0:
-            self.say(f"{phase} ... {seconds} s")
+            self.say(text)
 
     def start_metrics(self, steps_done: int, args) -> None:
         """Save the script's `Arguments`, as it has settled them; drop metrics and completions of steps after

@@ -39,10 +39,11 @@ class RaySession:
     """A context in which Ray runs, started here or joined at --ray-address. On exit, it ends every process that it has
     started and, if it has started Ray, removes vLLM's sockets.
 
-    Every wait for actors calls `progress(phase, seconds)` every second, and takes no longer than --timeout.
+    Every wait for actors takes no longer than --timeout, and calls `progress(phase, seconds, actors)` every second,
+    with the names of those that have not answered.
     """
 
-    def __init__(self, args: RunArguments, progress: Callable[[str, int], None]):
+    def __init__(self, args: RunArguments, progress: Callable[[str, int, list[str]], None]):
         self.address, self.timeout, self.progress, self.ending = args.ray_address, args.timeout, progress, False
         self.actors: dict[str, ray.actor.ActorHandle] = {}  # the death of one of these ends every wait
         self.pings: dict[str, ray.ObjectRef] = {}  # the last call of each actor, which fails if it has died
@@ -161,7 +162,7 @@ class RaySession:
             raise self._blame(phase, pending | dead)
         if seconds > self.timeout:
             raise RunError(f"{phase} was not done within {self.timeout:g} s (--timeout)")
-        self.progress(phase, round(seconds))
+        self.progress(phase, round(seconds), sorted(set(pending.values())))
 
     def _failed_pings(self) -> dict[ray.ObjectRef, str]:
         """The pings of actors that have died. Others get the next ping when they have answered the last."""
