@@ -25,6 +25,7 @@ FLAGS = """
     --model model --task gsm8k --dataset gsm8k.parquet --max-tokens 16 --prompts-per-step 4 --save-every 1
     --reward trainer.tasks.gsm8k:correct trl.rewards:think_format_reward --reward mine:rare --reward-weights 1 0.5 2
     --dynamic-sampling 2 --learning-rate 0.01 --eval-share 0.2 --eval-every 1 --eval-samples 2
+    --engines 2
 """
 
 

@@ -46,7 +46,7 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     assert "--topology shared\nno GPU: all on CPU" in text
     assert "the trainer's attention: sdpa, whose logits are eager's but for rounding\n" in text
     assert re.search(r"^first sync: \d+ tensors, .* GB, bit for bit what the engines had loaded", text, re.M)
-    assert neighbours_in(text) == [["cpu:0", "0", "0", "0"], ["cpu:0", "1", "1", "0"]]
+    assert neighbours_in(text) == [["cpu:0", "0", "0", "0"]]
     assert not [line for line in text.splitlines() if "INFO" in line or "pid=" in line], text
     folder = tmp_path / "run"
     metrics = metrics_of(folder)
@@ -68,8 +68,8 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
 
 def neighbours_in(text):
     """The printed table: device, trainer rank, engine, its worker."""
-    table = text[text.index("trainer  engine  worker") :].splitlines()[1:3]
-    return [line.split() for line in table]
+    table = text[text.index("trainer  engine  worker") :].splitlines()
+    return [line.split() for line in table if line.startswith("cpu:")]
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_run_on_separate_devices_learns_and_proves_every_sync(script, tmp_path):
 @pytest.mark.long
 def test_two_engines_on_a_device_serve_the_trainers_weights(script, tmp_path):
     flags = *settings_of(tmp_path, engines_per_gpu=2), "--steps", 3, "--save-every", 0, "--output", "run"
-    text = script("train_grpo.py", "--engines", 1, *flags).finish()
+    text = script("train_grpo.py", *flags).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert neighbours_in(text) == [["cpu:0", "0", "0", "0"], ["cpu:0", "0", "1", "0"]]
     assert re.search(r"^first sync: .* bit for bit what the engines had loaded", text, re.M)

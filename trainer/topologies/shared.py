@@ -36,7 +36,7 @@ class Shared(Topology):
         if gpus:
             refuse_expandable_segments()
         tp = args.engine.tensor_parallel_size or (2 if gpus and gpus % 2 == 0 else 1)
-        engines = args.placement.engines or max(1, (gpus or 2) // tp)
+        engines = args.placement.engines or max(1, (gpus or 1) // tp)  # without a GPU, one starts soonest
         wanted, available = engines * tp, gpus or on_one_node("CPU")
         if wanted > available:
             raise RunError(
