@@ -209,7 +209,7 @@ def main(args: argparse.Namespace) -> str:
     rows = PROMPTS
     if args.prompts:
         with open(args.prompts) as file:
-            rows = [json.loads(line) for line in file]
+            rows = [json.loads(line) for line in file if line.strip()]
     if len(rows) < args.prompts_per_step:
         raise RuntimeError(f"--prompts-per-step {args.prompts_per_step}: there are {len(rows)} prompts")
 

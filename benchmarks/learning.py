@@ -96,7 +96,7 @@ class Arguments:
     tokens: Annotated[int, Ge(1)] = arg(128, help="tokens of a completion, at most")
     learning_rate: Annotated[float, Gt(0)] = arg(1e-5, help="learning rate, in all steps")
     eval_every: Annotated[int, Ge(1)] = arg(10, help="steps from one evaluation to the next")
-    trl_batch: Annotated[int, Ge(1)] = arg(16, help="completions in a forward pass of TRL")
+    trl_batch: Annotated[int, Ge(1)] = arg(64, help="completions in a forward pass of TRL")
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = arg(
         0.3, help="fraction of the GPU's memory that vLLM takes, in our scripts and in TRL"
     )

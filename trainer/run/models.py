@@ -108,6 +108,7 @@ def load_or_make(name: str, folder: Path, args: RunArguments, flag: str = "--mod
     if re.fullmatch(r"[\w.]+:\w+", name):
         model = str(folder)
         if not (args.resume and folder.is_dir()):
+            print(f"{name} makes a model in {model}", flush=True)  # which may take minutes
             named_function(flag, name)(model, args.seed)
     check_model(model, CLASSES.get(flag, "ForCausalLM"))
     return model
