@@ -281,7 +281,7 @@ if __name__ == "__main__":
     parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a completion")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, help="default: 1e-6; the small model: 3e-3")
     parser.add_argument("--tensor-parallel-size", type=int, help="GPUs of an engine (default: 2; odd or no GPUs: 1)")
     args = parser.parse_args()
