@@ -164,7 +164,8 @@ def test_tasks_model_is_taught_once_in_the_runs_folder(tmp_path, monkeypatch, ca
     args = arguments(model="trainer.tasks.addition:build_model", seed=3)
     models, optimizer = choose_models(tmp_path, args, "cpu")
     assert models == Models(*(str(tmp_path / "model"),) * 2, None)
-    assert re.match(r"\d+ supervised steps have taught a small model to add", capsys.readouterr().out)
+    said = r".*addition:build_model makes a model in .*/model\n\d+ supervised steps have taught a small model to add"
+    assert re.match(said, capsys.readouterr().out)
     assert learning_rate(replace(args, optimizer=optimizer)) == 1e-6  # not that of the built-in model
 
     write_checkpoint(tmp_path, 7, lambda folder: shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True))
