@@ -33,12 +33,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_utils import SharedMemoryChannel, WeightSender, end_with_children, wait_for
 
+TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 4096  # of the trainer's passes, padding included; fewer take less memory
 GPU_SHARE = 0.4  # of each GPU, for the engine; the trainer takes what is left
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
-# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. A prompt is a text or a list of chat messages.
+# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. All prompts are texts, or all lists of messages.
 TEXTS = ["The captain shouted: ", "Read the sign: ", "The headline said: ", "Dear Sir or Madam, "]
 TEXTS += ["The crowd roared: ", "On the wall was written: ", "The machine printed: ", "Once upon a time "]
 PROMPTS = [{"prompt": text} for text in TEXTS]
@@ -48,8 +49,8 @@ def reward(text: str, answer: str | None = None) -> float:
     """1 if the last number of the completion is the answer; for a prompt without one, the share of capital letters."""
     if answer is None:
         return sum("A" <= letter <= "Z" for letter in text) / max(len(text), 1)
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-    return float(bool(numbers) and float(numbers[-1]) == float(answer))
+    numbers = re.findall(r"(?<!\d)-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(str(answer).replace(",", "")))
 
 
 def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -91,6 +92,7 @@ class Engine:
         self.llm = LLM(
             model,
             tensor_parallel_size=len(bundles),
+            seed=bundles[0],  # with one seed, engines that share a prompt would sample the same
             worker_extension_cls="rlhf_utils.ColocateWorkerExtension",
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             **options,
@@ -104,7 +106,8 @@ class Engine:
         from vllm import SamplingParams
 
         generate = self.llm.generate if isinstance(prompts[0], str) else self.llm.chat
-        params = SamplingParams(max_tokens=max_tokens, logprobs=0, flat_logprobs=True)  # 0: of the sampled tokens alone
+        # logprobs=0: of the sampled tokens alone
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, logprobs=0, flat_logprobs=True)
         samples = [
             Sample(list(request.prompt_token_ids), list(output.token_ids), list(output.logprobs.logprobs), output.text)
             for request in generate(prompts, params, use_tqdm=False)
@@ -115,7 +118,7 @@ class Engine:
 
     def sleep(self) -> None:
         """Give the memory of the KV cache to the trainer."""
-        if not self.llm.reset_prefix_cache():  # it has keys and values that a sync makes old
+        if not self.llm.reset_prefix_cache():  # it has keys and values of the old weights
             raise RuntimeError("vLLM did not reset its prefix cache")
         if self.can_sleep:
             self.llm.sleep(level=0)
@@ -200,7 +203,7 @@ class Trainer:
         ids = padded([sample.prompt_ids + sample.ids for sample in samples])
         engine_logprobs = padded([[0.0] * len(sample.prompt_ids) + sample.logprobs for sample in samples])
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
-        logits = self.model(ids[:, :-1], use_cache=False).logits.float()  # [b, T, V]
+        logits = self.model(ids[:, :-1], use_cache=False).logits.float() / TEMPERATURE  # [b, T, V]
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         return logprobs, engine_logprobs[:, 1:], mask[:, 1:]
 
@@ -210,8 +213,8 @@ def main(args: argparse.Namespace) -> str:
     if args.prompts:
         with open(args.prompts) as file:
             rows = [json.loads(line) for line in file if line.strip()]
-    if len(rows) < args.prompts_per_step:
-        raise RuntimeError(f"--prompts-per-step {args.prompts_per_step}: there are {len(rows)} prompts")
+    if args.group_size <= 1 or args.prompts_per_step > len(rows):
+        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most {len(rows)}, all prompts")
 
     # 1. Place: a bundle for each rank and the worker beside it
     gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -223,10 +226,13 @@ def main(args: argparse.Namespace) -> str:
     tensor_parallel_size = args.tensor_parallel_size or (1 if gpus % 2 else 2)
     ranks = gpus or tensor_parallel_size
     if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % ranks:
-        raise RuntimeError(f"--tensor-parallel-size must divide the {ranks} GPUs, and they a step's completions")
-    placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks)
+        raise RuntimeError(
+            f"{ranks} GPUs must be a multiple of --tensor-parallel-size, and a step's completions, --prompts-per-step"
+            f" times --group-size, a multiple of {ranks}"
+        )
+    placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")  # of a node
     if not placement.wait(timeout_seconds=20):
-        raise RuntimeError(f"Ray has no {ranks} free GPUs")
+        raise RuntimeError(f"Ray has no {ranks} free GPUs on one node")
 
     def start(cls: type, bundle: int, **resources) -> ray.actor.ActorHandle:
         where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
@@ -234,11 +240,12 @@ def main(args: argparse.Namespace) -> str:
 
     bundles = [list(range(begin, begin + tensor_parallel_size)) for begin in range(0, ranks, tensor_parallel_size)]
     engines = [start(Engine, own[0]) for own in bundles]
-    trainers = [start(Trainer, rank, num_gpus=GPU_SHARE if gpus else 0) for rank in range(ranks)]
+    trainers = [start(Trainer, rank, num_gpus=1 - GPU_SHARE if gpus else 0) for rank in range(ranks)]
     actors = trainers + engines
 
     # 2. Load; the engines first: vLLM measures the free memory
-    model, learning_rate = args.model or "facebook/opt-125m", args.learning_rate or 1e-6
+    model = args.model or "facebook/opt-125m"
+    learning_rate = 1e-6 if args.learning_rate is None else args.learning_rate
     loading = [engine.load.remote(model, own, device) for engine, own in zip(engines, bundles, strict=True)]
     (address, port), *_ = wait_for(actors, trainers[0].address.remote(), *loading)
     policy = model, learning_rate, device, f"tcp://{address}:{port}", ranks

@@ -28,7 +28,8 @@ IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on CP
 
 def complete(args: argparse.Namespace) -> None:
     """Set those arguments of a script that the user has not given."""
-    args.learning_rate = args.learning_rate or (1e-6 if args.model else 3e-3)
+    if args.learning_rate is None and not args.model:
+        args.learning_rate = 3e-3
     args.model = args.model or small_model()
     args.tensor_parallel_size = args.tensor_parallel_size or 1  # a single process starts soonest
 

@@ -35,12 +35,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_utils import end_with_children, wait_for
 
+TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 4096  # of the trainer's passes, padding included; fewer take less memory
 SYNC_SECONDS = 40  # limit of a transfer
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
-# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. A prompt is a text or a list of chat messages.
+# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. All prompts are texts, or all lists of messages.
 TEXTS = ["The captain shouted: ", "Read the sign: ", "The headline said: ", "Dear Sir or Madam, "]
 TEXTS += ["The crowd roared: ", "On the wall was written: ", "The machine printed: ", "Once upon a time "]
 PROMPTS = [{"prompt": text} for text in TEXTS]
@@ -50,8 +51,8 @@ def reward(text: str, answer: str | None = None) -> float:
     """1 if the last number of the completion is the answer; for a prompt without one, the share of capital letters."""
     if answer is None:
         return sum("A" <= letter <= "Z" for letter in text) / max(len(text), 1)
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-    return float(bool(numbers) and float(numbers[-1]) == float(answer))
+    numbers = re.findall(r"(?<!\d)-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(str(answer).replace(",", "")))
 
 
 def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -103,7 +104,8 @@ class Engine:
         from vllm import SamplingParams
 
         generate = self.llm.generate if isinstance(prompts[0], str) else self.llm.chat
-        params = SamplingParams(max_tokens=max_tokens, logprobs=0, flat_logprobs=True)  # 0: of the sampled tokens alone
+        # logprobs=0: of the sampled tokens alone
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, logprobs=0, flat_logprobs=True)
         return [
             Sample(list(request.prompt_token_ids), list(output.token_ids), list(output.logprobs.logprobs), output.text)
             for request in generate(prompts, params, use_tqdm=False)
@@ -119,7 +121,8 @@ class Client:
     """Through this, vLLM's trainer side calls the engine. It takes any object that has these four methods."""
 
     def __init__(self, engine: ray.actor.ActorHandle):
-        self.engine, self.failure = engine, Future()  # of the first call that fails
+        self.engine = engine
+        self.failure = Future()  # that of the first call that fails
 
     def call(self, method: str, *arguments) -> None:
         try:
@@ -164,7 +167,7 @@ class Trainer:
             import rlhf_cpu
 
             info = rlhf_cpu.register_gloo_trainer()(address, port, world_size, rank=0)
-        else:  # vLLM 0.32 loads one of two buffers before the other, which has the rest of a layer, has arrived
+        else:  # vLLM 0.32 may load a layer's first half, in one buffer, before the other has arrived
             buffers = 2 if hasattr(WeightSource, "iter_full") else 1
             info = NCCLTrainerInitInfo(address, port, world_size, rank=0, packed=True, packed_num_buffers=buffers)
         self.client, self.thread = Client(engine), ThreadPoolExecutor(1)
@@ -224,7 +227,7 @@ class Trainer:
         engine_logprobs = padded([[0.0] * len(sample.prompt_ids) + sample.logprobs for sample in samples])
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(ids[:, :-1], use_cache=False).logits.float()  # [b, T, V]
+            logits = self.model(ids[:, :-1], use_cache=False).logits.float() / TEMPERATURE  # [b, T, V]
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         return logprobs, engine_logprobs[:, 1:], mask[:, 1:]
 
@@ -234,8 +237,8 @@ def main(args: argparse.Namespace) -> str:
     if args.prompts:
         with open(args.prompts) as file:
             rows = [json.loads(line) for line in file if line.strip()]
-    if len(rows) < args.prompts_per_step:
-        raise RuntimeError(f"--prompts-per-step {args.prompts_per_step}: there are {len(rows)} prompts")
+    if args.group_size <= 1 or args.prompts_per_step > len(rows):
+        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most {len(rows)}, all prompts")
 
     # 1. Place: a bundle for the trainer, and one for each of the engine's workers
     device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
@@ -247,7 +250,7 @@ def main(args: argparse.Namespace) -> str:
     bundles = [{"GPU": 1} if device == "cuda" else {"CPU": 0.1}] * (1 + tensor_parallel_size)
     placement = placement_group(bundles)
     if not placement.wait(timeout_seconds=20):
-        raise RuntimeError(f"Ray has no {len(bundles)} free GPUs; rlhf_colocate.py takes any number")
+        raise RuntimeError(f"Ray has no {len(bundles)} free GPUs: --tensor-parallel-size 1 takes 2")
 
     def start(cls: type, bundle: int, **resources) -> ray.actor.ActorHandle:
         where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
@@ -256,7 +259,8 @@ def main(args: argparse.Namespace) -> str:
     actors = trainer, engine = start(Trainer, 0, num_gpus=int(device == "cuda")), start(Engine, 1)
 
     # 2. Load, generate nonsense with dummy weights, and connect
-    model, learning_rate = args.model or "facebook/opt-125m", args.learning_rate or 1e-6
+    model = args.model or "facebook/opt-125m"
+    learning_rate = 1e-6 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
     (address, port), _ = wait_for(actors, *loading)
     (samples,) = wait_for(actors, engine.generate.remote([rows[0]["prompt"]], args.max_tokens))
@@ -271,8 +275,8 @@ def main(args: argparse.Namespace) -> str:
         wait_for(actors, engine.call.remote("sleep", 0))  # level 0 pauses vLLM, and frees nothing
         wait_for(actors, trainer.send_weights.remote())
         wait_for(actors, engine.call.remote("wake_up", ["scheduling"]))
-        (is_empty,) = wait_for(actors, engine.call.remote("reset_prefix_cache"))
-        if not is_empty:  # but has keys and values of the old weights
+        (was_reset,) = wait_for(actors, engine.call.remote("reset_prefix_cache"))
+        if not was_reset:  # it has keys and values of the old weights
             raise RuntimeError("vLLM did not reset its prefix cache")
         synced = time.perf_counter()
         chosen = random.Random(step).sample(rows, args.prompts_per_step)

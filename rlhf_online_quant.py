@@ -31,11 +31,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlhf_utils import WeightSender, end_with_children, stateless_init_process_group, wait_for
 
+TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 4096  # of the trainer's passes, padding included; fewer take less memory
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
-# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. A prompt is a text or a list of chat messages.
+# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. All prompts are texts, or all lists of messages.
 TEXTS = ["The captain shouted: ", "Read the sign: ", "The headline said: ", "Dear Sir or Madam, "]
 TEXTS += ["The crowd roared: ", "On the wall was written: ", "The machine printed: ", "Once upon a time "]
 PROMPTS = [{"prompt": text} for text in TEXTS]
@@ -45,8 +46,8 @@ def reward(text: str, answer: str | None = None) -> float:
     """1 if the last number of the completion is the answer; for a prompt without one, the share of capital letters."""
     if answer is None:
         return sum("A" <= letter <= "Z" for letter in text) / max(len(text), 1)
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-    return float(bool(numbers) and float(numbers[-1]) == float(answer))
+    numbers = re.findall(r"(?<!\d)-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(str(answer).replace(",", "")))
 
 
 def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,8 @@ class Engine:
         from vllm import SamplingParams
 
         generate = self.llm.generate if isinstance(prompts[0], str) else self.llm.chat
-        params = SamplingParams(max_tokens=max_tokens, logprobs=0, flat_logprobs=True)  # 0: of the sampled tokens alone
+        # logprobs=0: of the sampled tokens alone
+        params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, logprobs=0, flat_logprobs=True)
         return [
             Sample(list(request.prompt_token_ids), list(output.token_ids), list(output.logprobs.logprobs), output.text)
             for request in generate(prompts, params, use_tqdm=False)
@@ -116,7 +118,7 @@ class Engine:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))  # ranks 1 to N
 
     def receive_weights(self) -> None:
-        """Take part in a sync. Raises RuntimeError unless every worker serves, bit for bit, what was sent."""
+        """Take part in a sync. Raises RuntimeError unless every worker serves, quantized, what was sent."""
         if not self.llm.reset_prefix_cache():  # it has keys and values of the old weights
             raise RuntimeError("vLLM did not reset its prefix cache")
         for answer in self.llm.collective_rpc("receive_weights"):
@@ -178,7 +180,7 @@ class Trainer:
         engine_logprobs = padded([[0.0] * len(sample.prompt_ids) + sample.logprobs for sample in samples])
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(ids[:, :-1], use_cache=False).logits.float()  # [b, T, V]
+            logits = self.model(ids[:, :-1], use_cache=False).logits.float() / TEMPERATURE  # [b, T, V]
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         return logprobs, engine_logprobs[:, 1:], mask[:, 1:]
 
@@ -188,8 +190,8 @@ def main(args: argparse.Namespace) -> str:
     if args.prompts:
         with open(args.prompts) as file:
             rows = [json.loads(line) for line in file if line.strip()]
-    if len(rows) < args.prompts_per_step:
-        raise RuntimeError(f"--prompts-per-step {args.prompts_per_step}: there are {len(rows)} prompts")
+    if args.group_size <= 1 or args.prompts_per_step > len(rows):
+        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most {len(rows)}, all prompts")
 
     # 1. Place: a bundle for the trainer, and one for each of the engine's workers
     device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
@@ -201,7 +203,7 @@ def main(args: argparse.Namespace) -> str:
     bundles = [{"GPU": 1} if device == "cuda" else {"CPU": 0.1}] * (1 + tensor_parallel_size)
     placement = placement_group(bundles)
     if not placement.wait(timeout_seconds=20):
-        raise RuntimeError(f"Ray has no {len(bundles)} free GPUs; rlhf_colocate.py takes any number")
+        raise RuntimeError(f"Ray has no {len(bundles)} free GPUs: --tensor-parallel-size 1 takes 2")
 
     def start(cls: type, bundle: int, **resources) -> ray.actor.ActorHandle:
         where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
@@ -210,7 +212,8 @@ def main(args: argparse.Namespace) -> str:
     actors = trainer, engine = start(Trainer, 0, num_gpus=int(device == "cuda")), start(Engine, 1)
 
     # 2. Load and connect
-    model, learning_rate = args.model or "facebook/opt-125m", args.learning_rate or 1e-6
+    model = args.model or "facebook/opt-125m"
+    learning_rate = 1e-6 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
     (address, port), _ = wait_for(actors, *loading)
     wait_for(actors, *(actor.connect.remote(address, port, len(bundles)) for actor in actors))

@@ -60,7 +60,7 @@ def samples_of(trainer, lengths: list[tuple[int, int]], distance: float = 0.0) -
 
 def plain_logprobs(model, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """The log-probabilities of one completion's tokens, by a pass of its own."""
-    logprobs = model(ids[None]).logits[0].log_softmax(-1)
+    logprobs = (model(ids[None]).logits[0] / rlhf.TEMPERATURE).log_softmax(-1)
     return logprobs[prompt_length - 1 : -1].gather(1, ids[prompt_length:, None])[:, 0]
 
 
@@ -92,7 +92,9 @@ def test_importance_is_a_weight_and_learns_nothing(script):
     torch.testing.assert_close(logprobs.grad, -importance * 0.5)
 
 
-def test_logprobs_are_those_of_each_completion_alone(trainer):
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_each_completion_alone(trainer, monkeypatch, temperature):
+    monkeypatch.setattr(rlhf, "TEMPERATURE", temperature)
     samples = samples_of(trainer, LENGTHS)
     logprobs, engine_logprobs, mask = trainer.logprobs(samples)
     for sample, *rows in zip(samples, logprobs, engine_logprobs, mask.bool(), strict=True):
@@ -165,7 +167,16 @@ def test_ranks_divide_the_samples_and_take_equally_many_micro_batches(trainer, m
 
 @pytest.mark.parametrize(
     ("text", "answer", "expected"),
-    [("3 + 4 = 7", "7", 1.0), ("It is 1,234.", 1234, 1.0), ("7 or 8", "7", 0.0), ("", "7", 0.0), ("aBC", None, 2 / 3)],
+    [
+        ("3 + 4 = 7", "7", 1.0),
+        ("It is 1,234.", 1234, 1.0),
+        ("10-3", "3", 1.0),
+        ("-3", "-3.0", 1.0),
+        ("1234", "1,234", 1.0),
+        ("7 or 8", "7", 0.0),
+        ("", "7", 0.0),
+        ("aBC", None, 2 / 3),
+    ],
 )
 def test_reward(text, answer, expected):
     assert rlhf.reward(text, answer) == pytest.approx(expected)
@@ -221,11 +232,14 @@ def test_reason_names_the_call_that_raised(actors):
 
 
 @pytest.mark.parametrize("script", ["rlhf", "rlhf_colocate", "rlhf_online_quant", "rlhf_nccl"])
-def test_too_few_prompts_are_an_error(tmp_path, script):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+def test_too_few_prompts_or_completions_are_an_error(tmp_path, script):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n\n')
     module = importlib.import_module(script)
-    with pytest.raises(RuntimeError, match=r"^--prompts-per-step 8: there are 1 prompts$"):
-        module.main(SimpleNamespace(prompts=tmp_path / "rows.jsonl", prompts_per_step=8))
+    message = r"^--group-size is at least 2, and --prompts-per-step at most 1, all prompts$"
+    for prompts_per_step, group_size in ((8, 8), (1, 1)):
+        with pytest.raises(RuntimeError, match=message):
+            args = {"prompts_per_step": prompts_per_step, "group_size": group_size}
+            module.main(SimpleNamespace(prompts=tmp_path / "rows.jsonl", **args))
 
 
 def test_wait_ends_with_the_death_of_an_actor_that_is_not_called(actors):
