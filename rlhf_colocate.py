@@ -126,7 +126,7 @@ class Engine:
             self.llm.collective_rpc("empty_cache")
 
     def receive_weights(self, handles: dict[str, str]) -> None:
-        """Take part in a sync, and wake up. Raises RuntimeError unless every worker serves, bit for bit, what was sent.
+        """Take part in a sync, and wake up. Raises RuntimeError unless every worker serves what was sent.
 
         A worker finds the rank beside it by the id of their GPU: `handles` has each rank's.
         """

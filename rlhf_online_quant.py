@@ -118,7 +118,7 @@ class Engine:
         self.llm.collective_rpc("init_weight_update_group", args=(address, port, 1, world_size))  # ranks 1 to N
 
     def receive_weights(self) -> None:
-        """Take part in a sync. Raises RuntimeError unless every worker serves, quantized, what was sent."""
+        """Take part in a sync. Raises RuntimeError unless every worker serves what was sent."""
         if not self.llm.reset_prefix_cache():  # it has keys and values of the old weights
             raise RuntimeError("vLLM did not reset its prefix cache")
         for answer in self.llm.collective_rpc("receive_weights"):
