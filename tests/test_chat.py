@@ -60,6 +60,7 @@ def run_two_steps(script, folder, max_mismatch, *more, **environment):
     text = script("train_grpo.py", *FLAGS.split(), "--steps", 2, "--output", "run", *more, **environment).finish()
     assert re.search(r"^OK: reward .*, eval \d\.\d{3} -> \d\.\d{3}$", text.splitlines()[-1]), text
     assert re.search(r"^ +\d\.\d\d  'What is \d+ and \d+\?' -> '", text, re.M), text
+    assert re.search(r"^cpu:0 +0 +0 +0\ncpu:0 +1 +1 +0\n", text, re.M), text  # the trainer ranks, engines and workers
     before, *rows = metrics(folder)
     evaluated = {"eval/reward", "eval/pass@1", "eval/pass@2"}
     assert before.keys() - evaluated == {"step"} | {f"eval/rewards/{name}/mean" for name in REWARD_NAMES}

@@ -154,6 +154,8 @@ def test_screen_has_speed_time_left_and_evaluation(tmp_path, monkeypatch, capsys
 def test_a_start_says_for_whom_it_waits_and_what_vllm_does(tmp_path, capsys):
     args = arguments(tmp_path, "none")
     with RunFolder(args.run, "test") as run:
+        print("INFO 11-28 19:15:14 [loader.py:506] of the run before", file=sys.stderr)
+    with RunFolder(args.run, "test") as run:
         run.progress("starting", 10, ["engine 0", "engine 1"])
         print("(EngineCore pid=7) INFO 11-28 19:15:14 [loader.py:506] Loading weights took 0.07 s", file=sys.stderr)
         run.progress("starting", 19, ["engine 0", "engine 1"])

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import re
+import shutil
 import sys
 import time
 import traceback
@@ -85,6 +86,7 @@ class RunFolder:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.log_file = self.path / "run.log"
             self.log = self.log_file.open("a", buffering=1, errors="backslashreplace")  # as stderr
+            self.log_began = self.log_file.stat().st_size
         except BlockingIOError as error:
             raise RunError(f"another run is using {self.path}") from error
         except OSError as error:
@@ -133,11 +135,14 @@ class RunFolder:
         """Show the phase of the run and for whom it waits: in a terminal's line, which the next output overwrites, or
         every ten seconds. Of a start also what vLLM has logged last."""
         text = f"{phase} ({', '.join(actors)}) ... {seconds} s" if actors else f"{phase} ... {seconds} s"
-        if phase == "starting" and (logged := LOGGED_BY_VLLM.findall(self.log_file.read_text(errors="replace"))):
-            text += f": {logged[-1].strip()}"
+        if not sys.stdout.isatty() and (not seconds or seconds % 10):
+            return
+        if phase == "starting":
+            log = self.log_file.read_bytes()[self.log_began :].decode(errors="replace").replace("\r", "\n")
+            text += "".join(f": {logged.strip()}" for logged in LOGGED_BY_VLLM.findall(log)[-1:])
         if sys.stdout.isatty():
-            print(f"\x1b[K{text[:SHOWN_CHARS]}", end="\r", flush=True)
-        elif seconds and seconds % 10 == 0:
+            print(f"\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="\r", flush=True)
+        else:
             self.say(text)
 
     def start_metrics(self, steps_done: int, args) -> None:
