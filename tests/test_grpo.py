@@ -1,8 +1,8 @@
 """train_grpo.py as a user runs it, with the real engine on whatever hardware there is.
 
 pytest tests/test_grpo.py            the default run, and what is refused before one starts
-pytest tests/test_grpo.py -m slow    on separate devices; a copy of the script, resumed; two ranks; experts
-pytest tests/test_grpo.py -m long    two engines on a device; addition
+pytest tests/test_grpo.py -m slow    on separate devices; a copy of the script, resumed; two ranks
+pytest tests/test_grpo.py -m long    two engines on a device; experts; addition
 """
 
 import json
@@ -187,7 +187,7 @@ def test_two_ranks_feed_two_engines_what_one_and_one_had(short_run, script, tmp_
         assert now["reward/mean"] == pytest.approx(before["reward/mean"], abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_send_a_mixture_of_experts_to_two_workers(script, tmp_path):
     """Its experts' weights are one tensor on each rank, of which every rank has some experts."""
     build("Qwen3Moe", tmp_path / "model")

@@ -2,8 +2,8 @@
 user runs it.
 
 pytest tests/test_quantized.py            syncs without the script
-pytest tests/test_quantized.py -m slow    a run of the script
-pytest tests/test_quantized.py -m long    on shared devices; a benchmark of memory
+pytest tests/test_quantized.py -m slow    a run of the script on shared devices
+pytest tests/test_quantized.py -m long    on separate devices; a benchmark of memory
 """
 
 import json
@@ -163,7 +163,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
 
 
 @pytest.mark.parametrize(
-    "topology", [pytest.param("separate", marks=pytest.mark.slow), pytest.param("shared", marks=pytest.mark.long)]
+    "topology", [pytest.param("shared", marks=pytest.mark.slow), pytest.param("separate", marks=pytest.mark.long)]
 )
 def test_run_quantizes_learns_and_proves_every_sync(script, tmp_path, topology):
     flags = f"--quantization auto --topology {topology} --output run --steps 12 --save-every 6 --learning-rate 1e-2"
