@@ -191,9 +191,13 @@ def test_signal_ends_a_run_that_waits_for_no_actor(tmp_path, number, to):
     run.wait_for("Ray has started")
     family, told, memory = run.descendants(), time.monotonic(), "/dev/shm/" + re.search(r"psm_\w+", run.text())[0]
     assert os.path.exists(memory)
+    raylet = next(process for process in family if process.name() == "raylet")
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    orphan = subprocess.Popen(sleeping, env={"RAY_RAYLET_PID": str(raylet.pid)})  # as a worker is if the raylet dies
     to(run.process.pid, number)
     text = run.finish(FAULT_SECONDS)
     run.assert_failed_cleanly(text, family)
+    assert orphan.wait(5) == -signal.SIGKILL
     assert text.splitlines()[-1] == "error: interrupted"
     assert time.monotonic() - told < FAULT_SECONDS
     assert_removed({memory})

@@ -93,6 +93,11 @@ class RaySession:
         for process in self.started:
             with suppress(psutil.NoSuchProcess):
                 family += process.children(recursive=True)
+        raylets = {str(process.pid) for process in self.started}
+        for process in psutil.process_iter():  # a signal may have ended the raylet, and so made orphans of its workers
+            with suppress(psutil.Error):
+                if process.environ().get("RAY_RAYLET_PID") in raylets:
+                    family.append(process)
         with suppress(Exception):  # an actor may have died
             self.end(dict(self.actors), AFTER_ERROR_SECONDS if error else SHUTDOWN_SECONDS)
         ray.shutdown()
