@@ -8,7 +8,7 @@
     GPU 1..N  Engine: vllm.LLM with N workers, extended by rlhf_utils.WorkerExtension
 
 This is GRPO without KL, with the mean over all tokens, and with one update a step, so there is no ratio to clip. Engine
-and trainer round differently: min(p_trainer / p_engine, 2) weighs a token's loss, since the engine has sampled it.
+and trainer round differently: a token's loss is weighted by min(p_trainer / p_engine, 2), since the engine sampled it.
 `mismatch`, the mean distance of the two log-probabilities, is measured before each update. If it exceeds three times
 the first one, the run ends.
 
@@ -181,7 +181,7 @@ def main(args: argparse.Namespace) -> str:
         with open(args.prompts) as file:
             rows = [json.loads(line) for line in file if line.strip()]
     if args.group_size <= 1 or args.prompts_per_step > len(rows):
-        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most {len(rows)}, all prompts")
+        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most the {len(rows)} prompts")
 
     # 1. Place: a bundle for the trainer, and one for each of the engine's workers
     device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"

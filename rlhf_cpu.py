@@ -6,7 +6,6 @@ The scripts import this file only there. Copy it along with them if some of your
 import argparse
 import atexit
 import functools
-import json
 import os
 import shutil
 import tempfile
@@ -37,11 +36,10 @@ def complete(args: argparse.Namespace) -> None:
 def small_model() -> str:
     """The folder of a new OPT with half a million random weights, and one token for each byte.
 
-    transformers and vLLM load it like any other model. It is removed when this process ends. It is made without
-    transformers, whose import would take 7 s before the actors' imports.
+    transformers and vLLM load it like any other model. It is removed when this process ends.
     """
-    from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
     folder = tempfile.mkdtemp(prefix="rlhf-model-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -49,46 +47,22 @@ def small_model() -> str:
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(f"{folder}/tokenizer.json")
-    config = {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "vocab_size": len(tokens),
-        "hidden_size": HIDDEN_SIZE,
-        "word_embed_proj_dim": HIDDEN_SIZE,
-        "ffn_dim": 4 * HIDDEN_SIZE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "max_position_embeddings": MAX_LENGTH,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
-    special = {"pad_token": "<pad>", "bos_token": "</s>", "eos_token": "</s>", "model_max_length": MAX_LENGTH}
-    for name, content in (
-        ("config", config),
-        ("tokenizer_config", {"tokenizer_class": "PreTrainedTokenizerFast"} | special),
-    ):
-        with open(f"{folder}/{name}.json", "w") as file:
-            json.dump(content, file)
-
-    shapes = {"embed_tokens": (len(tokens), HIDDEN_SIZE), "embed_positions": (MAX_LENGTH + 2, HIDDEN_SIZE)}
-    shapes["final_layer_norm"] = (HIDDEN_SIZE,)
-    for layer in range(LAYERS):
-        for name in ("self_attn_layer_norm", "final_layer_norm"):
-            shapes[f"layers.{layer}.{name}"] = (HIDDEN_SIZE,)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes[f"layers.{layer}.self_attn.{name}"] = (HIDDEN_SIZE, HIDDEN_SIZE)
-        shapes[f"layers.{layer}.fc1"] = (4 * HIDDEN_SIZE, HIDDEN_SIZE)
-        shapes[f"layers.{layer}.fc2"] = (HIDDEN_SIZE, 4 * HIDDEN_SIZE)
+    special = {"pad_token": "<pad>", "bos_token": "</s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=MAX_LENGTH, **special).save_pretrained(folder)
     torch.manual_seed(0)
-    weights = {}
-    for name, shape in shapes.items():
-        weights[f"{name}.weight"] = torch.ones(shape) if "norm" in name else 0.02 * torch.randn(shape)
-        if "embed" not in name:
-            weights[f"{name}.bias"] = torch.zeros(shape[0])
-    named = {f"model.decoder.{name}": weight for name, weight in weights.items()}
-    save_file(named, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    config = OPTConfig(
+        vocab_size=len(tokens),
+        hidden_size=HIDDEN_SIZE,
+        word_embed_proj_dim=HIDDEN_SIZE,
+        ffn_dim=4 * HIDDEN_SIZE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=MAX_LENGTH,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    OPTForCausalLM(config).save_pretrained(folder)
     return folder
 
 

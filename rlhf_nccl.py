@@ -238,7 +238,7 @@ def main(args: argparse.Namespace) -> str:
         with open(args.prompts) as file:
             rows = [json.loads(line) for line in file if line.strip()]
     if args.group_size <= 1 or args.prompts_per_step > len(rows):
-        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most {len(rows)}, all prompts")
+        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most the {len(rows)} prompts")
 
     # 1. Place: a bundle for the trainer, and one for each of the engine's workers
     device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"

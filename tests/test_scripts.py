@@ -235,7 +235,7 @@ def test_reason_names_the_call_that_raised(actors):
 def test_too_few_prompts_or_completions_are_an_error(tmp_path, script):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n\n')
     module = importlib.import_module(script)
-    message = r"^--group-size is at least 2, and --prompts-per-step at most 1, all prompts$"
+    message = r"^--group-size is at least 2, and --prompts-per-step at most the 1 prompts$"
     for prompts_per_step, group_size in ((8, 8), (1, 1)):
         with pytest.raises(RuntimeError, match=message):
             args = {"prompts_per_step": prompts_per_step, "group_size": group_size}

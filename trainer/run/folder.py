@@ -84,9 +84,8 @@ class RunFolder:
                 self.path = new_folder(self.path, script)
             self.lock = (self.path / "lock").open("w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.log_file = self.path / "run.log"
-            self.log = self.log_file.open("a", buffering=1, errors="backslashreplace")  # as stderr
-            self.log_began = self.log_file.stat().st_size
+            self.log = (self.path / "run.log").open("a", buffering=1, errors="backslashreplace")  # as stderr
+            self.log_began = self.log.tell()  # behind what an earlier run has logged
         except BlockingIOError as error:
             raise RunError(f"another run is using {self.path}") from error
         except OSError as error:
@@ -134,11 +133,13 @@ class RunFolder:
     def progress(self, phase: str, seconds: int, actors: list[str]) -> None:
         """Show the phase of the run and for whom it waits: in a terminal's line, which the next output overwrites, or
         every ten seconds. Of a start also what vLLM has logged last."""
-        text = f"{phase} ({', '.join(actors)}) ... {seconds} s" if actors else f"{phase} ... {seconds} s"
         if not sys.stdout.isatty() and (not seconds or seconds % 10):
             return
+        text = f"{phase} ({', '.join(actors)}) ... {seconds} s" if actors else f"{phase} ... {seconds} s"
         if phase == "starting":
-            log = self.log_file.read_bytes()[self.log_began :].decode(errors="replace").replace("\r", "\n")
+            with open(self.log.name, errors="replace") as log_file:  # universal newlines: progress bars are lines
+                log_file.seek(self.log_began)
+                log = log_file.read()
             text += "".join(f": {logged.strip()}" for logged in LOGGED_BY_VLLM.findall(log)[-1:])
         if sys.stdout.isatty():
             print(f"\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", end="\r", flush=True)
