@@ -141,7 +141,7 @@ class BenchEngine(EngineActor):
             options |= {"weight_transfer_config": {"backend": args.topology}}
         setting = EngineSetting(device, None, args.actors.engines, GPU_SHARE if ipc else 1, options=options)
         options, environment = llm_options(args.engine, model, setting, bundles)
-        await self.prepare()
+        await self.prepare(device)
         os.environ.update(environment)
         torchao_options = quantize_by_torchao(quantization)[0] if quantization else {}
         await self.load(model, torchao_options | options)

@@ -80,7 +80,7 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
 def test_engine_has_what_its_topology_needs(sync, monkeypatch, topology, extension, share):
     found = []
 
-    async def prepare():
+    async def prepare(device):
         monkeypatch.setattr(os, "environ", dict(os.environ))
 
     async def load(model, options):

@@ -4,13 +4,18 @@ pytest tests/test_engine.py
 """
 
 import asyncio
+import importlib.util
+import multiprocessing.forkserver
 import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conftest import cpu_only
 from fakes import Engines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,7 +25,7 @@ from trainer.errors import EngineError, RunError
 from trainer.learning.config import SamplingConfig
 from trainer.rollouts import engine
 from trainer.rollouts.engine import EngineActor
-from trainer.rollouts.engine_start import engine_start
+from trainer.rollouts.engine_start import EngineCoreContext, engine_start
 from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import rollouts_of, sampling_options
@@ -106,18 +111,47 @@ def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
 
 def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
+    monkeypatch.setattr(engine, "fork_engine_core", lambda: None)
     setting = EngineSetting("cuda", gpu_share=0.5)
     two, one = (llm_options(args, "model", setting, bundles)[1] for bundles in ([1, 2], [1]))
     cpu = llm_options(args, "model", EngineSetting("cpu"), [0])[1]
     assert two == {"VLLM_RAY_BUNDLE_INDICES": "1,2", "VLLM_RAY_PER_WORKER_GPUS": "0.5"}
     assert one == {}  # its worker is a process of the engine's own
-    assert cpu.keys() == {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"}
+    assert cpu.keys() == {"OMP_NUM_THREADS"}
     assert os.environ == {"CUDA_VISIBLE_DEVICES": ""}
     for own, seen in ([], {}), (["3"], {"CUDA_VISIBLE_DEVICES": "3"}):
         os.environ["CUDA_VISIBLE_DEVICES"] = "".join(own)
         monkeypatch.setattr(engine.ray, "get_gpu_ids", lambda own=own: own)
-        asyncio.run(EngineActor(0).prepare())
+        asyncio.run(EngineActor(0).prepare("cuda"))
         assert os.environ == seen  # an actor without GPUs of its own sees those of vLLM's workers
+    asyncio.run(EngineActor(0).prepare("cpu"))
+    assert os.environ == seen | {"TORCH_COMPILE_DISABLE": "1"}
+
+
+def write_what_it_has(path):
+    path.write_text(f"{os.environ['VLLM_TEST']} {torch.get_num_threads()}")
+
+
+def test_a_forked_engine_core_has_the_environment_of_its_start(tmp_path, monkeypatch):
+    multiprocessing.forkserver.ensure_running()  # before these variables are there
+    monkeypatch.setenv("VLLM_TEST", "set later")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    process = EngineCoreContext().Process(target=write_what_it_has, args=(tmp_path / "file",))
+    process.start()
+    process.join(60)
+    assert (tmp_path / "file").read_text() == "set later 3"
+
+
+@pytest.mark.slow
+def test_what_the_fork_server_imports_has_read_no_variable_of_an_exact_engine():
+    code = "import sys, trainer.rollouts.preload; print(*sys.modules)"
+    imported = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert "vllm.v1.engine.core" in imported  # what the fork saves
+    root = Path(importlib.util.find_spec("vllm").origin).parent
+    at_import = [path for path in root.rglob("*.py") if re.search(r"^\w+ = .*BATCH_INVARIANT", path.read_text(), re.M)]
+    assert len(at_import) >= 3
+    readers = {".".join(path.relative_to(root.parent).with_suffix("").parts) for path in at_import}
+    assert not readers & {*imported}
 
 
 def spaced_tokenizer():

@@ -7,6 +7,8 @@ make test-gpu    (REQUIRE_GPU=1 makes a skip a failure)
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -450,6 +452,13 @@ def test_scales_that_a_replay_left_behind_fail_the_comparison(quantized):
     quantized.rpc("keep_scales", False)
     assert_replayed(quantized, seed=2)
     assert compare(quantized)[0] == 8 * APART
+
+
+@pytest.mark.gpu(1)
+def test_what_an_engine_is_forked_from_has_not_initialized_cuda():
+    code = "import trainer.rollouts.preload, torch; print(torch.cuda.is_initialized())"
+    answer = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT, stderr=subprocess.DEVNULL)
+    assert answer.splitlines()[-1] == "False"
 
 
 # --- Kernels ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,10 @@ PYTHON = {"_exit", "_fd", "_replace", "_resource_tracker"}
 SURFACE = """
 trainer/rollouts/options.py
 ! vllm.v1.executor.uniproc_executor: UniProcExecutor
+trainer/rollouts/engine.py
 ! torch._dynamo.config: TORCH_COMPILE_DISABLE
+trainer/rollouts/engine_start.py
+! vllm.v1.engine.utils: get_mp_context
 trainer/rollouts/extensions.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant

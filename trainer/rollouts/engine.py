@@ -14,7 +14,7 @@ from ..errors import RunError
 from ..images import Images
 from ..learning.rollout import Rollout
 from ..run.session import die_with_children
-from .engine_start import engine_start
+from .engine_start import engine_start, fork_engine_core
 from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
 from .sampling import engine_prompt, rollouts_of, sampling_params
@@ -24,8 +24,8 @@ class Engine:
     """What a run calls of each of its engines, a Ray actor many of whose methods run at the same time: vLLM in the
     actor's own processes (EngineActor), or vLLM's servers (ServerPool in trainer/topologies/server_pool.py)."""
 
-    async def prepare(self) -> None:
-        """Import what takes long, while the run settles what to start."""
+    async def prepare(self, device: str) -> None:
+        """Import what takes long, while the run settles what to start. `device` is "cuda" or "cpu"."""
 
     async def sample(
         self,
@@ -65,10 +65,12 @@ class EngineActor(Engine):
         self.idle = 0.0  # seconds since the last sync in which nothing was generated
         self.last_idle_share = 0.0
 
-    async def prepare(self) -> None:
+    async def prepare(self, device: str) -> None:
         if not ray.get_gpu_ids():
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
-        import vllm.v1.engine.async_llm  # noqa: F401
+        if device == "cpu":
+            os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
+        fork_engine_core()
 
     async def start(
         self,
@@ -82,7 +84,7 @@ class EngineActor(Engine):
         """Start the engine, whose workers use these `bundles` of its placement group. It sleeps at this level until the
         first sync. `before` is what another engine has returned for which it was to wait. Returns the tokens that a
         prompt and its completion may have."""
-        await self.prepare()
+        await self.prepare(setting.device)
         options, environment = llm_options(args, model, setting, bundles)
         os.environ.update(environment)  # for the engine's processes
         if args.quantization and setting.extension:

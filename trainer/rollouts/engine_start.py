@@ -1,11 +1,18 @@
-"""Why an engine cannot start, as vLLM's processes have logged it."""
+"""How an engine's processes start, and why they cannot, as vLLM has logged it."""
 
+import multiprocessing
+import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
+import torch
 from pydantic import ValidationError
 
 from ..errors import EngineError, RunError
@@ -13,6 +20,49 @@ from ..errors import EngineError, RunError
 UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # how vLLM refers to another process
 LOG_PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] ?)?", re.MULTILINE)
 RAISED = re.compile(r"^([\w.]*(?:Error|Exception): .*(?:\n  (?!File ).*)*)", re.MULTILINE)
+
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # of the engine core, for its workers
+
+
+class EngineCoreProcess(ForkServerProcess):
+    """A process that is forked from this actor's fork server, with the environment that the actor has by then."""
+
+    def start(self) -> None:
+        self.environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.update(self.environment)
+        if threads := os.environ.get("OMP_NUM_THREADS"):  # which torch has read already
+            torch.set_num_threads(int(threads))
+        super().run()
+
+
+class EngineCoreContext(ForkServerContext):
+    Process = EngineCoreProcess
+
+
+def fork_engine_core() -> None:
+    """Have vLLM fork its engine core from a process that imports vLLM while this actor does, and on GPUs fork the
+    core's worker as well. In an actor of Ray, vLLM would spawn them, and each would import vLLM again: 12 s."""
+    multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Ray has added the script's folder
+        forkserver.ensure_running()
+    from vllm.utils.system_utils import get_mp_context
+    from vllm.v1.engine import utils
+
+    from . import preload  # noqa: F401
+
+    def context() -> EngineCoreContext:
+        before = os.environ.get(START_METHOD)  # on CPU, vLLM has set it by now
+        get_mp_context()  # tells the engine core where Ray is, and to spawn its workers
+        os.environ.pop(START_METHOD)
+        if before:
+            os.environ[START_METHOD] = before
+        return EngineCoreContext()
+
+    if not torch.cuda.is_initialized():  # by this import, and so in the fork server as well
+        utils.get_mp_context = context
 
 
 def unlink_shared_memory(parent: psutil.Process) -> None:

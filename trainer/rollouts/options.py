@@ -114,13 +114,12 @@ def llm_options(
         # that process's children, each bound to its cores.
         cores = sorted(os.sched_getaffinity(0))
         cores_of_workers = [cores[bundle % workers :: workers] or cores for bundle in bundles]
-        environment = {"TORCH_COMPILE_DISABLE": "1"}  # compiling takes longer than such a run
         if len(bundles) == 1:
             executor = IN_ENGINE_PROCESS
-            environment["OMP_NUM_THREADS"] = str(len(cores_of_workers[0]))
+            environment = {"OMP_NUM_THREADS": str(len(cores_of_workers[0]))}
         else:
             executor = "mp"
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, ids)) for ids in cores_of_workers)
+            environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, ids)) for ids in cores_of_workers)}
         options |= {"dtype": "float32", "distributed_executor_backend": executor, "kv_cache_memory_bytes": 256 << 20}
         # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}

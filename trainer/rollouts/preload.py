@@ -1,0 +1,18 @@
+"""vLLM, imported once for an engine's processes: the fork server of its actor imports this module, and forks them.
+
+A process that has initialized CUDA can fork none that uses it. vLLM imports torchao, which asks torch for the GPU's
+capability and so would initialize CUDA. NVML answers instead, by way of vLLM.
+"""
+
+from unittest.mock import patch
+
+import torch
+from vllm.platforms import current_platform
+
+
+def capability(device: int | None = None) -> tuple[int, int]:
+    return tuple(current_platform.get_device_capability())
+
+
+with patch.object(torch.cuda, "get_device_capability", capability):
+    import vllm.v1.engine.async_llm  # noqa: F401
