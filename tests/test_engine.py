@@ -111,7 +111,7 @@ def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
 
 def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
-    monkeypatch.setattr(engine, "fork_engine_core", lambda: None)
+    monkeypatch.setattr(engine, "fork_engine_core", lambda device: None)
     setting = EngineSetting("cuda", gpu_share=0.5)
     two, one = (llm_options(args, "model", setting, bundles)[1] for bundles in ([1, 2], [1]))
     cpu = llm_options(args, "model", EngineSetting("cpu"), [0])[1]

@@ -70,7 +70,7 @@ class EngineActor(Engine):
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
         if device == "cpu":
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
-        fork_engine_core()
+        fork_engine_core(device)
 
     async def start(
         self,

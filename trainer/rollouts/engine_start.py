@@ -42,16 +42,16 @@ class EngineCoreContext(ForkServerContext):
     Process = EngineCoreProcess
 
 
-def fork_engine_core() -> None:
+def fork_engine_core(device: str) -> None:
     """Have vLLM fork its engine core from a process that imports vLLM while this actor does, and on GPUs fork the
     core's worker as well. In an actor of Ray, vLLM would spawn them, and each would import vLLM again: 12 s."""
     multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Ray has added the script's folder
         forkserver.ensure_running()
+    probe = EngineCoreContext().Process(target=torch.cuda.init if device == "cuda" else int)
+    probe.start()
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import utils
-
-    from . import preload  # noqa: F401
 
     def context() -> EngineCoreContext:
         before = os.environ.get(START_METHOD)  # on CPU, vLLM has set it by now
@@ -61,7 +61,8 @@ def fork_engine_core() -> None:
             os.environ[START_METHOD] = before
         return EngineCoreContext()
 
-    if not torch.cuda.is_initialized():  # by this import, and so in the fork server as well
+    probe.join()
+    if not probe.exitcode:  # else an import of this version of vLLM has initialized CUDA
         utils.get_mp_context = context
 
 

@@ -7,6 +7,7 @@ capability and so would initialize CUDA. NVML answers instead, by way of vLLM.
 from unittest.mock import patch
 
 import torch
+from torch._dynamo.device_interface import CudaInterface
 from vllm.platforms import current_platform
 
 
@@ -14,5 +15,12 @@ def capability(device: int | None = None) -> tuple[int, int]:
     return tuple(current_platform.get_device_capability())
 
 
-with patch.object(torch.cuda, "get_device_capability", capability):
+def has_triton(device: int | None = None) -> bool:
+    return capability() >= (7, 0)
+
+
+with (
+    patch.object(torch.cuda, "get_device_capability", capability),
+    patch.object(CudaInterface, "is_triton_capable", has_triton),
+):
     import vllm.v1.engine.async_llm  # noqa: F401
