@@ -169,7 +169,7 @@ def arguments(servers: list, **options) -> train_grpo.Arguments:
 
 
 def start(pool: ServerPool, args: train_grpo.Arguments, trainer: Trainer):
-    return pool.start("model", args.servers, args.engine.max_model_len, args.run.timeout, trainer)
+    return pool.start("model", args.servers, args.engine, args.run.timeout, trainer)
 
 
 def test_completions_end_at_the_runs_own_limit_as_well(servers):
