@@ -26,6 +26,10 @@ SURFACE = """
 trainer/rollouts/options.py
 ! vllm.v1.executor.uniproc_executor: UniProcExecutor
 ! torch._dynamo.config: TORCH_COMPILE_DISABLE
+  vllm.engine.arg_utils.EngineArgs: return_sampling_mask
+trainer/rollouts/sampling.py
+  vllm.outputs.CompletionOutput: sampling_mask
+  vllm.outputs.SamplingMask: token_ids
 trainer/rollouts/extensions.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant

@@ -40,7 +40,8 @@ class Allowed(NamedTuple):
         """Of the tokens that the policy sampled, in order. Raises RunError if the engine has returned no masks."""
         masks = [rollout.sampling_mask for rollout in rollouts]
         if not all(masks):
-            raise RunError("the engine has not said from which tokens it has sampled (return_sampling_mask)")
+            missing = "the engine has not said from which tokens it has sampled (return_sampling_mask)"
+            raise RunError(f"--top-p, --top-k and --min-p: {missing}")
         counts = np.concatenate([own.counts[rollout.mask] for own, rollout in zip(masks, rollouts, strict=True)])
         places = np.stack([counts.cumsum() - counts, counts], 1)
         arrays = np.concatenate([own.token_ids for own in masks]), places
