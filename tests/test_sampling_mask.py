@@ -170,7 +170,9 @@ def test_engine_that_returns_masks_gets_a_bound_and_no_greedy_request(flags, cut
     said = []
     settled = settle_sampling(SimpleNamespace(say=said.append), SamplingConfig(**flags), EngineArguments(), "cuda")
     sampling, engine = settled
-    assert len(said) == (cut.get("top_k") == 1024) and all("is with --top-k 1024" in line for line in said)
+    assert len(said) == (cut.get("top_k") == 1024) and all(
+        "comes with --top-k 1024, which cuts as well" in line for line in said
+    )
     asked, greedy = (
         sampling_options(replace(sampling, temperature=temperature), 0, 1, 0, not temperature)
         for temperature in (0.7, 0.0)

@@ -34,9 +34,8 @@ def settle_sampling(
             " normalize: this flag wants a GPU"
         )
     if not config.top_k:
-        run.say(
-            f"{config.cuts[0]} is with --top-k {LARGEST_CUT}, which cuts as well: vLLM wants a bound of what it returns"
-        )
+        why = "vLLM returns which tokens it has left, and wants a bound"
+        run.say(f"{config.cuts[0]} comes with --top-k {LARGEST_CUT}, which cuts as well: {why}")
         config = replace(config, top_k=LARGEST_CUT)
     return config, replace(args, sampling_mask=True)
 
