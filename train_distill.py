@@ -38,7 +38,7 @@ from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import Rollouts
-from trainer.rollouts.sampling import in_parts
+from trainer.rollouts.sampling import in_parts, settle_sampling
 from trainer.rollouts.teacher import TeacherActor, TeacherArguments, differing_ends, score, shared_length
 from trainer.run.actors import (
     ActorArguments,
@@ -133,6 +133,7 @@ def main(args: Arguments) -> None:
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)
         device, remark, args.engine, trainer_seats, engine_seats, teacher_seats = place(args)
+        args.sampling, args.engine = settle_sampling(run, args.sampling, args.engine, device)
         models, args.optimizer = choose_models(run.path, args, device)
         teacher = choose_teacher(run.path, args, models.loaded)
         task = task.tokenized(models.loaded, args.engine.max_model_len)

@@ -30,6 +30,7 @@ from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import QuantizedEngineArguments
 from trainer.rollouts.reward_workers import RewardWorkers
 from trainer.rollouts.rollouts import AheadArguments, Rollouts
+from trainer.rollouts.sampling import settle_sampling
 from trainer.run.arguments import RunArguments, parse
 from trainer.run.folder import RunFolder
 from trainer.run.models import choose_models
@@ -72,6 +73,8 @@ def main(args: Arguments) -> None:
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)
         topology = choose_topology(args, task, run, session)
+        engines_on = None if args.servers.engine_url else topology.device
+        args.sampling, args.engine = settle_sampling(run, args.sampling, args.engine, engines_on)
         models, args.optimizer = choose_models(run.path, args, topology.device)
         run.say(f"model {models.checkpoint or models.initial}\nrun folder {run.path}")
 

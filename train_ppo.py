@@ -49,6 +49,7 @@ from trainer.rollouts.exactness import settle_exactness
 from trainer.rollouts.options import EngineArguments, EngineSetting
 from trainer.rollouts.reward_workers import REWARD_MODEL, RewardArguments, RewardWorkers
 from trainer.rollouts.rollouts import Rollouts
+from trainer.rollouts.sampling import settle_sampling
 from trainer.run.actors import (
     ActorGroup,
     LearnerActor,
@@ -237,6 +238,7 @@ def main(args: Arguments) -> None:
         # 1. Place
         run.started("ray")
         device, shared, args, seats = place(args)
+        args.sampling, args.engine = settle_sampling(run, args.sampling, args.engine, device)
         paths, states, args.optimizer = choose_ppo_models(run.path, args, device)
         task = task.tokenized(paths["trainer"], args.engine.max_model_len)
         run.say("no GPU: all actors run on CPU, where vLLM has no sleep mode" if device == "cpu" else "")

@@ -294,6 +294,12 @@ def torch_arithmetic(monkeypatch):
         outputs = torch.einsum("tki,tkni->tkn", torch.nn.functional.silu(gate) * up, down[chosen])
         return (outputs * weights[..., None]).sum(1).to(x.dtype)
 
+    def logprobs(logits, targets, temperature, ids=None):
+        logits = logits.float() / temperature
+        if ids is not None:
+            logits = torch.full_like(logits, -torch.inf).scatter(1, ids, logits.gather(1, ids))
+        return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
     monkeypatch.setattr(exact, "rms_norm_kernel", rms_norm)
     monkeypatch.setattr(exact_mlp, "routing_kernel", route)
     monkeypatch.setattr(exact_mlp, "experts_kernel", compute_experts)
@@ -301,13 +307,7 @@ def torch_arithmetic(monkeypatch):
     monkeypatch.setattr(exact, "attention_kernel", attend)
     monkeypatch.setattr(exact, "attention_backward_kernel", attend_backward)
     monkeypatch.setattr(exact, "rotary_table", table)
-    monkeypatch.setattr(
-        exact,
-        "logprob_kernel",
-        lambda logits, targets, temperature: (
-            (logits.float() / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        ),
-    )
+    monkeypatch.setattr(exact, "logprob_kernel", logprobs)
 
 
 @pytest.fixture

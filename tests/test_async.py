@@ -395,7 +395,8 @@ class HeldLLM:
         await self.goes_on.wait()
         self.clock += 1
         span, logprobs = SimpleNamespace(version="4", start=0, end=1), SimpleNamespace(logprobs=[-1.0])
-        output = SimpleNamespace(token_ids=[70], finish_reason="length", logprobs=logprobs, weight_versions=[span])
+        output = {"token_ids": [70], "finish_reason": "length", "logprobs": logprobs, "weight_versions": [span]}
+        output = SimpleNamespace(**output, sampling_mask=None)
         yield SimpleNamespace(prompt_token_ids=self.begun[-1], outputs=[output])
 
     async def sleep(self, level, mode):

@@ -33,14 +33,16 @@ TEACHER = "trainer.tasks.tiny_model:build_tiny_base"
 # --- What is learned --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tokens", [5, 3])
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
-def test_expected_gradient_is_the_whole_vocabularys_kl(loss):
-    """Three contexts, in each of which the student samples one of five tokens."""
+def test_expected_gradient_is_the_whole_vocabularys_kl(loss, tokens):
+    """Three contexts, in each of which the student samples one of five tokens or, with --top-k 3, one of three. The
+    teacher's probabilities are those among five."""
     torch.manual_seed(0)
     logits, teacher = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5).log_softmax(-1)
-    student = logits.log_softmax(-1)
+    student, teacher = logits[:, :tokens].log_softmax(-1), teacher[:, :tokens]
     (expected,) = torch.autograd.grad((student.exp() * (student - teacher)).sum(), logits, retain_graph=True)
-    old, mask = student.detach(), torch.ones(3, 5)
+    old, mask = student.detach(), torch.ones(3, tokens)
     losses, _ = token_losses(student, old, old, -reverse_kl(old, teacher, mask), mask, DistillLossConfig(loss=loss))
     (gradient,) = torch.autograd.grad((old.exp() * losses).sum(), logits)
     torch.testing.assert_close(gradient, expected)

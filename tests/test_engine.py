@@ -178,6 +178,7 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
             finish_reason=reason,
             logprobs=FlatLogprobs(logprobs=[-1.0] * len(ids)),
             weight_versions=[SimpleNamespace(version="3", start=0, end=len(ids))],
+            sampling_mask=None,
         )
         for ids, reason in ends
     ]

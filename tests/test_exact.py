@@ -268,6 +268,28 @@ def test_logits_have_the_stride_of_an_engines(monkeypatch):
     assert strides == [320, 320]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernel_sees_what_an_engine_has_made_of_tokens_that_it_does_not_sample(monkeypatch, temperature, dtype):
+    monkeypatch.undo()  # the kernel itself
+    seen = []
+    kernels = {
+        "vllm.v1.worker.gpu.sample.gumbel": {"apply_temperature": lambda logits, _, value: logits.div_(value)},
+        "vllm.v1.worker.gpu.sample.logprob": {"compute_token_logprobs": lambda *args: seen.append(args[0]) or args[1]},
+    }
+    for module, own in kernels.items():
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**own))
+    logits = torch.randn(2, 258).to(dtype)
+    before, targets, ids = logits.clone(), torch.tensor([3, 7]), torch.tensor([[3, 5, 3], [7, 257, 0]])
+    assert exact.logprob_kernel(logits, targets, temperature, ids).equal(targets)
+    (masked,) = seen
+    expected = torch.full((2, 258), -torch.inf)
+    for row, kept in enumerate(ids):
+        expected[row, kept] = before[row, kept].float() / temperature
+    assert masked.equal(expected) and masked.stride() == (258, 1)
+    assert logits.equal(before)
+
+
 def test_block_table_reaches_to_the_end_of_a_tile(monkeypatch):
     monkeypatch.undo()  # the kernel itself
 

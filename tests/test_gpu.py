@@ -5,6 +5,7 @@ make test-gpu    (REQUIRE_GPU=1 makes a skip a failure)
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -221,6 +222,29 @@ def test_mixture_of_experts_computes_as_its_engine(script, tmp_path, architectur
     )
     rows = list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
     assert [row["logprobs/different_tokens"] for row in rows] == [0] * 5
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
+CUTS = [("--top-p 0.9", "on"), ("--top-k 20 --min-p 0.01 --temperature 0.7", "on"), ("--top-p 0.9", "off")]  # --exact
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("cut", "exactly"), CUTS)
+def test_trainer_normalizes_over_the_tokens_that_its_engine_has_left(script, tmp_path, cut, exactly):
+    """The evaluation is greedy, which such an engine does not know."""
+    small_qwen2(tmp_path / "model")
+    options = f"--model model {cut} --exact {exactly} --steps 5 --max-tokens 64 --learning-rate 1e-3 --save-every 0"
+    options = *options.split(), "--eval-share", 0.25, "--eval-every", 5, "--kl-coef", 0.01, "--output", "run"
+    command = "train_grpo.py", *options, "--gpu-memory-utilization", 0.1
+    run = script(*command, CUDA_VISIBLE_DEVICES=gpus(slice(1)))
+    text = run.finish()
+    assert run.process.returncode == 0, text
+    assert ("--top-p comes with --top-k 1024" in text) == ("--top-k" not in cut), text
+    first, *rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())  # first: evaluated
+    assert "eval/reward" in first and "eval/reward" in rows[-1]
+    assert [row["logprobs/mismatch"] < 0.02 for row in rows] == [True] * 5
+    assert [row.get("logprobs/different_tokens", 0) for row in rows] == [0] * 5
+    assert all(row["entropy"] < math.log(258 if "--top-p" in cut else 20) for row in rows)
     assert any(row["grad_norm"] > 0 for row in rows)
 
 

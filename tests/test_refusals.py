@@ -24,6 +24,8 @@ from trainer.run.models import choose_models
         (train_grpo, "--updates 2", "unrecognized arguments: --updates 2"),
         (train_grpo, "--clip-low 0.1", "unrecognized arguments: --clip-low 0.1"),  # a setting is no flag
         (train_grpo, "--num-epochs 0", "--num-epochs: Input should be greater than or equal to 1, not 0"),
+        (train_grpo, "--top-p 0", "--top-p: Input should be greater than 0, not 0"),
+        (train_grpo, "--min-p 1", "--min-p: Input should be less than 1, not 1"),
         (train_grpo, "--timeout 0", "--timeout: Input should be greater than 0, not 0"),
         (train_grpo, "--timeout inf", "--timeout: Input should be a finite number, not inf"),
         (train_grpo, "--timeout 3e6", "--timeout: Input should be less than or equal to 1000000, not 3e6"),
@@ -41,6 +43,17 @@ from trainer.run.models import choose_models
         (train_grpo, "--group-size 1", "--group-size is at least 2 in GRPO"),
         (train_grpo, '--engine-args {"max_model_len":64}', "max_model_len has a flag of its own, --max-model-len"),
         (train_grpo, '--engine-args {"quantization":"fp8"}', "quantization has a flag of its own, --quantization"),
+        *(
+            (
+                train_grpo,
+                f'--engine-args {{"speculative_config":{draft}}}',
+                f"no sync brings the draft's weights {named}",
+            )
+            for draft, named in (
+                ('{"model":"small"}', "(speculative_config: small)"),
+                ('{"method":"mtp"}', "(speculative"),
+            )
+        ),
         (train_distill, "--group-size 1 --reward-coef 1", "--reward-coef needs a --group-size of 2 or more"),
     ],
 )
@@ -48,6 +61,11 @@ def test_flags_that_cannot_be_or_would_do_nothing_are_usage_errors(flags, capsys
     with pytest.raises(SystemExit):
         flags(script, *given.split(" "))
     assert message in capsys.readouterr().err
+
+
+def test_drafts_without_weights_are_taken(flags):
+    for draft in ('{"method":"ngram","num_speculative_tokens":4}', '{"method":"suffix"}', '{"model":"ngram"}', "null"):
+        flags(train_grpo, "--engine-args", f'{{"speculative_config":{draft}}}')
 
 
 def test_groups_of_one_are_for_losses_that_compare_none(flags):

@@ -27,7 +27,7 @@ from rlhf_utils import SyncReport, WeightSender
 from trainer.errors import RunError
 from trainer.flags import flat
 from trainer.learning.config import SamplingConfig
-from trainer.rollouts.sampling import sampling_options
+from trainer.rollouts.sampling import sampling_options, settle_sampling
 from trainer.run.arguments import parse
 from trainer.run.folder import RunFolder
 from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
@@ -48,6 +48,7 @@ class FakeServer:
         self.refuses = self.redirects = None  # a path
         self.length, self.page = 64, None  # page: what it answers in place of JSON
         self.lacks, self.calls, self.proof, self.resets = None, [], "True", True
+        self.masks = False
         self.begun, self.goes_on = threading.Event(), threading.Event()
         self.goes_on.set()
         self.start(0)
@@ -126,8 +127,10 @@ class FakeServer:
             "logprobs": {"content": [{"logprob": -0.5}] * length},
             "weight_versions": [{"version": self.version, "start": 0, "end": length}],
         }
-        first = sampling["seed"] % 256  # so a test sees whose answer it is
-        choices = [choice | {"index": i, "token_ids": [first + i] * length} for i in range(sampling["n"])]
+        if self.masks:
+            choice["sampling_mask"] = [[5, 6]] * length
+        first = sampling.get("seed", 0) % 256  # so a test sees whose answer it is
+        choices = [choice | {"index": i, "token_ids": [first + i] * length} for i in range(sampling.get("n", 1))]
         return 200, {"choices": choices[::-1]}  # in the order in which they were finished
 
 
@@ -169,7 +172,7 @@ def arguments(servers: list, **options) -> train_grpo.Arguments:
 
 
 def start(pool: ServerPool, args: train_grpo.Arguments, trainer: Trainer):
-    return pool.start("model", args.servers, args.engine.max_model_len, args.run.timeout, trainer)
+    return pool.start("model", args.servers, args.engine, args.run.timeout, trainer)
 
 
 def test_completions_end_at_the_runs_own_limit_as_well(servers):
@@ -190,6 +193,7 @@ def pool_of(servers: list, act, **options) -> tuple:
 
     async def run():
         pool, args, trainer = ServerPool(0), arguments(servers, **options), Trainer()
+        args.sampling, args.engine = settle_sampling(None, args.sampling, args.engine, None)
         assert await start(pool, args, trainer) == 64
         await pool.begin()
         try:
@@ -235,6 +239,17 @@ def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
         assert done[1:10] == ["init_weight_update_group", *paused, *proven]
         assert len(seeds(server)) == 2
     assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
+
+
+def test_servers_return_sampling_masks_or_are_refused_where_a_run_needs_them(servers):
+    with pytest.raises(RunError, match="--top-p, --top-k and --min-p want a server with --return-sampling-mask; start"):
+        pool_of(servers, sample, top_k=2)
+    for server in servers:
+        server.masks = True
+    rollouts, _ = pool_of(servers, sample, top_k=2)
+    assert [own.sampling_mask.counts.tolist() for own in rollouts] == [[2] * len(ids) for ids in PROMPTS for _ in "ab"]
+    bodies = [body for path, body in servers[0].calls if path.endswith("generate") and body]
+    assert {body["sampling_params"]["top_k"] for body in bodies} == {1, 2}  # the first one asks for masks
 
 
 def test_an_evaluation_leaves_nothing_in_servers_caches(servers):

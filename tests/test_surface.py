@@ -25,10 +25,16 @@ PYTHON = {"_exit", "_fd", "_replace", "_resource_tracker"}
 SURFACE = """
 trainer/rollouts/options.py
 ! vllm.v1.executor.uniproc_executor: UniProcExecutor
+  vllm.engine.arg_utils.EngineArgs: return_sampling_mask
+trainer/rollouts/sampling.py
+  vllm.outputs.CompletionOutput: sampling_mask
+  vllm.outputs.SamplingMask: token_ids
 trainer/rollouts/engine.py
 ! torch._dynamo.config: TORCH_COMPILE_DISABLE
 trainer/rollouts/engine_start.py
 ! vllm.v1.engine.utils: get_mp_context
+trainer/rollouts/preload.py
+! torch._dynamo.device_interface.CudaInterface: is_triton_capable
 trainer/rollouts/extensions.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant

@@ -34,7 +34,7 @@ from trainer.errors import MismatchError, TaskError
 from trainer.learning.config import SamplingConfig
 from trainer.learning.grpo import GRPOLearner
 from trainer.learning.policy import Proof
-from trainer.learning.rollout import Rollout
+from trainer.learning.rollout import Rollout, SamplingMask
 from trainer.rollouts import sampling
 from trainer.rollouts.conversation import Turn
 from trainer.rollouts.evaluation import evaluate
@@ -164,7 +164,8 @@ class Engines(FakeEngines):
         ids = said if isinstance(said, list) else self.tokenizer.encode(f"{said}</s>")
         cut = np.array(ids[: turn.max_tokens])
         logprobs, versions = np.full(len(cut), -1.0 - turn.index), np.full(len(cut), self.version)
-        return [Rollout(prompt_ids, cut, logprobs, truncated=len(cut) < len(ids), versions=versions)]
+        own = {"versions": versions, "sampling_mask": SamplingMask(cut, np.ones(len(cut), np.int32))}
+        return [Rollout(prompt_ids, cut, logprobs, truncated=len(cut) < len(ids), **own)]
 
 
 def shout(text: str, times: int = 1) -> str:
@@ -402,6 +403,8 @@ def test_turns_are_sampled_tokens_and_those_of_answers(converse):
     sampled = [18, 3, 5]  # tokens of the call, of the answer, of the rest
     assert first.mask.tolist() == [True] * 18 + [False] * 3 + [True] * 5
     assert first.logprobs.tolist() == [-1.0] * 18 + [0.0] * 3 + [-2.0] * 5
+    assert first.sampling_mask.counts.tolist() == [1] * 18 + [0] * 3 + [1] * 5
+    assert first.sampling_mask.token_ids.tolist() == first.completion_ids[first.mask].tolist()
     assert first.length == sampled[0] + sampled[2]
     assert second.completion_ids.tolist() == [*tokenizer.encode("</s>", split_special_tokens=True), 1]
     assert second.messages == [{"role": "assistant", "content": "</s>"}]

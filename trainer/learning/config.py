@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le, Lt
 
 from ..flags import arg, setting
 from .lora import LoRAArguments
@@ -15,8 +15,23 @@ class SamplingConfig:
     """How completions are sampled."""
 
     temperature: Annotated[float, Ge(0.01)] = arg(1.0, help="sampling temperature, at least 0.01")
+    top_p: Annotated[float, Gt(0), Le(1)] = arg(
+        1.0, help="sample from the likeliest tokens whose probabilities add up to this; 1: from all"
+    )
+    top_k: Annotated[int, Ge(0)] = arg(
+        0, help="sample from so many likeliest tokens; 0: from all (with --top-p or --min-p: 1024)"
+    )
+    min_p: Annotated[float, Ge(0), Lt(1)] = arg(
+        0.0, help="sample from tokens whose probability is at least this times the likeliest one's; 0: from all"
+    )
     max_tokens: Annotated[int, Ge(1)] = arg(16, help="largest number of tokens in a completion (T)")
     group_size: Annotated[int, Ge(1)] = arg(8, help="completions of each prompt (G)")
+
+    @property
+    def cuts(self) -> list[str]:
+        """The flags that keep tokens from being sampled. With one, every rollout has a `sampling_mask`."""
+        cut = {"--top-p": self.top_p < 1, "--top-k": self.top_k > 0, "--min-p": self.min_p > 0}
+        return [flag for flag, cuts in cut.items() if cuts]
 
 
 @dataclass

@@ -27,6 +27,7 @@ from weight_sync.lora import LoRAWeight, Merge
 
 from .exact_mlp import compiled, is_plain_mixture, mixture, mlp
 from .layout import shared_attention
+from .logprobs import allowed_logits
 from .multimodal import auto_class, learning_modules
 
 FLASH_HEAD_DIM = 128  # with which FlashAttention 3 gives a token the same bits in decode and in a whole sequence
@@ -204,14 +205,20 @@ def rotary_table(config, device: torch.device) -> torch.Tensor:
 
 
 def scores_of_logits(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    entropy: bool,
+    allowed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `logprobs.scores_of_logits`, with the logarithm that the engine takes."""
-    logprobs = TokenLogprobs.apply(logits, targets, temperature)
+    logprobs = TokenLogprobs.apply(logits, targets, temperature, allowed)
     with torch.no_grad():
         if not entropy:
             return logprobs, None
-        return logprobs, compiled(_entropies)(logits, _log_sum_exp(logits, targets, logprobs, temperature), temperature)
+        lse = _log_sum_exp(logits, targets, logprobs, temperature)
+        own = logits if allowed is None else allowed_logits(logits, targets, allowed)[1]
+        return logprobs, compiled(_entropies)(own, lse, temperature)
 
 
 def _linear(layer, parts: int, x: torch.Tensor) -> torch.Tensor:
@@ -344,23 +351,27 @@ class Attention(torch.autograd.Function):
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities [N] of targets [N], by logits [N, V] at a temperature."""
+    """Log-probabilities [N] of targets [N], by logits [N, V] at a temperature, among the allowed tokens or all."""
 
     @staticmethod
-    def forward(ctx, logits, targets, temperature):
-        logprobs = logprob_kernel(logits, targets, temperature)
-        ctx.save_for_backward(logits, targets, logprobs)
+    def forward(ctx, logits, targets, temperature, allowed=None):
+        ids = None if allowed is None else allowed_logits(logits, targets, allowed)[0]
+        logprobs = logprob_kernel(logits, targets, temperature, ids)
+        ctx.save_for_backward(logits, targets, logprobs, allowed)
         ctx.temperature = temperature
         return logprobs
 
     @staticmethod
     def backward(ctx, grad):
-        logits, targets, logprobs = ctx.saved_tensors
+        logits, targets, logprobs, allowed = ctx.saved_tensors
         lse = _log_sum_exp(logits, targets, logprobs, ctx.temperature)
-        grads = compiled(_softmax_gradient)(logits, lse, grad, ctx.temperature)
+        ids, own = (None, logits) if allowed is None else allowed_logits(logits, targets, allowed)
+        grads = compiled(_softmax_gradient)(own, lse, grad, ctx.temperature)
+        if ids is not None:
+            grads = torch.zeros_like(logits).scatter_(1, ids, grads)
         own = -logprobs.expm1() * grad / ctx.temperature  # of the target: bf16 would round 1 - p to 0 for a p near 1
         grads.scatter_(1, targets[:, None], own[:, None].to(grads.dtype))
-        return grads, None, None
+        return grads, None, None, None
 
 
 def _log_sum_exp(
@@ -501,14 +512,20 @@ def attention_backward_kernel(
     return tuple(tensor.unflatten(0, (batch, -1)) for tensor in grads)
 
 
-def logprob_kernel(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+def logprob_kernel(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Log-probabilities [N] of targets [N], by logits [N, V]; among the tokens with these ids [N, W], if given."""
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
-    if temperature != 1:
+    if temperature != 1 or ids is not None:
         logits = logits.to(torch.float32, copy=True)
         requests = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)  # all rows have one temperature
         apply_temperature(logits, requests, torch.tensor([temperature], device=logits.device))  # in place
+        if ids is not None:  # the engine adds up the whole vocabulary as well
+            kept = logits.gather(1, ids)
+            logits.fill_(-torch.inf).scatter_(1, ids, kept)
     elif unaligned := -logits.shape[1] % VOCABULARY_PADDING:
         # The kernel's order of additions depends on the distance of two rows, which in the engine includes padding.
         logits = torch.nn.functional.pad(logits, (0, unaligned))[:, :-unaligned]

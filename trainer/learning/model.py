@@ -20,7 +20,7 @@ from .checkpointing import Checkpointing, tokens_in_memory
 from .config import LearnerConfig
 from .layout import SHARED, as_tensor, lay_out
 from .loading import load_language_model, prepare
-from .logprobs import choose_head, scores_of_logits
+from .logprobs import Allowed, choose_head, scores_of_logits
 from .lora import adapted_layers, adapter_parameters
 from .multimodal import image_inputs, load_tokenizer
 from .named_tensors import NamedTensors
@@ -54,6 +54,7 @@ class Model:
     ):
         torch.manual_seed(seed)
         self.config, self.temperature, self.device = config.model, config.sampling.temperature, device
+        self.is_cut = bool(config.sampling.cuts)
         self.rank, self.ranks = rank_and_ranks()
         self.tokenizer, self.processor = load_tokenizer(path)
         self.attention: AttentionChoice | None = like.attention if like else None
@@ -99,9 +100,11 @@ class Model:
         self, rollouts: list[Rollout], width: int, entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [b, width] of the tokens that the policy sampled, and zeros elsewhere, for one micro-batch
-        of b rollouts. If `entropy`, also the entropies [b, width]; else None."""
+        of b rollouts. If `entropy`, also the entropies [b, width]; else None. With --top-p, --top-k or --min-p, both
+        are of the tokens that each was sampled from."""
         options = self.temperature, entropy, self.head, self.scores_of_logits, self.computes_again
-        return self.score_tokens(self.module.score, rollouts, width, *options)
+        allowed = Allowed.of(rollouts, self.device) if self.is_cut else None
+        return self.score_tokens(self.module.score, rollouts, width, *options, allowed)
 
     @torch.no_grad()
     def score_all(self, rollouts: list[Rollout], **options) -> list[torch.Tensor]:

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Literal
 
+import numpy as np
 import torch
 
 from ..errors import MismatchError
@@ -15,7 +16,7 @@ from .learner import OVERFLOW, Learner
 from .lora import without_adapters
 from .model import Model
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
-from .rollout import Rollout
+from .rollout import Rollout, SamplingMask
 
 WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 
@@ -97,6 +98,10 @@ class PolicyLearner(Learner):
                     model.checkpointing.stop()
                 ids = torch.randint(vocabulary, (WARM_UP_ROWS, 2, length), generator=generator).tolist()
                 rollouts = [Rollout(ids[0][0], completion, [0.0] * length) for _, completion in ids]
+                if model.is_cut:
+                    counts = np.full(length, 2, np.int32)
+                    masks = [SamplingMask(np.repeat(np.int32(own.completion_ids), 2), counts) for own in rollouts]
+                    rollouts = [replace(own, sampling_mask=mask) for own, mask in zip(rollouts, masks, strict=True)]
                 tensors = self._completion_tensors(rollouts) | {"left_out": torch.zeros(WARM_UP_ROWS, dtype=torch.bool)}
                 tensors["advantage"] = torch.ones(WARM_UP_ROWS, 1)
                 batch = self._rank_batch(rollouts, tensors, self._token_weights)

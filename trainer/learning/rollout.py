@@ -3,12 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..images import Images
 from .objectives import advantages, known_std
+
+
+class SamplingMask(NamedTuple):
+    """From which tokens each token of a completion was sampled: those that top-k, top-p and min-p had left, packed."""
+
+    token_ids: np.ndarray  # int32, of one token of the completion after another
+    counts: np.ndarray  # int32, how many of them each token of the completion has; 0 if the policy did not sample it
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +32,8 @@ class Rollout:
 
     prompt_ids: Sequence[int]
     completion_ids: Sequence[int]
-    logprobs: Sequence[float]  # the engine's, of each completion token, at the sampling temperature
+    # The engine's, of each completion token, at the sampling temperature and among the tokens of `sampling_mask`.
+    logprobs: Sequence[float]
     reward: float | None = None  # None: unknown, so nothing is learned from it
     text: str = ""
     truncated: bool = False  # it was cut off, at `max_tokens` or the engine's longest sequence
@@ -32,6 +41,7 @@ class Rollout:
     extra: dict = field(default_factory=dict)  # columns that reward functions logged (TRL's log_extra)
     versions: Sequence[int] | None = None  # the learning step that made each token's weights; None: the learner's last
     teacher_logprobs: Sequence[float] | None = None  # the teacher's, of each completion token
+    sampling_mask: SamplingMask | None = None  # None: from all tokens
     sampled: Sequence[bool] | None = None  # which tokens the policy sampled, and learns from; None: all
     prompt: list[dict] | None = None  # messages, with what the environment's reset returned; None: the row's
     messages: list[dict] | None = None  # the conversation after the prompt

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import TaskError
 from ..images import Images
-from ..learning.rollout import Rollout
+from ..learning.rollout import Rollout, SamplingMask
 from ..tasks.dataset import Row, content_text
 from ..tasks.environment import Environment
 from ..tasks.rewards import Group
@@ -156,6 +156,7 @@ class Conversation:
     def rollout(self) -> Rollout:
         """The whole completion, without rewards."""
         versions = [part.versions for part in self.parts]
+        masks = [part.sampling_mask for part in self.parts]
         return Rollout(
             self.parts[0].prompt_ids,  # as the engine took them: with a token for each feature of an image
             np.array(self.ids, np.int32),
@@ -163,6 +164,7 @@ class Conversation:
             text=self.tools.template.tokenizer.decode(self.ids, skip_special_tokens=True),
             truncated=self.truncated,
             versions=None if versions[0] is None else np.concatenate(versions),
+            sampling_mask=masks[0] and SamplingMask(*map(np.concatenate, zip(*masks, strict=True))),
             sampled=np.concatenate([part.mask for part in self.parts]),
             prompt=self.prompt,
             messages=self.messages,
@@ -243,4 +245,5 @@ def _answered(ids: list[int], before: Rollout) -> Rollout:
     """The tokens of tools' answers after a turn, which count as not sampled."""
     versions = None if before.versions is None else np.full(len(ids), before.versions[-1], np.int32)
     logprobs = np.zeros(len(ids) if len(before.logprobs) else 0, np.float32)  # an evaluation has none
-    return Rollout([], ids, logprobs, versions=versions, sampled=np.zeros(len(ids), bool))
+    mask = before.sampling_mask and SamplingMask(np.zeros(0, np.int32), np.zeros(len(ids), np.int32))
+    return Rollout([], ids, logprobs, versions=versions, sampling_mask=mask, sampled=np.zeros(len(ids), bool))

@@ -20,13 +20,21 @@ DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 LARGEST_GRAPH = 512  # sequences, as in vLLM; a larger batch decodes without a graph
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448)
 EXTENSIONS = "trainer.rollouts.extensions"
+WEIGHTLESS = ("ngram", "[ngram]", "ngram_gpu", "suffix")  # drafts of speculative decoding that no weights make
 
 
 def engine_options(text: str) -> str:
-    """As `json_object`. Raises ValueError for options with which the engine would see other images than the trainer."""
-    if "mm_processor_kwargs" in json.loads(json_object(text)):
+    """As `json_object`. Raises ValueError for options with which the engine would see other images than the trainer, or
+    have weights that no sync brings."""
+    options = json.loads(json_object(text))
+    if "mm_processor_kwargs" in options:
         where = "the model's preprocessor_config.json, for the trainer as well"
         raise ValueError(f"what mm_processor_kwargs would set belongs in {where}")
+    draft = options.get("speculative_config") or {}
+    if draft and (method := draft.get("method") or draft.get("model")) not in WEIGHTLESS:
+        raise ValueError(
+            f"no sync brings the draft's weights (speculative_config: {method}); ngram and suffix have none"
+        )
     return text
 
 
@@ -54,6 +62,7 @@ class EngineArguments:
         "{}", help="more options of vllm.LLM, as JSON, which override the script's: '{\"max_num_seqs\": 512}'"
     )
     quantization: str | None = None  # no flag: a run that takes one compares what its engines serve
+    sampling_mask: bool = False  # no flag: whether engines return from which tokens they have sampled (sampling.py)
 
 
 @dataclass
@@ -124,6 +133,7 @@ def llm_options(
         # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
     if setting.extension:
+        options |= {"return_sampling_mask": True} if args.sampling_mask else {}
         options["worker_extension_cls"] = f"rlhf_utils.{setting.extension}"
         if args.quantization:
             options |= {"worker_extension_cls": f"{EXTENSIONS}.Quantized{setting.extension}", "dtype": "bfloat16"}

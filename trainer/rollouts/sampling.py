@@ -7,13 +7,37 @@ from functools import partial
 
 import numpy as np
 
+from ..errors import RunError
 from ..images import Images
 from ..learning.config import SamplingConfig
-from ..learning.rollout import Rollout
+from ..learning.rollout import Rollout, SamplingMask
+from ..run.folder import RunFolder
 from .conversation import Turn
+from .options import EngineArguments
 
 SEED_BYTES = 6  # vLLM takes 8, with a sign, and counts on from there
 DECODED_BEFORE = 256  # tokens of a prompt that are decoded with each completion
+LARGEST_CUT = 1024  # tokens that --top-p or --min-p alone leave at most: vLLM wants a top-k of each request
+
+
+def settle_sampling(
+    run: RunFolder, config: SamplingConfig, args: EngineArguments, device: str | None
+) -> tuple[SamplingConfig, EngineArguments]:
+    """Both with what --top-p, --top-k or --min-p take: the trainer normalizes over the tokens that they have left, and
+    so an engine returns which these were. Says what is more than was asked for. Raises RunError if engines on this
+    `device` cannot; None: others have started them."""
+    if not config.cuts:
+        return config, args
+    if device == "cpu":
+        raise RunError(
+            f"{config.cuts[0]}: vLLM does not say on a CPU which tokens it has left, over which the trainer would"
+            " normalize: this flag wants a GPU"
+        )
+    if not config.top_k:
+        why = "vLLM returns which tokens it has left, and wants a bound"
+        run.say(f"{config.cuts[0]} comes with --top-k {LARGEST_CUT}, which cuts as well: {why}")
+        config = replace(config, top_k=LARGEST_CUT)
+    return config, replace(args, sampling_mask=True)
 
 
 def sampling_options(
@@ -31,10 +55,15 @@ def sampling_options(
     What is sampled depends on the request alone, and not on the engine that does it. Completions for an `evaluation`
     have no log-probabilities, which take time.
     """
-    # No top-p and no top-k: the log-probabilities are over the whole vocabulary, as the trainer's are.
+    temperature, cut = config.temperature, {}
+    if config.cuts:
+        cut = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
+        if not temperature:  # greedy; an engine that returns sampling masks takes no temperature of 0
+            temperature, cut["top_k"] = 1.0, 1
     return {
         "n": 1 if turn else config.group_size,
-        "temperature": config.temperature,
+        "temperature": temperature,
+        **cut,
         "max_tokens": turn.max_tokens if turn else config.max_tokens,
         "logprobs": None if evaluation else 0,
         "detokenize": False,  # vLLM decodes token by token, and `_texts` once
@@ -70,6 +99,13 @@ def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
     def versions_of(spans: list) -> np.ndarray:
         return np.array([int(span.version) for span in spans for _ in range(span.start, span.end)], np.int32)
 
+    def mask_of(output) -> SamplingMask | None:
+        if not (output.logprobs and output.sampling_mask):  # of an evaluation, nobody asks for it
+            return None
+        ids = output.sampling_mask.token_ids  # a list for each token
+        counts = np.fromiter(map(len, ids), np.int32, len(ids))
+        return SamplingMask(np.fromiter(itertools.chain(*ids), np.int32, counts.sum()), counts)
+
     outputs = [(list(request.prompt_token_ids), output) for request in requests for output in request.outputs]
     texts = _texts(tokenizer, outputs) if outputs else []  # of no sequences, a tokenizer makes one text
     return [
@@ -80,6 +116,7 @@ def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
             text=text,
             truncated=output.finish_reason == "length",
             versions=versions_of(output.weight_versions),
+            sampling_mask=mask_of(output),
         )
         for (prompt_ids, output), text in zip(outputs, texts, strict=True)
     ]

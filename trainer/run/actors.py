@@ -168,7 +168,8 @@ class LearnerProtocol(Protocol):
 
     def mismatch(self, rollouts: list[Rollout]) -> float:
         """The mean |Δ logprob|, in nats, between engine and learner, over the tokens that the engine sampled at
-        `--temperature`. It proves the last sync: raises MismatchError if it is more than rounding explains."""
+        `--temperature`, among those of a rollout's `sampling_mask` if it has one. It proves the last sync: raises
+        MismatchError if it is more than rounding explains."""
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer in Hugging Face format to this folder, and what `load_state` needs."""

@@ -23,8 +23,8 @@ class ServerLost(Exception):
 class Server:
     """A vLLM server. Its methods raise ServerLost if it is lost, and RunError for what it refuses."""
 
-    def __init__(self, name: str, url: str, api_key: str | None, timeout: float):
-        self.name, self.url, self.timeout = name, url, timeout
+    def __init__(self, name: str, url: str, api_key: str | None, timeout: float, sampling_mask: bool = False):
+        self.name, self.url, self.timeout, self.sampling_mask = name, url, timeout, sampling_mask
         self.serving, self.in_flight = False, 0  # in_flight: requests
         self.workers = 0
         self.report: SyncReport | None = None  # of its last sync
@@ -92,6 +92,11 @@ class Server:
             with suppress(RunError):
                 await self.call("/inference/v1/generate", {})  # which it refuses, if it has that path
             await self.rpc("report_channel")
+            if self.sampling_mask:
+                probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "top_k": 1}}
+                (choice,) = (await self.call("/inference/v1/generate", probe))["choices"]
+                if not choice.get("sampling_mask"):
+                    raise ServerLost("--top-p, --top-k and --min-p want a server with --return-sampling-mask")
             return models["data"][0]["max_model_len"]
         except (ServerLost, LookupError, TypeError) as error:
             reason = error if isinstance(error, ServerLost) else "what answers there is no server of vLLM"

@@ -28,6 +28,7 @@ from ..errors import RunError
 from ..flags import arg, setting
 from ..learning.rollout import Rollout
 from ..rollouts.engine import Engine
+from ..rollouts.options import EngineArguments
 from ..rollouts.sampling import rollouts_of
 from ..run.session import one_line
 from .server import Server, ServerLost
@@ -57,17 +58,18 @@ class ServerPool(Engine):
         self.return_seconds: list[float] = []  # from "answers again" to "serves again", since the last `metrics`
         self.watching: list[asyncio.Future] = []
 
-    async def start(self, model: str, args: ServerArguments, max_model_len: int | None, timeout: float, trainer) -> int:
+    async def start(self, model: str, args: ServerArguments, engine: EngineArguments, timeout: float, trainer) -> int:
         """Reach the servers at --engine-url. Syncs are with this `trainer`, and take at most `timeout` seconds. Returns
         the tokens that a prompt and its completion may have."""
         from transformers import AutoTokenizer
 
         self.trainer, self.timeout, self.engine_timeout = trainer, timeout, args.engine_timeout
         urls, key = dict.fromkeys(url.rstrip("/") for url in args.engine_url), os.environ.get("VLLM_API_KEY")
-        self.servers = [Server(f"engine {i}", url, key, args.engine_timeout) for i, url in enumerate(urls)]
+        options = key, args.engine_timeout, engine.sampling_mask
+        self.servers = [Server(f"engine {i}", url, *options) for i, url in enumerate(urls)]
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         lengths = await asyncio.gather(*(server.check() for server in self.servers))
-        self.max_model_len = min(*lengths, max_model_len or math.inf)
+        self.max_model_len = min(*lengths, engine.max_model_len or math.inf)
         return self.max_model_len
 
     async def connect(self, server: Server) -> None:
@@ -224,4 +226,5 @@ def _output(choice: dict) -> SimpleNamespace:
         logprobs=content and SimpleNamespace(logprobs=[token["logprob"] for token in content]),
         finish_reason=choice["finish_reason"],
         weight_versions=[SimpleNamespace(**span) for span in choice["weight_versions"]],
+        sampling_mask=(mask := choice.get("sampling_mask")) and SimpleNamespace(token_ids=mask),
     )

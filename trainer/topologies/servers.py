@@ -31,7 +31,7 @@ class Servers(Topology):
 
     def start_engines(self, model: str) -> dict[str, ray.ObjectRef]:
         args = self.args
-        pool = (model, args.servers, args.engine.max_model_len, args.run.timeout)
+        pool = (model, args.servers, args.engine, args.run.timeout)
         return self.engines.begin(ServerPool.start, *pool, *self.trainers.actors.values())
 
     def connect(self) -> None:
