@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import cpu_only
 from learners import (
     CPU,
     LLAMA,
@@ -195,3 +196,13 @@ def test_flags_are_refused_where_engines_return_no_masks():
         with pytest.raises(RunError, match=f"^{name}: vLLM does not say on a CPU"):
             settle_sampling(None, SamplingConfig(**flags), EngineArguments(), "cpu")
     assert settle_sampling(None, SamplingConfig(), EngineArguments(), "cpu")[1].sampling_mask is False
+
+
+@cpu_only
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["train_grpo.py", "train_ppo.py", "train_distill.py --teacher some/model"])
+def test_run_on_a_cpu_ends_before_anything_loads(script, door):
+    run = script(*door.split(), "--top-p", 0.9)
+    text = run.finish()
+    run.assert_failed_cleanly(text, [])
+    assert text.splitlines()[-1].startswith("error: --top-p: vLLM does not say on a CPU which tokens it has left")
