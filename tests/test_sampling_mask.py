@@ -4,6 +4,7 @@ them, against whole sequences in which the logits of all other tokens are -inf; 
 pytest tests/test_sampling_mask.py
 """
 
+import math
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import cpu_only
 from learners import (
     CPU,
     LLAMA,
@@ -22,6 +24,7 @@ from learners import (
     rollouts,
     write_model,
 )
+from pair import Pair
 
 from trainer.errors import MismatchError, RunError
 from trainer.learning import layout, logprobs
@@ -31,7 +34,7 @@ from trainer.learning.policy import Proof
 from trainer.learning.rollout import SamplingMask
 from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options
 from trainer.rollouts.sampling import rollouts_of, sampling_options, settle_sampling
-from trainer.tasks.tiny_model import byte_tokenizer
+from trainer.tasks.tiny_model import build_tiny_model, byte_tokenizer
 
 CUT = {"top_p": 0.9, "temperature": 0.7}
 
@@ -195,3 +198,48 @@ def test_flags_are_refused_where_engines_return_no_masks():
         with pytest.raises(RunError, match=f"^{name}: vLLM does not say on a CPU"):
             settle_sampling(None, SamplingConfig(**flags), EngineArguments(), "cpu")
     assert settle_sampling(None, SamplingConfig(), EngineArguments(), "cpu")[1].sampling_mask is False
+
+
+@cpu_only
+@pytest.mark.slow
+def test_trainer_normalizes_over_what_vllms_sampler_leaves(tmp_path):
+    """On a CPU, an engine returns no masks. What stands for them: all tokens that it gives a probability above 0."""
+    from vllm import SamplingParams
+
+    def output_of(output):
+        rows = [{token: own.logprob for token, own in row.items()} for row in output.logprobs]
+        return SimpleNamespace(
+            token_ids=output.token_ids,
+            finish_reason=output.finish_reason,
+            logprobs=SimpleNamespace(logprobs=[row[token] for row, token in zip(rows, output.token_ids, strict=True)]),
+            weight_versions=[SimpleNamespace(version="0", start=0, end=len(rows))],
+            sampling_mask=SimpleNamespace(token_ids=[[own for own in row if row[own] > -math.inf] for row in rows]),
+        )
+
+    with Pair(build_tiny_model(tmp_path), 1, max_logprobs=258) as pair:
+        for flags in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.3}, {"top_p": 0.5, "top_k": 20, "min_p": 0.1}):
+            args = config(**flags, temperature=0.7)
+            args.sampling, _ = settle_sampling(SimpleNamespace(say=print), args.sampling, args.engine, None)
+            options = sampling_options(args.sampling, 0, 1, 0) | {"logprobs": 258}
+            requests = pair.llm.generate(["Hello", "the capital"], SamplingParams(**options), use_tqdm=False)
+            requests = [
+                SimpleNamespace(prompt_token_ids=own.prompt_token_ids, outputs=[*map(output_of, own.outputs)])
+                for own in requests
+            ]
+            batch = rollouts_of(requests, byte_tokenizer())
+            assert max(int(own.sampling_mask.counts.max()) for own in batch) < 258
+            learner = GRPOLearner(str(tmp_path), args, CPU, proof=Proof(1e-5))
+            assert learner.mismatch(batch) < 1e-6
+            ignoring = GRPOLearner(str(tmp_path), config(temperature=0.7), CPU, proof=Proof(1e-5))
+            with pytest.raises(MismatchError):
+                ignoring.mismatch(batch)
+
+
+@cpu_only
+@pytest.mark.slow
+@pytest.mark.parametrize("door", ["train_grpo.py", "train_ppo.py", "train_distill.py --teacher some/model"])
+def test_run_on_a_cpu_ends_before_anything_loads(script, door):
+    run = script(*door.split(), "--top-p", 0.9)
+    text = run.finish()
+    run.assert_failed_cleanly(text, [])
+    assert text.splitlines()[-1].startswith("error: --top-p: vLLM does not say on a CPU which tokens it has left")

@@ -251,6 +251,9 @@ def test_servers_return_sampling_masks_or_are_refused_where_a_run_needs_them(ser
     bodies = [body for path, body in servers[0].calls if path.endswith("generate") and body]
     assert {body["sampling_params"]["top_k"] for body in bodies} == {1, 2}  # the first one asks for masks
 
+    servers[0].paused, servers[0].masks = True, False  # by a sync in which it was lost: it would answer no probe
+    assert asyncio.run(Server("engine", servers[0].url, "secret", 5, True).check()) == 64
+
 
 def test_an_evaluation_leaves_nothing_in_servers_caches(servers):
     async def act(pool, args):

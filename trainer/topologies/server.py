@@ -92,7 +92,8 @@ class Server:
             with suppress(RunError):
                 await self.call("/inference/v1/generate", {})  # which it refuses, if it has that path
             await self.rpc("report_channel")
-            if self.sampling_mask:
+            # One that a failed sync has left paused would not answer, and did when it was asked first.
+            if self.sampling_mask and not (await self.call("/is_paused", method="GET"))["is_paused"]:
                 probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "top_k": 1}}
                 (choice,) = (await self.call("/inference/v1/generate", probe))["choices"]
                 if not choice.get("sampling_mask"):
