@@ -86,7 +86,7 @@ class Rollouts:
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
         self.queued: deque[tuple[_Request, int]] = deque()  # groups that no engine has yet
         self.lock, self.closed = threading.RLock(), False
-        # Tokens generated since the last step, the seconds in which groups were in flight, and until when these count.
+        # Since the last metric: tokens, and seconds in which groups were in flight, which are counted until `since`.
         self.generated, self.generating, self.since = 0, 0.0, time.perf_counter()
 
     def __enter__(self) -> "Rollouts":
@@ -179,12 +179,14 @@ class Rollouts:
         return batch
 
     def _generation_speed(self) -> dict[str, float]:
-        """The tokens that all engines have generated since the last call, over the seconds in which they had any group,
-        as a metric; {} if they had none."""
+        """The tokens of the groups completed since the last metric, over the seconds in which any was in flight, as a
+        metric; {} if none was completed."""
         with self.lock:
             self._count_seconds()
-            tokens, seconds, self.generated, self.generating = self.generated, self.generating, 0, 0.0
-        return {"perf/generation_tokens_per_second": tokens / seconds} if seconds else {}
+            if not self.generated:
+                return {}
+            speed, self.generated, self.generating = self.generated / self.generating, 0, 0.0
+        return {"perf/generation_tokens_per_second": speed}
 
     def _count_seconds(self) -> None:
         """Count the time until now, before the number of groups in flight changes."""
