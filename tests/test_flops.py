@@ -90,7 +90,7 @@ def test_images_have_no_count(model):
     assert math.isnan(work.flops)
 
 
-def test_of_a_mixtures_experts_only_those_chosen_count(monkeypatch):
+def test_of_a_mixtures_experts_only_those_chosen_count():
     import transformers
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 40, "moe_intermediate_size": 8, "head_dim": 8}
@@ -99,8 +99,7 @@ def test_of_a_mixtures_experts_only_those_chosen_count(monkeypatch):
     attention = 2 * 16 * 32 + 2 * 16 * 16 + 2 * 8  # heads that are wider than the model together, and their norms
     blocks = attention + 6 * 16 + 2 * (3 * 16 * 8) + 3 * 16  # the router, two experts, and norms
     assert Work(mixture).flops_of(10, 4, 100, backward=True) == 6 * (blocks * 10 + 16 * 40 * 4 + 32 * 100)
-    monkeypatch.delattr(type(mixture.config), "num_experts_per_tok")  # under whatever name it may be
-    del mixture.config.num_experts_per_tok
+    vars(mixture.config)["num_experts_per_tok"] = None  # as some families have it, whatever this one's checks say
     assert math.isnan(Work(mixture).flops_of(10, 4, 100, backward=True))
 
 

@@ -47,7 +47,7 @@ class Work:
         language_model, head = learning_modules(module, new_head)
         config = language_model.config
         looked_up = {part.weight for part in language_model.modules() if isinstance(part, torch.nn.Embedding)}
-        chosen = getattr(config, "num_experts_per_tok", math.nan)
+        chosen = getattr(config, "num_experts_per_tok", None) or math.nan
         sizes = [
             (weight.numel() * (chosen / weight.shape[0] if ".experts." in name else 1), weight.requires_grad)
             for name, weight in language_model.named_parameters()
