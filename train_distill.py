@@ -128,7 +128,7 @@ def place(args: Arguments) -> tuple[str, str, EngineArguments, list[Seat], list[
 def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, args.tools, needs_reward=args.loss.reward_coef > 0)
     task.refuse_images("a teacher scores text alone")
-    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress, run.timeline) as session:
         # 1. Place
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)

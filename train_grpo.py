@@ -68,7 +68,7 @@ class Trainer(TrainerActor):
 
 def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, args.tools)
-    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress, run.timeline) as session:
         # 1. Place
         run.started("ray")
         task.rewards = RewardWorkers(task.rewards, session)

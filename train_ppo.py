@@ -234,7 +234,7 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
 def main(args: Arguments) -> None:
     task = load_task(args.task, args.run.seed, args.run.steps, reward_model=args.rewards.reward_model)
     task.refuse_images("a critic reads text alone")
-    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress) as session:
+    with RunFolder(args.run, Path(__file__).stem) as run, RaySession(args.run, run.progress, run.timeline) as session:
         # 1. Place
         run.started("ray")
         device, shared, args, seats = place(args)

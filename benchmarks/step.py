@@ -35,13 +35,11 @@ With `--topology separate`, the table also has the shares of a step in which the
 wait for each other: the engine is idle in all parts but the rollout, and the trainer in the rollout. "async" logs its
 shares itself; its "rollout" is the time that the trainer waits for rollouts.
 
-MFU is the share of the bf16 peak (PEAK_FLOPS) of all trainers' GPUs that the arithmetic of learning takes, without any
-recomputation: 6 FLOPs for each weight of the blocks and each token, 6 for each weight of the head and each token of a
-completion, and 6 * layers * hidden size * length for the attention of each token. Of a mixture's experts, only the
-share counts that a token chooses. With adapters, weights take 4, since they get no gradient. With `--mean-tokens` and
-with images there is no MFU: lengths differ, and towers are not counted. Memory is the peak of what is in use on all
-GPUs together; on CPU, of the processes' resident memory. "start" is the seconds from the command to the end of the
-first step. Writes a table, step.json and step.png.
+MFU is the share of the bf16 peak of all trainers' GPUs that the arithmetic of learning takes (trainer/learning/flops.py
+counts it), every prompt with each of its completions, over the seconds of "learn"; a run's own `perf/mfu` is over those
+of its updates. With `--mean-tokens` and with images there is no MFU here: lengths differ, and towers are not counted.
+Memory is the peak of what is in use on all GPUs together; on CPU, of the processes' resident memory. "start" is the
+seconds from the command to the end of the first step. Writes a table, step.json and step.png.
 """
 
 import importlib.util
@@ -71,11 +69,11 @@ from shapes import MULTIMODAL, SHAPES, device_kind  # noqa: E402
 
 from trainer.errors import RunError  # noqa: E402
 from trainer.flags import arg  # noqa: E402
-from trainer.learning.multimodal import auto_class, learning_modules  # noqa: E402
+from trainer.learning.flops import Work, peak_flops  # noqa: E402
+from trainer.learning.multimodal import auto_class  # noqa: E402
 from trainer.run.arguments import parse  # noqa: E402
 from trainer.run.session import run_main  # noqa: E402
 
-PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}  # dense bf16, from the data sheets
 PARTS = {"rollout": "tab:blue", "learn": "tab:orange", "sync": "tab:green", "rest": "tab:gray"}  # and their colors
 COMPILED = ["--task", "step_trl", "--engine-args", '{"compilation_config": {}}']
 TOPOLOGIES = ("shared", "separate")
@@ -176,15 +174,9 @@ def learning_flops(args: Arguments) -> float:
 
     config = AutoConfig.for_model(**SHAPES[args.shape])
     with torch.device("meta"):
-        language_model, head = learning_modules(auto_class(config).from_config(config))
-    config, outside = language_model.config, {language_model.get_input_embeddings().weight, head.weight}
-    share = config.num_experts_per_tok / config.num_experts if hasattr(config, "num_experts") else 1
-    sizes = {name: p.numel() for name, p in language_model.named_parameters() if p not in outside}
-    blocks = sum(size * (share if ".experts." in name else 1) for name, size in sizes.items())
+        work = Work(auto_class(config).from_config(config).requires_grad_(not args.lora_rank))
     length, sequences = args.prompt_tokens + args.tokens, args.prompts * args.completions
-    attention = config.num_hidden_layers * config.hidden_size * length
-    weights = blocks * length + head.weight.numel() * args.tokens
-    return sequences * ((4 if args.lora_rank else 6) * weights + 6 * attention * length)
+    return sequences * work.flops_of(length, args.tokens, length**2, backward=True)
 
 
 def choose_gpus(args: Arguments) -> str:
@@ -390,7 +382,7 @@ def main(args: Arguments) -> None:
         f"{title}\n{'':15}{'rollout':>10}{'learn':>10}{'sync':>10}{'rest':>10}{'step':>10}"
         f"{'tokens/s':>12}{'MFU':>8}{'memory':>10}{'start':>8}{idle}"
     )
-    rows, failed, peak_flops = [], {}, args.trainers * PEAK_FLOPS.get(device, 0)
+    rows, failed, peak_of_all = [], {}, args.trainers * (peak_flops(device) or 0)
     for way, measure in ways.items():
         try:
             steps, peak = measure(folder / way.lower())
@@ -400,7 +392,7 @@ def main(args: Arguments) -> None:
             failed[way] = str(error)  # running out of memory is a result as well
             print(f"{way:15}{error}")
             continue
-        rows.append(summary(way, steps, peak, flops, peak_flops))
+        rows.append(summary(way, steps, peak, flops, peak_of_all))
         print(line(rows[-1]))
         if way == "exact":
             worst, different = (max(step[name] for step in steps) for name in ("mismatch", "different_tokens"))

@@ -209,6 +209,27 @@ def metrics_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def timeless(run: Path) -> list[dict]:
+    """The metrics of a run, but for those that depend on time and on the machine."""
+    machine = ("time/", "tokens/", "sync/", "memory/", "perf/", "critic/perf/")
+    return [{name: row[name] for name in row if not name.startswith(machine)} for row in metrics_of(run)]
+
+
+def timeline_of(run: Path) -> list[dict]:
+    """The spans of a run folder's timeline.json, in the order of their beginnings: each with its `process`."""
+    events = json.loads((run / "timeline.json").read_text())
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    spans = [event | {"process": processes[event["pid"]]} for event in events if event["ph"] == "X"]
+    assert len(spans) + len(processes) == len(events)
+    return sorted(spans, key=lambda span: span["ts"])
+
+
+def spans_of(spans: list[dict], process: str, name: str = "") -> list[tuple[float, float]]:
+    """When the spans of this process, and of this name, began and ended, in microseconds."""
+    chosen = [span for span in spans if span["process"] == process and span["name"].startswith(name)]
+    return [(span["ts"], span["ts"] + span["dur"]) for span in chosen]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The path of the built-in model."""

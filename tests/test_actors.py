@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from conftest import ROOT, Script
+from conftest import ROOT, Script, spans_of, timeline_of
 from fakes import local_rewards
 from ray import cloudpickle
 
@@ -33,6 +33,7 @@ from trainer.run import session as run_session
 from trainer.run.actors import ActorGroup, Seat, StepClock, reserve, seat
 from trainer.run.arguments import RunArguments
 from trainer.run.session import RaySession, one_line
+from trainer.run.timeline import Timeline
 from trainer.tasks.dataset import Row
 from trainer.tasks.rewards import Batch, Group, Rewards
 from trainer.tasks.task import TaskArguments
@@ -281,6 +282,19 @@ def test_death_of_an_idle_actor_ends_the_wait(session, waiting_for):
         else:
             trainer.call("learning", Actor.sleep, 60)
     assert time.monotonic() - started < FAULT_SECONDS
+
+
+def test_timeline_has_the_calls_that_were_answered_and_the_waits_for_them(session, monkeypatch, tmp_path):
+    monkeypatch.setattr(session, "timeline", Timeline(tmp_path / "timeline.json"))
+    engines, trainers = group(session, "engine", 2), group(session, "trainer")
+    engines.begin(Actor.sleep, 60)  # nobody waits for it
+    trainers.call("learning", Actor.sleep, 0.2)
+    session.timeline.close()
+    ((begin, end),) = spans_of(spans := timeline_of(tmp_path), "trainer", "sleep")
+    ((waits, waited),) = spans_of(spans, "driver", "learning")
+    assert 0.2e6 < end - begin < 30e6
+    assert waits < end < waited
+    assert len(spans) == 2
 
 
 def test_death_is_not_blamed_on_who_waited_for_the_dead(session):

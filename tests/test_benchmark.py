@@ -218,7 +218,7 @@ def test_flops_of_learning_are_of_matrices_and_attention(step):
     args.shape = "qwen3-30b-a3b-4l"
     block = 2048 * 4096 * 2 + 2 * 2048 * 512 + 2048 * 128 + 8 * 3 * 2048 * 768  # the router, and 8 experts
     vectors = 4 * (2 * 2048 + 2 * 128) + 2048
-    per_token = 4 * block + vectors + 4 * 2048 * 12
+    per_token = 4 * block + vectors + 4 * (32 * 128) * 12  # the heads are wider than the model
     assert step.learning_flops(args) == 6 * (2 * 3) * (per_token * 12 + 2048 * 151936 * 5)
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pandas
 import pytest
-from conftest import ROOT, cpu_only, metrics_of
+from conftest import ROOT, cpu_only, metrics_of, timeless
 from learners import chat_tokenizer
 from pair import gpus
 from transformers import AutoTokenizer
@@ -48,11 +48,7 @@ def folder(tmp_path):
 
 
 def metrics(folder):
-    rows = metrics_of(folder / "run")
-    return [
-        {name: row[name] for name in row if not name.startswith(("time/", "tokens/", "sync/", "memory/"))}
-        for row in rows
-    ]
+    return timeless(folder / "run")
 
 
 def run_two_steps(script, folder, max_mismatch, *more, **environment):

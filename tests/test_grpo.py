@@ -17,7 +17,20 @@ from concurrent.futures import ProcessPoolExecutor
 import psutil
 import pytest
 import ray
-from conftest import ROOT, SYNC, Script, assert_removed, copy, cpu_only, metrics_of, settings_of, shared_memory_of
+from conftest import (
+    ROOT,
+    SYNC,
+    Script,
+    assert_removed,
+    copy,
+    cpu_only,
+    metrics_of,
+    settings_of,
+    shared_memory_of,
+    spans_of,
+    timeless,
+    timeline_of,
+)
 from learners import build
 
 import trainer
@@ -28,14 +41,8 @@ from trainer.run.session import RaySession
 pytestmark = cpu_only
 
 
-def timeless(run):
-    """The run's metrics, but for those that depend on time."""
-    times = ("time/", "tokens/", "sync/", "memory/")
-    return [{name: row[name] for name in row if not name.startswith(times)} for row in metrics_of(run)]
-
-
 def test_default_run_learns_and_proves_every_sync(script, tmp_path):
-    run = script("train_grpo.py", "--output", "run")
+    run = script("train_grpo.py", "--output", "run", "--timeline")
     run.wait_for("step  1/30")
     shared = shared_memory_of(run.descendants())
     text = run.finish(180)
@@ -55,6 +62,10 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     assert metrics[-1]["reward/mean"] > 0.75
     assert max(row["logprobs/mismatch"] for row in metrics) < 1e-5
     assert all(row[f"time/{part}"] > 0 for row in metrics for part in ("rollout", "train", "sync"))
+    for row in metrics:  # what passes takes no longer than what is timed from outside
+        assert row["perf/train_tokens_per_second"] * row["time/train"] > 8 * 8 * row["completions/mean_length"]
+        assert row["perf/generation_tokens_per_second"] * row["time/rollout"] > 8 * 8 * row["completions/mean_length"]
+    assert "perf/mfu" not in metrics[0]  # a CPU's peak is unknown
     assert {p.name for p in folder.iterdir()} >= {
         "args.json", "run.log", "tensorboard", "checkpoint-000020", "checkpoint-000030",
     }  # fmt: skip
@@ -64,6 +75,13 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
 
     AutoModelForCausalLM.from_pretrained(folder / "checkpoint-000030")
     AutoTokenizer.from_pretrained(folder / "checkpoint-000030")
+
+    spans = timeline_of(folder)
+    steps, learning = spans_of(spans, "driver", "step "), spans_of(spans, "trainer", "learn")
+    assert len(steps) == len(learning) == 30
+    assert all(begin < learns < learned < end for (begin, end), (learns, learned) in zip(steps, learning, strict=True))
+    for begin, end in spans_of(spans, "engine: prompts"):  # on-policy
+        assert not [1 for learns, learned in learning if learns < end and begin < learned]
 
 
 def neighbours_in(text):

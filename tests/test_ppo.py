@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import arguments_of, cpu_only, metrics_of
-from learners import CPU, chat_tokenizer, on_ranks, rollouts, use_sgd, vector_of, weights_of
+from conftest import arguments_of, cpu_only, metrics_of, timeless
+from learners import CPU, chat_tokenizer, numbers, on_ranks, rollouts, use_sgd, vector_of, weights_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -248,7 +248,7 @@ def learn_on_this_rank(folder, model, reward_model, lora_rank):
     results = [RewardModel(reward_model, config(), CPU).rewards(["a: "] * 3, ["ABC", "x", "AB yes"]), made.advantages]
     for learner in learners:
         use_sgd(learner, rate=0.1)
-        results += [learner.learn(made), weights_of(learner)]
+        results += [numbers(learner.learn(made)), weights_of(learner)]
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(results, folder / f"results-{learner.model.ranks}.pt")
 
@@ -537,12 +537,6 @@ def test_models_that_share_devices_are_called_in_turn(shared, order):
 
 
 # --- Whole runs -------------------------------------------------------------------------------------------------------
-
-
-def timeless(run):
-    """The metrics of a run, but for what depends on the machine."""
-    machine = ("time/", "tokens/", "sync/", "memory/")
-    return [{name: row[name] for name in row if not name.startswith(machine)} for row in metrics_of(run)]
 
 
 @cpu_only

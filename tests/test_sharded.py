@@ -215,6 +215,8 @@ def mixture(request, tmp_path_factory, model):
 def learn_mixture(folder, model, batch):
     learner = GRPOLearner(model, config(adam_eps=1e-8), CPU)
     metrics = numbers(learner.learn(batch))
+    work = learner.model.work
+    metrics |= dict(zip(("FLOPs", "tokens"), learner.model.sum_over_ranks(work.flops, work.tokens), strict=True))
     named = {name: sharding.whole(tensor).clone() for name, tensor in learner.model.named_tensors().items()}
     save(learner, folder / f"mixture-{learner.model.ranks}")
     if learner.model.rank == 0:

@@ -5,7 +5,9 @@ mini-batches, each of which makes one update of the weights. A mini-batch passes
 Their size does not change its gradient: a token's weight in the loss depends on its mini-batch alone.
 """
 
+import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import RunError
 from .config import LearnerConfig
+from .flops import peak_flops
 from .lora import load_adapters
 from .model import Model, RankBatch
 from .offload import Offload
@@ -92,6 +95,7 @@ class Learner:
         `tensors` are [B, ...]; "mask" [B, T] is 1 for the tokens that count. `token_weights(tensors)` gives the weights
         [b, T] of a mini-batch's tokens in its loss.
         """
+        self.model.work.begin()
         totals, updates = {}, 0
         for rows in self._mini_batches(len(rollouts)):
             mini_batch = {name: tensor[rows] for name, tensor in tensors.items()}
@@ -102,10 +106,24 @@ class Learner:
         return self._end_step({name: total / updates for name, total in totals.items()})
 
     def _end_step(self, metrics: dict[str, float]) -> dict[str, float]:
+        metrics = metrics | self._performance()
         if (remark := self.model.settle_checkpointing()) and self.model.rank == 0:
             print(f"step {self.step + 1}: {remark}", flush=True)
         self.step += 1
         return metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _performance(self) -> dict[str, float]:
+        """Metrics of the step's updates: the tokens that passed through the model per second, and `perf/mfu` (flops.py)
+        if the GPU's peak is known."""
+        model, work = self.model, self.model.work
+        seconds = time.perf_counter() - work.began
+        tokens, flops, seconds = model.sum_over_ranks(work.tokens, work.flops, seconds)  # seconds: of all GPUs
+        metrics = {"perf/train_tokens_per_second": tokens / (seconds / model.ranks)}
+        on_gpu = model.device.type == "cuda"
+        peak = peak_flops(torch.cuda.get_device_name(model.device) if on_gpu else model.device.type)
+        if peak and math.isfinite(flops):
+            metrics["perf/mfu"] = flops / (seconds * peak)
+        return metrics
 
     def _mini_batches(self, count: int) -> Iterator[list[int]]:
         """The rows of each mini-batch of each epoch, in an order that the seed and the step determine."""

@@ -18,6 +18,7 @@ from .attention import AttentionChoice, can_share_prompts, choose_attention
 from .batching import RankBatch, rank_batch, tokens
 from .checkpointing import Checkpointing, tokens_in_memory
 from .config import LearnerConfig
+from .flops import Work
 from .layout import SHARED, as_tensor, lay_out
 from .loading import load_language_model, prepare
 from .logprobs import Allowed, choose_head, scores_of_logits
@@ -68,6 +69,7 @@ class Model:
         self.keeps_gathered = learns and self.ranks > 1 and fits_gathered(self.module, self.device)
         self.named_tensors = NamedTensors(self.module)
         self.adapters = adapter_parameters(self.module)
+        self.work = Work(self.module, self.new_head) if learns else None
         if like and like.exact_workers:
             self.make_exact(like.exact_workers)
 
@@ -234,6 +236,8 @@ class Model:
             torch.nn.functional.pad(as_tensor(rollout.mask), (0, width - len(rollout.mask))) for rollout in rollouts
         ]
         rows, columns = torch.stack(masks).nonzero(as_tuple=True)
+        if self.work:
+            self.work.add(rollouts, layout.groups, len(rows))
         tensors = (*layout.tokens(rows, columns), rows, columns)
         # Without waiting for the micro-batch before: a blocking copy would leave the GPU idle until the next launch.
         targets, states_at, rows, columns = (tensor.to(self.device, non_blocking=True) for tensor in tensors)

@@ -230,6 +230,7 @@ class PolicyLearner(Learner):
     ) -> dict[str, float]:
         """A step's only update. Each rollout passes through the model once, which is still the policy that the step
         began with."""
+        self.model.work.begin()
         batch, width = self._rank_batch(rollouts, tensors, self._token_weights), tensors["mask"].shape[1]
         passed = []  # log-probabilities and entropies, in the order of the batch's rows
 

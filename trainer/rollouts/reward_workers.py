@@ -106,7 +106,8 @@ class RewardWorkers:
         idle, timeout = self.idle[call.name], self.rewards.timeout
         caller = await idle.get()
         try:
-            return await asyncio.wait_for(caller(call), timeout)
+            with self.session.timeline.span("rewards", call.name):
+                return await asyncio.wait_for(caller(call), timeout)
         except TimeoutError as error:
             late = f"the reward {call.name} took longer than {timeout:g} s for one prompt's completions"
             raise TaskError(f"{late}: --reward-timeout") from error

@@ -110,10 +110,13 @@ class ActorGroup:
         if len(self) > 1:
             args = [ray.put(arg) for arg in args]  # so a large one travels only once to each node
         each = each or [()] * len(self)
-        return {
+        calls = {
             name: getattr(actor, method.__name__).remote(*args, *more)
             for (name, actor), more in zip(self.actors.items(), each, strict=True)
         }
+        for name, call in calls.items():
+            self.session.timeline.begin(call, name, method.__name__)
+        return calls
 
     def call(self, phase: str, method: Callable, *args, each: list[tuple] | None = None) -> list:
         """As `begin`, and wait, in this phase of the run. Returns the results in the order of the actors."""

@@ -75,6 +75,9 @@ class RunArguments:
         3600.0,
         help="seconds that a phase (starting, generating, learning, syncing) may take; then the run ends with an error",
     )
+    timeline: bool = arg(
+        False, help="write what each process does when to timeline.json in the run folder, which ui.perfetto.dev opens"
+    )
     # No flags: the flags that were given, now or to the run to --resume, and remarks on the latter.
     given: dict[str, object] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)

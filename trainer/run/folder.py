@@ -6,6 +6,7 @@ completions.jsonl     one line per completion: step, prompt, text, messages of a
                       with PPO or a teacher, where each token has its own)
 tensorboard/          metrics as TensorBoard events; with --report-to wandb also wandb/
 run.log               what vLLM and other libraries log, in all processes
+timeline.json         with --timeline, what each process did when, since the run was started or resumed
 lock                  locked during a run
 checkpoint-000010/    model or adapters in Hugging Face format, and trainer_state.pt for --resume; each trainer rank
                       writes its part; the last two checkpoints are kept
@@ -36,6 +37,7 @@ from ..tasks.dataset import content_text
 from ..tasks.rewards import Batch
 from .arguments import NOT_SAVED, RunArguments
 from .checkpoint import checkpoints, disk_errors, replace_file
+from .timeline import Timeline
 from .trackers import Trackers
 
 REVERSE_KL = "distill/reverse_kl"  # from a teacher, if the run has one
@@ -86,6 +88,7 @@ class RunFolder:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.log = (self.path / "run.log").open("a", buffering=1, errors="backslashreplace")  # as stderr
             self.log_began = self.log.tell()  # behind what an earlier run has logged
+            self.timeline = Timeline(self.path / "timeline.json" if args.timeline else None)
         except BlockingIOError as error:
             raise RunError(f"another run is using {self.path}") from error
         except OSError as error:
@@ -117,6 +120,7 @@ class RunFolder:
             self.redirected.__exit__(None, None, None)
         with suppress(OSError):  # the disk may be full
             self.log.close()
+            self.timeline.close()
         self.lock.close()
 
     def say(self, text: str) -> None:
@@ -166,6 +170,7 @@ class RunFolder:
         parts = ", ".join(f"{name.rpartition('/')[2]} {seconds:.0f}" for name, seconds in self.start_seconds.items())
         self.start_seconds["time/start"] = sum(self.start_seconds.values())
         self.say(f"started in {self.start_seconds['time/start']:.0f} s: {parts}" if parts else "")
+        self.timeline.end_part("start")
 
     def log_step(self, step: int, batch: Batch, report: SyncReport, metrics: dict[str, float | list[float]]) -> None:
         """Append a step's completions to completions.jsonl, each with its value of the lists among the metrics, and the
@@ -210,6 +215,7 @@ class RunFolder:
             with self.metrics_file.open("a") as file:
                 file.write(json.dumps(self.rows[-1]) + "\n")
             self.trackers.log(step, metrics)
+            self.timeline.end_part(f"step {step}")
         self.logged = time.perf_counter()
         steps, done = self.args.steps, step - self.steps_done
         parts = [f"step {step:{len(str(steps))}}/{steps}"]

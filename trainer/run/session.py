@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import chdir, suppress
+from contextlib import ExitStack, chdir, suppress
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rlhf_utils import WeightSyncError
 from ..errors import EngineError, RunError, UserError
 from .arguments import RunArguments
 from .resource_tracker import WORKING_FOLDER
+from .timeline import DRIVER, Timeline
 
 USER_ERRORS = (UserError, WeightSyncError)  # their message is all that a user needs
 SHUTDOWN_SECONDS = 10.0  # limit for vLLM to end its processes when it is asked to
@@ -40,10 +41,16 @@ class RaySession:
     started and, if it has started Ray, removes vLLM's sockets.
 
     Every wait for actors takes no longer than --timeout, and calls `progress(phase, seconds, actors)` every second,
-    with the names of those that have not answered.
+    with the names of those that have not answered. The `timeline` gets the waits and the answers.
     """
 
-    def __init__(self, args: RunArguments, progress: Callable[[str, int, list[str]], None]):
+    def __init__(
+        self,
+        args: RunArguments,
+        progress: Callable[[str, int, list[str]], None],
+        timeline: Timeline | None = None,
+    ):
+        self.timeline = timeline or Timeline()
         self.address, self.timeout, self.progress, self.ending = args.ray_address, args.timeout, progress, False
         self.actors: dict[str, ray.actor.ActorHandle] = {}  # the death of one of these ends every wait
         self.pings: dict[str, ray.ObjectRef] = {}  # the last call of each actor, which fails if it has died
@@ -128,15 +135,17 @@ class RaySession:
         died, even if nobody waits for that one."""
         started, results = time.monotonic(), {}
         pending = {ref: name for calls in groups for name, ref in calls.items()}
-        while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=1)
-            for ref in ready:
-                results[ref] = answer = _answer(ref)
-                if isinstance(answer, Exception):
-                    raise self._blame(phase, pending)
-                del pending[ref]
-            if not ready:
-                self._check(phase, started, pending)
+        with self.timeline.span(DRIVER, phase):
+            while pending:
+                ready, _ = ray.wait(list(pending), num_returns=1, timeout=1)
+                for ref in ready:
+                    self.timeline.end(ref)
+                    results[ref] = answer = _answer(ref)
+                    if isinstance(answer, Exception):
+                        raise self._blame(phase, pending)
+                    del pending[ref]
+                if not ready:
+                    self._check(phase, started, pending)
         return [[results[ref] for ref in calls.values()] for calls in groups]
 
     async def answers(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list:
@@ -154,11 +163,14 @@ class RaySession:
         """As `wait`, for a thread of this process, whose error stays in the future. `phase_of` is called every second
         for what the thread does now; it may raise."""
         phase = None
-        while not future.done():
-            if (current := phase_of()) != phase:
-                phase, started = current, time.monotonic()
-            futures.wait([future], timeout=1)
-            self._check(phase, started, {})
+        with ExitStack() as span:
+            while not future.done():
+                if (current := phase_of()) != phase:
+                    phase, started = current, time.monotonic()
+                    span.close()
+                    span.enter_context(self.timeline.span(DRIVER, phase))
+                futures.wait([future], timeout=1)
+                self._check(phase, started, {})
 
     def _check(self, phase: str, started: float, pending: dict[ray.ObjectRef, str]) -> None:
         """What a wait does every second."""
