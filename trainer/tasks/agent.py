@@ -1,0 +1,126 @@
+"""An agent: a program that asks the policy by OpenAI's HTTP API, once for each completion, and returns its reward.
+
+    async def run(base_url: str, api_key: str, row: dict) -> float | dict | None: ...   # --agent module:run
+
+It may be a function that is not async, which runs in a thread, or a command. trainer/rollouts/agents.py is the server
+that it asks.
+"""
+
+import asyncio
+import copy
+import inspect
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+
+from ..errors import TaskError
+from ..functions import failed, named_function
+from .dataset import Row
+from .environment import UserThread
+from .tools import ToolArguments, Tools
+
+TAIL = 1 << 16  # bytes of what a command prints that are kept
+# Runs "$@". As soon as nobody holds the other end of its input, it kills all processes of the group.
+LEASH = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) >/dev/null 2>&1 & exec 3<&-; exec "$@"'
+
+
+class Agent(Tools):
+    """The agent of `--agent` or `--agent-command`, whose requests bring tools of their own."""
+
+    for_chat_only, takes_tools = False, False
+
+    def __init__(self, args: ToolArguments):
+        super().__init__(ToolArguments(tool_parser=args.tool_parser))
+        self.flag = f"--agent {args.agent}" if args.agent else f"--agent-command {args.agent_command}"
+        self.timeout = args.agent_timeout
+        if args.agent:
+            self.function = named_function("--agent", args.agent)
+            try:
+                inspect.signature(self.function).bind(base_url="", api_key="", row={})
+            except TypeError as error:
+                raise TaskError(f"{self.flag} cannot be called with (base_url, api_key, row): {error}") from error
+            return
+        self.function = None
+        try:
+            self.words = shlex.split(args.agent_command)
+        except ValueError as error:
+            raise TaskError(f"{self.flag}: {error}") from error
+        if not shutil.which(self.words[0]):
+            raise TaskError(f"{self.flag}: there is no program {self.words[0]}")
+
+    def check_tools(self) -> None:
+        """Raise TaskError if the chat template is not made for tools."""
+        if not self.takes_tools:
+            self.template.check_tools()
+            self.takes_tools = True
+
+    def schemas_of(self, row: Row) -> list[dict] | None:
+        return row.columns.get("tools")
+
+    async def call(self, base_url: str, api_key: str, row: Row) -> dict:
+        """What it returned for this row: the reward {"reward": ..., ...}, or {"error": text}."""
+        columns = {"prompt": row.prompt} | row.columns
+        begin = self._begin if self.function else self._run
+        try:
+            async with asyncio.timeout(self.timeout) as limit:
+                return self._checked(await begin(base_url, api_key, columns))
+        except (Exception, asyncio.CancelledError) as error:  # of the user's code, which may cancel itself
+            if limit.expired():
+                return {"error": f"{self.flag} took longer than {self.timeout:g} s (the setting agent_timeout)"}
+            return {"error": str(error if isinstance(error, TaskError) else failed(self.flag, error))}
+
+    async def _begin(self, base_url: str, api_key: str, columns: dict):
+        """Call the function, in a thread of its own or in the users' event loop."""
+        thread = UserThread()
+        arguments = {"base_url": base_url, "api_key": api_key, "row": copy.deepcopy(columns)}
+        try:
+            return await asyncio.wrap_future(thread.begin(self.function, **arguments))
+        finally:
+            thread.jobs.put(None)  # it ends after the call
+
+    async def _run(self, base_url: str, api_key: str, columns: dict):
+        """Run the command, and return what its last line says. No process of its group outlives the call, or the
+        trainer."""
+        words = [word.replace("{row}", json.dumps(columns, default=str)) for word in self.words]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        env = os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        own = {"env": env, "start_new_session": True}
+        process = await asyncio.create_subprocess_exec("sh", "-c", LEASH, "sh", *words, **pipes, **own)
+        tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+        try:
+            status = await process.wait()
+        finally:
+            process.stdin.close()  # kills what is left of the group
+        lines, errors = await tails
+        if status:
+            print(*errors, sep="\n", file=sys.stderr)  # run.log
+            raise TaskError(
+                f"{self.flag} ended with status {status}: {errors[-1] if errors else 'it printed no error'}"
+            )
+        try:
+            return json.loads(lines[-1])
+        except (IndexError, ValueError) as error:
+            raise TaskError(f"{self.flag}: its last line is no reward, but {lines[-1:]}") from error
+
+    def _checked(self, returned) -> dict:
+        """What the agent returned, as a dict with its reward. Raises TaskError if that is no number."""
+        own = returned if isinstance(returned, dict) else {"reward": returned}
+        try:
+            reward = None if own.get("reward") is None else float(own["reward"])
+            json.dumps(own, default=str)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if reward is None or math.isfinite(reward):
+            return own | {"reward": reward}
+        raise TaskError(f'{self.flag} returned {returned!r}, and not a finite number, None, or a dict with a "reward"')
+
+
+async def _tail(stream: asyncio.StreamReader) -> list[str]:
+    """The last lines that come from this stream, but for empty ones."""
+    tail = b""
+    while chunk := await stream.read(TAIL):
+        tail = (tail + chunk)[-TAIL:]
+    return [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
