@@ -1,19 +1,18 @@
 """Agents: what they may ask, which tokens are learned from, and how they end.
 
 pytest tests/test_agents.py            the server, without vLLM's engine
-pytest tests/test_agents.py -m long    runs of train_grpo.py
+pytest tests/test_agents.py -m slow    runs of train_grpo.py
 """
 
 import asyncio
 import json
 import random
-import re
+import signal
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -21,8 +20,9 @@ import openai
 import psutil
 import pytest
 import torch
-from conftest import arguments_of, cpu_only, is_alive, metrics_of, task_of
+from conftest import arguments_of, cpu_only, is_alive, metrics_of, task_of, title_of
 from fakes import Engines as FakeEngines
+from fakes import write_lines
 from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
 from test_tools import of_template
 from transformers import AutoTokenizer
@@ -56,7 +56,7 @@ class Policy:
     async def sample(self, turn):
         await asyncio.sleep(0)  # others come in between
         said = self.says()
-        ids = said if isinstance(said, list) else self.tokenizer.encode(said) + [self.tokenizer.eos_token_id]
+        ids = said if isinstance(said, list) else [*self.tokenizer.encode(said), self.tokenizer.eos_token_id]
         cut, stops = ids[: turn.max_tokens], turn.options.get("stop", ())
         ends = [i for i in range(len(cut)) if any(self.tokenizer.decode(cut[:i]).endswith(own) for own in stops)]
         cut = np.array(cut[: min(ends, default=None)])
@@ -163,17 +163,14 @@ def test_what_is_learned_is_what_was_sampled(template):
                 more = more if more and rng.random() < 0.9 else [user("And?")]
                 talks.append([*talk, rewritten(message, rng), *more])
 
+    first, policy = asked(says, template)
     for _ in range(250):
-        rollout, policy = asked(says, template) if not counts else (replace_of(rollout), policy)
+        rollout = AgentRollout(first.agent, policy.sample, 3, 400, None)
         policy.turns, policy.count = [], 0
         asyncio.run(converse(rollout))
         counts["samples"] += len(assert_learned_as_sampled(rollout, policy))
     assert counts["calls"] > 50 or template == "llama3_1"
     assert counts["turns"] / 4 < counts["samples"] < 0.95 * counts["turns"], counts
-
-
-def replace_of(rollout):
-    return AgentRollout(rollout.agent, rollout.sample, 3, rollout.max_tokens, None)
 
 
 def test_continuation_is_a_sample_and_what_is_not_begins_another():
@@ -276,14 +273,19 @@ def by_answer(completions, agent, answer, **_):
     return [None if own is None else own["share"] + len(talk) for own, talk in zip(agent, completions, strict=True)]
 
 
+def chat_model(folder):
+    """Writes the built-in model with a chat template. Returns its tokenizer."""
+    build_tiny_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = lookup.TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 @pytest.fixture
 def serve(tmp_path):
     """A step's batch with this agent. Closes the server."""
-    build_tiny_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.chat_template = lookup.TEMPLATE
-    tokenizer.save_pretrained(tmp_path)
-    opened = []
+    tokenizer, opened = chat_model(tmp_path), []
 
     def run(**flags):
         own = {"dataset": "test_agents:prompts", "group_size": 2, "prompts_per_step": 2, "max_tokens": 50}
@@ -429,7 +431,7 @@ async def silent(base_url, api_key, row):
 
 
 def test_step_without_a_token_is_an_error(serve):
-    with pytest.raises(TaskError, match="no agent has asked for a completion: .* raised ValueError: no luck"):
+    with pytest.raises(TaskError, match=r"no agent has asked for a completion: .* raised ValueError: no luck"):
         serve(agent="test_agents:silent")
 
 
@@ -486,3 +488,87 @@ def split(own):
     ids = [*own.prompt_ids, *own.completion_ids[:half]]
     last = replace(own, prompt_ids=ids, completion_ids=own.completion_ids[half:], logprobs=own.logprobs[half:])
     return replace(last, versions=[0] * half, rest=[first])
+
+
+# Whole runs
+
+DRAWERS = """
+import asyncio, json, os, sys
+
+import openai
+
+from trainer.tasks import lookup
+
+DEFAULTS = {k: v for k, v in lookup.DEFAULTS.items() if k not in ("environment", "reward")}
+PARAMETERS = {"type": "object", "properties": {"drawer": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}]
+
+
+async def run(base_url=None, api_key=None, row=None):
+    drawer, talk = lookup.Drawers(), [*row["prompt"]]
+    drawer.reset(**row)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="any", messages=talk, tools=TOOLS)
+            message = answer.choices[0].message
+            talk.append(message)
+            for call in message.tool_calls or ():
+                try:
+                    content = drawer.look(**json.loads(call.function.arguments))
+                except (TypeError, ValueError) as error:
+                    content = str(error)
+                talk.append({"role": "tool", "tool_call_id": call.id, "content": content})
+            if not message.tool_calls:
+                break
+    return float(message.content == row["answer"])
+
+
+if __name__ == "__main__":
+    print(asyncio.run(run(row=json.loads(sys.argv[1]))))
+"""
+
+
+@cpu_only
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", ["", "--max-staleness 2 --topology separate --trainers 2"])
+def test_model_learns_by_an_agent_to_call_the_tool_that_knows_the_answer(script, tmp_path, ahead):
+    (tmp_path / "drawers.py").write_text(DRAWERS)
+    flags = f"--task drawers --agent drawers:run --output run --steps 8 --eval-every 8 {ahead}"
+    text = script("train_grpo.py", *flags.split()).finish()
+    before, *steps = metrics_of(tmp_path / "run")
+    assert before["eval/reward"] < 0.2, text
+    assert steps[-1]["eval/reward"] > 0.9, text
+    assert steps[-1]["eval/turns/mean"] > 1.9
+    assert all(row["agent/failure_frequency"] == 0 and row["agent/samples"] == 1 for row in steps)
+    assert all(row["logprobs/mismatch"] < 1e-5 for row in steps)
+
+
+@cpu_only
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_command_is_an_agent_that_no_trainer_leaves_behind(script, tmp_path, end):
+    """Three steps, and a fourth in whose midst the trainer ends."""
+    chat_model(tmp_path / "model")
+    (tmp_path / "program.py").write_text(PROGRAM.replace('how == "sleep"', "len(os.listdir()) > LEAST"))
+    least = len([*tmp_path.iterdir()]) + 1 + 3 * 4  # a file for each call, and the run's folder
+    (tmp_path / "program.py").write_text((tmp_path / "program.py").read_text().replace("LEAST", str(least)))
+    flags = (
+        "--model model --dataset rows.jsonl --group-size 2 --prompts-per-step 2 --output run --tensor-parallel-size 1"
+    )
+    write_lines(tmp_path / "rows.jsonl", *prompts("train"))
+    run = script("train_grpo.py", *flags.split(), "--agent-command", f"{sys.executable} program.py {{row}} dict")
+    run.wait_for_step(tmp_path / "run", 3)
+    deadline = time.monotonic() + 60
+    while len(children := [*tmp_path.glob("child-*")]) < 4 * 4:
+        assert time.monotonic() < deadline, run.text()
+        time.sleep(0.05)
+    agents = [p for p in run.descendants() if "program.py" in title_of(p) or title_of(p) == "sleep 60"]
+    assert len(agents) > 4
+    run.process.send_signal(end)
+    run.process.wait(60)
+    assert all(row["logprobs/mismatch"] < 1e-5 for row in metrics_of(tmp_path / "run"))
+    deadline = time.monotonic() + 5
+    while left := [p for p in agents if is_alive(p)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert len(children) == 4 * 4

@@ -179,7 +179,7 @@ class AgentRollout:
                 raise error
 
     def rollout(self, row: Row, returned: dict) -> Rollout:
-        """The completion, for which the agent has `returned` this. The samples before the last are its `rest`."""
+        """The completion, for which the agent has `returned` this. Its `rest` are the samples but for the last."""
         *rest, own = [sample.rollout() for sample in self.samples] or [_nothing(row)]
         failed = "reward" not in returned
         extra = {AGENT_ERROR: returned["error"]} if failed else {AGENT: returned}

@@ -14,7 +14,10 @@ import math
 import os
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
+from typing import BinaryIO
 
 from ..errors import TaskError
 from ..functions import failed, named_function
@@ -22,7 +25,8 @@ from .dataset import Row
 from .environment import UserThread
 from .tools import ToolArguments, Tools
 
-TAIL = 1 << 16  # bytes of what a command prints that are kept
+TAIL = 1 << 16  # bytes of what a command prints that are read
+POLL_SECONDS = 0.05
 # Runs "$@". As soon as nobody holds the other end of its input, it kills all processes of the group.
 LEASH = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) >/dev/null 2>&1 & exec 3<&-; exec "$@"'
 
@@ -85,17 +89,17 @@ class Agent(Tools):
         """Run the command, and return what its last line says. No process of its group outlives the call, or the
         trainer."""
         words = [word.replace("{row}", json.dumps(columns, default=str)) for word in self.words]
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-        env = os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
-        own = {"env": env, "start_new_session": True}
-        process = await asyncio.create_subprocess_exec("sh", "-c", LEASH, "sh", *words, **pipes, **own)
-        tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
-        try:
-            status = await process.wait()
-        finally:
-            process.stdin.close()  # kills what is left of the group
-        lines, errors = await tails
-        if status:
+        own = {"env": os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}, "start_new_session": True}
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
+            streams = {"stdin": subprocess.PIPE, "stdout": output, "stderr": log}
+            process = subprocess.Popen(["sh", "-c", LEASH, "sh", *words], **streams, **own)
+            try:
+                await _ended(process)
+            finally:
+                process.stdin.close()  # kills what is left of the group
+                await _ended(process)
+            lines, errors = _last_lines(output), _last_lines(log)
+        if status := process.returncode:
             print(*errors, sep="\n", file=sys.stderr)  # run.log
             raise TaskError(
                 f"{self.flag} ended with status {status}: {errors[-1] if errors else 'it printed no error'}"
@@ -118,9 +122,13 @@ class Agent(Tools):
         raise TaskError(f'{self.flag} returned {returned!r}, and not a finite number, None, or a dict with a "reward"')
 
 
-async def _tail(stream: asyncio.StreamReader) -> list[str]:
-    """The last lines that come from this stream, but for empty ones."""
-    tail = b""
-    while chunk := await stream.read(TAIL):
-        tail = (tail + chunk)[-TAIL:]
-    return [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
+async def _ended(process: subprocess.Popen) -> None:
+    """Wait for the end of this process. asyncio's own waits for its pipes as well, which its children may have."""
+    while process.poll() is None:
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _last_lines(file: BinaryIO) -> list[str]:
+    """The last lines of a file, but for empty ones."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+    return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
