@@ -212,7 +212,7 @@ def test_continuation_is_a_sample_and_what_is_not_begins_another():
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}}, "a forced tool_choice"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": []}, "a request without messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "text alone"),
         ({"messages": "go"}, "messages"),
         ({"max_tokens": 0}, "max_tokens below 1"),
         ({"messages": [user("a" * 300)]}, "--max-model-len"),
@@ -222,7 +222,7 @@ def test_what_cannot_be_sampled_as_the_run_samples_is_refused(body, reason):
     rollout, policy = asked(lambda: "no", max_model_len=200)
     with pytest.raises(Refused, match=reason) as refused:
         ask(rollout, **{"messages": [user("go")]} | body)
-    assert refused.value.status == 400
+    assert refused.value.args[1] == 400
     assert not policy.turns
 
 
@@ -438,9 +438,9 @@ def test_step_without_a_token_is_an_error(serve):
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"agent": "test_agents:user"}, r"cannot be called with \(base_url, api_key, row\)"),
-        ({"agent_command": "no-such-program {row}"}, "there is no program no-such-program"),
-        ({"agent_command": "python '"}, "No closing quotation"),
+        ({"agent": "test_agents:user"}, r"no agent has asked for a completion: .* raised TypeError: user\(\) got"),
+        ({"agent_command": "no-such-program {row}"}, "ended with status 127: .*no-such-program: not found"),
+        ({"agent_command": "python '"}, "raised ValueError: No closing quotation"),
         ({"agent": "test_agents:nothing", "reward": ["test_agents:agent"]}, "the run has a reward of this name"),
         ({"agent": "test_agents:nothing", "dataset": None}, "--dataset is missing"),
     ],

@@ -20,21 +20,14 @@ NOT_SAVED = {"resume", "output", "ray_address", "remarks"}  # arguments that a r
 OF_A_TOPOLOGY = ("trainers", "engines_per_gpu", "engine_url")  # flags that others refuse, and that cannot be unset
 PATHS = ("model", "critic_model", "reward_model", "teacher", "dataset", "eval_dataset")  # may be files or folders
 TASKS = Path(__file__).parents[1] / "tasks"
-
-
-def several_agents(args) -> bool:
-    """Whether more than one of these is to have the conversation."""
-    return bool(args.agent) + bool(args.agent_command) + bool(args.tools or args.environment) > 1
-
-
 REFUSED = [  # flags, what each of them is told, and whether these arguments are wrong for it
     (("eval_samples",), "needs --eval-every", lambda a: not a.eval_every),
     (("eval_share",), "is no share of --eval-dataset or --eval-split", lambda a: a.eval_dataset or a.eval_split),
     (("max_tool_iterations",), "needs --tools or --environment", lambda a: not (a.tools or a.environment)),
     (
         ("agent", "agent_command"),
-        "is the whole conversation: no --tools, --environment or second agent",
-        several_agents,
+        "has the conversations alone, without --tools, --environment or a second agent",
+        lambda a: bool(a.agent) + bool(a.agent_command) + bool(a.tools or a.environment) > 1,
     ),
     (("mismatch_correction",), "does nothing with --loss cispo, which clips the ratio", lambda a: a.loss == "cispo"),
     (("group_size",), "is at least 2 in GRPO", lambda a: a.group_size == 1 and a.dynamic_sampling is not None),

@@ -2,18 +2,15 @@
 
     async def run(base_url: str, api_key: str, row: dict) -> float | dict | None: ...   # --agent module:run
 
-It may be a function that is not async, which runs in a thread, or a command. trainer/rollouts/agents.py is the server
-that it asks.
+A function that is not async runs in a thread. trainer/rollouts/agents.py is the server that it asks.
 """
 
 import asyncio
 import copy
-import inspect
 import json
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,76 +31,49 @@ LEASH = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) >/dev/null 2>&1 & exec
 class Agent(Tools):
     """The agent of `--agent` or `--agent-command`, whose requests bring tools of their own."""
 
-    for_chat_only, takes_tools = False, False
-
     def __init__(self, args: ToolArguments):
         super().__init__(ToolArguments(tool_parser=args.tool_parser))
         self.flag = f"--agent {args.agent}" if args.agent else f"--agent-command {args.agent_command}"
-        self.timeout = args.agent_timeout
-        if args.agent:
-            self.function = named_function("--agent", args.agent)
-            try:
-                inspect.signature(self.function).bind(base_url="", api_key="", row={})
-            except TypeError as error:
-                raise TaskError(f"{self.flag} cannot be called with (base_url, api_key, row): {error}") from error
-            return
-        self.function = None
-        try:
-            self.words = shlex.split(args.agent_command)
-        except ValueError as error:
-            raise TaskError(f"{self.flag}: {error}") from error
-        if not shutil.which(self.words[0]):
-            raise TaskError(f"{self.flag}: there is no program {self.words[0]}")
-
-    def check_tools(self) -> None:
-        """Raise TaskError if the chat template is not made for tools."""
-        if not self.takes_tools:
-            self.template.check_tools()
-            self.takes_tools = True
+        self.function = named_function("--agent", args.agent) if args.agent else None
+        self.command, self.timeout = args.agent_command, args.agent_timeout
 
     def schemas_of(self, row: Row) -> list[dict] | None:
         return row.columns.get("tools")
 
     async def call(self, base_url: str, api_key: str, row: Row) -> dict:
-        """What it returned for this row: the reward {"reward": ..., ...}, or {"error": text}."""
-        columns = {"prompt": row.prompt} | row.columns
-        begin = self._begin if self.function else self._run
+        """What it returned for this row, with its "reward", or {"error": text}."""
+        own = copy.deepcopy({"prompt": row.prompt} | row.columns)  # the agent may change what it gets
+        thread = UserThread()
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                return self._checked(await begin(base_url, api_key, columns))
+                if self.command:
+                    return self._checked(await self._run(base_url, api_key, own))
+                begun = thread.begin(self.function, base_url=base_url, api_key=api_key, row=own)
+                return self._checked(await asyncio.wrap_future(begun))
         except (Exception, asyncio.CancelledError) as error:  # of the user's code, which may cancel itself
             if limit.expired():
                 return {"error": f"{self.flag} took longer than {self.timeout:g} s (the setting agent_timeout)"}
             return {"error": str(error if isinstance(error, TaskError) else failed(self.flag, error))}
-
-    async def _begin(self, base_url: str, api_key: str, columns: dict):
-        """Call the function, in a thread of its own or in the users' event loop."""
-        thread = UserThread()
-        arguments = {"base_url": base_url, "api_key": api_key, "row": copy.deepcopy(columns)}
-        try:
-            return await asyncio.wrap_future(thread.begin(self.function, **arguments))
         finally:
             thread.jobs.put(None)  # it ends after the call
 
-    async def _run(self, base_url: str, api_key: str, columns: dict):
+    async def _run(self, base_url: str, api_key: str, row: dict):
         """Run the command, and return what its last line says. No process of its group outlives the call, or the
         trainer."""
-        words = [word.replace("{row}", json.dumps(columns, default=str)) for word in self.words]
-        own = {"env": os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}, "start_new_session": True}
+        words = [word.replace("{row}", json.dumps(row, default=str)) for word in shlex.split(self.command)]
+        env = os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
-            streams = {"stdin": subprocess.PIPE, "stdout": output, "stderr": log}
-            process = subprocess.Popen(["sh", "-c", LEASH, "sh", *words], **streams, **own)
+            options = {"stdin": subprocess.PIPE, "stdout": output, "stderr": log, "env": env}
+            process = subprocess.Popen(["sh", "-c", LEASH, "sh", *words], start_new_session=True, **options)
             try:
                 await _ended(process)
             finally:
                 process.stdin.close()  # kills what is left of the group
                 await _ended(process)
             lines, errors = _last_lines(output), _last_lines(log)
-        if status := process.returncode:
+        if process.returncode:
             print(*errors, sep="\n", file=sys.stderr)  # run.log
-            raise TaskError(
-                f"{self.flag} ended with status {status}: {errors[-1] if errors else 'it printed no error'}"
-            )
+            raise TaskError(f"{self.flag} ended with status {process.returncode}: {' '.join(errors[-1:])}")
         try:
             return json.loads(lines[-1])
         except (IndexError, ValueError) as error:

@@ -160,7 +160,7 @@ class Task:
         if not isinstance(row.prompt, str):
             schemas = self.tools.schemas_of(row) if self.tools else row.columns.get("tools")
             return template.prompt_ids(row.prompt, schemas, row.origin)
-        if self.tools and self.tools.for_chat_only:
+        if self.tools and not isinstance(self.tools, Agent):
             raise TaskError(f"{row.origin}: --tools and --environment are for chat messages, not for a text")
         ids = template.tokenizer.encode(row.prompt)
         ids = ids[:-1] if appends_end else ids  # some tokenizers do: after it, a completion would begin a new text
@@ -257,7 +257,7 @@ def load_task(
     if not has_reward and (needs_reward or args.eval_every):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
 
-    environment = environment or isinstance(tools, Agent)  # which gets all columns, and may need no prompt
+    environment = environment or isinstance(tools, Agent)  # which gets all columns as well, and may need no prompt
     all_rows = _load(args, args.dataset, args.dataset_split, environment)
     eval_rows = _load_eval_rows(args, all_rows, seed, environment)
     rows = _without(eval_rows, all_rows, environment)
@@ -285,7 +285,7 @@ def _tools_of(args: ToolArguments) -> Tools | None:
     return Tools(args) if args.environment or args.tools else None
 
 
-def _without(held_out: list[Row], rows: list[Row], environment: str | bool | None) -> list[Row]:
+def _without(held_out: list[Row], rows: list[Row], environment: str | None) -> list[Row]:
     """The rows whose prompts are not among those held out."""
     keys = {_key(row, environment) for row in held_out}
     return [row for row in rows if _key(row, environment) not in keys] if keys else rows

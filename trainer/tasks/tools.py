@@ -63,8 +63,6 @@ class ToolArguments:
 class Tools:
     """The functions of `--tools` and the environments of `--environment`. Raises TaskError for what cannot be used."""
 
-    for_chat_only = True  # prompts must be messages
-
     def __init__(self, args: ToolArguments):
         self.args = args
         self.functions = [named_function("--tools", name) for name in args.tools or ()]
