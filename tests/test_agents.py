@@ -20,7 +20,7 @@ import openai
 import psutil
 import pytest
 import torch
-from conftest import arguments_of, cpu_only, is_alive, metrics_of, task_of, title_of
+from conftest import arguments_of, code_of, cpu_only, is_alive, metrics_of, task_of, title_of
 from fakes import Engines as FakeEngines
 from fakes import write_lines
 from learners import CPU, LOSSES, config, rollouts, use_sgd, vector_of
@@ -249,7 +249,7 @@ def test_limits_and_stops_are_each_requests_own():
 
 
 class Engines(FakeEngines):
-    """Stands for engines whose policy says "yes" or, at the third word of each prompt, what that is."""
+    """Stands for engines whose policy calls a tool once, if it is asked to, and then says how long its prompt is."""
 
     def __init__(self, tokenizer):
         super().__init__(str, str)
@@ -259,6 +259,7 @@ class Engines(FakeEngines):
         self.asked.append(options)
         text = self.tokenizer.decode(prompt_ids)
         said = '[look(at="here")]' if "Look" in text and "found" not in text else f"yes {len(text)}"
+        said = "[add(numbers=[1, 2])]" if "Add" in text and "=" not in text else said
         ids = np.array([*self.tokenizer.encode(said), self.tokenizer.eos_token_id][: options["max_tokens"]])
         logprobs, versions = -np.arange(len(ids), dtype=np.float32), np.zeros(len(ids), np.int32)
         truncated = ids[-1] != self.tokenizer.eos_token_id
@@ -346,6 +347,18 @@ def test_agent_by_the_openai_package(serve, capsys):
     assert (metrics["agent/samples"], metrics["turns/mean"], metrics["agent/failure_frequency"]) == (4, 5, 0)
     assert (metrics["rewards/agent/mean"], metrics["agent/share"]) == (0.5, 0.5)
     assert capsys.readouterr().out.count("agents set temperature, which the run's own sampling replaces") == 1
+
+
+def sums(split):
+    return [{"prompt": [user("Add.")], "answer": answer} for answer in ("yes", "no")]
+
+
+def test_agent_of_the_documentation(serve, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("adder.py").write_text(code_of("docs/tasks.md")[-1])
+    batch = serve(agent="adder:run", dataset="test_agents:sums")
+    assert sorted(rollout.reward for rollout in batch.rollouts) == [0.0, 0.0, 1.0, 1.0]
+    assert {message["content"] for message in batch.rollouts[0].messages} == {None, "3", "yes 33"}
 
 
 def in_a_thread(base_url, api_key, row):

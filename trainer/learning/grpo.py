@@ -55,8 +55,8 @@ class GRPOLearner(PolicyLearner):
         """
         rewards = known_rewards(rollouts)
         advantage = self.advantages(rewards)
-        of_samples = advantage[samples_of(rollouts)[1]]
-        metrics = self._learn(rollouts, of_samples[:, None], rewards.isnan(), proof_rollouts)
+        owners = samples_of(rollouts)[1]
+        metrics = self._learn(rollouts, advantage[owners, None], rewards.isnan(), proof_rollouts)
         return metrics | {"advantage": advantage.tolist()}
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:

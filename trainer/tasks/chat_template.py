@@ -59,7 +59,7 @@ class ChatTemplate:
         marked = ("name", "content")
         answers = [own | {key: self._marked(own[key]) for key in marked if key in own} for own in answers]
         problem, of_tools = "it changes the turns before", answers[0]["role"] == "tool"
-        for placeholder in PLACEHOLDERS:
+        for placeholder in () if of_tools and end is None else PLACEHOLDERS:  # a call that was cut off is none
             turn = {"role": "assistant", "content": "" if of_tools else "?"} | placeholder
             function = {"name": answers[0].get("name", ""), "arguments": turn.pop("arguments")}
             if of_tools:
