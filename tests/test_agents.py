@@ -199,6 +199,22 @@ def test_continuation_is_a_sample_and_what_is_not_begins_another():
     assert len(assert_learned_as_sampled(rollout, policy)) == 3
 
 
+@pytest.mark.parametrize(("template", "after_tools", "after_users"), [("qwen3", 1, 2), ("qwen2_5", 2, 3)])
+def test_thinking_that_the_template_drops_begins_a_sample(template, after_tools, after_users):
+    said = iter([f"<think>\nHm.\n</think>\n\n{CALL % 1}", "<think>\nSo.\n</think>\n\nFound.", "Bye."])
+    rollout, policy = asked(lambda: next(said), template)
+    talk = [user("Who?")]
+    call = ask(rollout, talk, tools=TOOLS)
+    assert call["reasoning_content"] == "Hm."
+    talk += [call, {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "a"}]
+    talk += [ask(rollout, talk, tools=TOOLS), user("Thanks.")]
+    assert len(assert_learned_as_sampled(rollout, policy)) == after_tools
+    ask(rollout, talk, tools=TOOLS)
+    last, *_ = assert_learned_as_sampled(rollout, policy)
+    assert "So." not in policy.tokenizer.decode(last.prompt_ids)
+    assert len(rollout.samples) == after_users
+
+
 # Requests
 
 
@@ -496,11 +512,11 @@ def test_splitting_a_conversation_into_samples_leaves_its_gradient(model, loss, 
 
 def split(own):
     """The same tokens in two samples."""
-    half = len(own.completion_ids) // 2
+    half = len(own.completion_ids) // 3
     first = replace(own, completion_ids=own.completion_ids[:half], logprobs=own.logprobs[:half], versions=[0] * half)
     ids = [*own.prompt_ids, *own.completion_ids[:half]]
     last = replace(own, prompt_ids=ids, completion_ids=own.completion_ids[half:], logprobs=own.logprobs[half:])
-    return replace(last, versions=[0] * half, rest=[first])
+    return replace(last, versions=last.versions[half:], rest=[first])
 
 
 # Whole runs
