@@ -223,6 +223,14 @@ def test_thinking_that_the_template_drops_begins_a_sample(template, after_tools,
 # Requests
 
 
+def test_calls_are_parsed_if_there_are_tools_to_call():
+    rollout, _ = asked(lambda: CALL % 1)
+    for body, calls in (({"tools": TOOLS}, 1), ({"tools": TOOLS, "tool_choice": "none"}, 0), ({}, 0)):
+        message = ask(rollout, [user("Who?")], **body)
+        assert len(message.get("tool_calls", ())) == calls
+        assert message["content"] == (None if calls else CALL % 1)
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

@@ -32,6 +32,7 @@ IGNORED += ("repetition_penalty", "parallel_tool_calls", "reasoning_effort", "ch
 REFUSED = ("logit_bias", "top_logprobs", "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "echo")
 REFUSED += ("functions", "ignore_eos", "stop_token_ids", "prompt_logprobs", "continue_final_message")
 LIMITS = ("max_completion_tokens", "max_tokens")
+Sampler = Callable[[Turn], Awaitable[Rollout]]
 
 
 class Refused(Exception):
@@ -42,14 +43,7 @@ class AgentRollout:
     """What an agent asks for the completion of this `number` in a step. `sample` has an engine take a turn, of at most
     `max_tokens`. A sample has at most `max_model_len`, with its prompt."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        sample: Callable[[Turn], Awaitable[Rollout]],
-        number: int,
-        max_tokens: int,
-        max_model_len: int | None,
-    ):
+    def __init__(self, agent: Agent, sample: Sampler, number: int, max_tokens: int, max_model_len: int | None):
         self.agent, self.sample, self.number = agent, sample, number
         self.max_tokens, self.max_model_len = max_tokens, max_model_len or math.inf
         self.key, self.turns = secrets.token_urlsafe(16), 0
@@ -65,7 +59,7 @@ class AgentRollout:
         tools, stop = body.get("tools"), [request.stop] if isinstance(request.stop, str) else request.stop or []
         keys = (json.dumps(tools, sort_keys=True), *map(_key, messages))
         sample = self._continued(messages, keys) or self._begun(messages, tools)
-        sample.schemas = tools if request.tool_choice == "auto" else None
+        sample.schemas = None if request.tool_choice == "none" else tools
         prompt_ids, limits = sample.prompt_ids + sample.ids, [body[name] for name in LIMITS if body.get(name)]
         most = min(*limits, self.max_tokens, self.max_model_len - len(prompt_ids))
         options = {"logprobs": 0} if request.logprobs else {}  # which an evaluation goes without
@@ -80,9 +74,9 @@ class AgentRollout:
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
         if request.logprobs:
             texts = [self.agent.template.tokenizer.decode([own]) for own in sampled.completion_ids.tolist()]
-            values = [{"token": own, "bytes": [*own.encode()], "top_logprobs": []} for own in texts]
-            values = [own | {"logprob": float(each)} for own, each in zip(values, sampled.logprobs, strict=True)]
-            choice["logprobs"] = {"content": values}
+            pairs = zip(texts, sampled.logprobs.tolist(), strict=True)
+            content = [{"token": t, "logprob": lp, "bytes": [*t.encode()], "top_logprobs": []} for t, lp in pairs]
+            choice["logprobs"] = {"content": content}
         counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(sampled.completion_ids)}
         about = {"id": f"chatcmpl-{index}", "object": "chat.completion", "created": int(time.time())}
         about |= {"model": request.model or AGENT, "usage": counts | {"total_tokens": sum(counts.values())}}
@@ -170,8 +164,8 @@ class AgentServer:
             "agent/samples": [float(len(own.samples)) for own in rollouts],
             "turns/mean": [float(own.turns) for own in rollouts],
         }
-        for name, value in [pair for own in returned for pair in own.items() if pair[0] != "reward"]:
-            if isinstance(value, int | float):
+        for name, value in [pair for own in returned for pair in own.items()]:
+            if isinstance(value, int | float) and name != "reward":
                 logged.setdefault(f"agent/{name}", []).append(float(value))
         return Group(row, made, logged, columns={AGENT: [own.extra.get(AGENT) for own in made]})
 

@@ -280,9 +280,8 @@ def load_task(
 
 
 def _tools_of(args: ToolArguments) -> Tools | None:
-    if args.agent or args.agent_command:
-        return Agent(args)
-    return Tools(args) if args.environment or args.tools else None
+    kind = Agent if args.agent or args.agent_command else Tools if args.environment or args.tools else None
+    return kind and kind(args)
 
 
 def _without(held_out: list[Row], rows: list[Row], environment: str | None) -> list[Row]:
