@@ -55,8 +55,8 @@ class GRPOLearner(PolicyLearner):
         """
         rewards = known_rewards(rollouts)
         advantage = self.advantages(rewards)
-        owners = samples_of(rollouts)[1]
-        metrics = self._learn(rollouts, advantage[owners, None], rewards.isnan(), proof_rollouts)
+        of_samples = advantage[samples_of(rollouts)[1], None]
+        metrics = self._learn(rollouts, of_samples, rewards.isnan(), proof_rollouts)
         return metrics | {"advantage": advantage.tolist()}
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -69,11 +69,10 @@ class GRPOLearner(PolicyLearner):
         """One step with these advantages, [S, 1] or [S, T] of the rollouts' samples. Some rollouts [B] have none."""
         loss, optimizer = self.config.loss, self.config.optimizer
         truncated = torch.tensor([rollout.truncated for rollout in rollouts])
-        left_out = unknown | truncated & loss.mask_truncated_completions  # (DAPO's overlong filtering)
         samples, owners = samples_of(rollouts)
+        left_out = (unknown | truncated & loss.mask_truncated_completions)[owners]  # (DAPO's overlong filtering)
         several_updates = optimizer.num_epochs * optimizer.num_mini_batches > 1
         scores = self.score(samples, proof_rollouts) if several_updates else None
         reference = self.reference_logprobs(samples) if loss.kl_coef else None
-        options = (scores, reference, proof_rollouts, owners)
-        metrics = self._run_policy_updates(samples, advantage, left_out[owners], *options)
+        metrics = self._run_policy_updates(samples, advantage, left_out, scores, reference, proof_rollouts, owners)
         return rollout_metrics(rollouts, self.config.sampling.group_size) | metrics

@@ -212,8 +212,7 @@ class PolicyLearner(Learner):
         them, and proves the sync together with `proof_rollouts`.
         """
         tensors = self._completion_tensors(rollouts) | {"advantage": advantage.float(), "left_out": left_out}
-        if owners is not None:
-            tensors["owners"] = owners
+        tensors["owners"] = torch.arange(len(rollouts)) if owners is None else owners
         if reference_logprobs is not None:
             tensors["reference_logprobs"] = reference_logprobs
         if scores is None:

@@ -253,8 +253,7 @@ class Rollouts:
         if self.server:
             asked = [AgentRollout(self.task.tools, sample_turn, number, *limits) for number in numbers]
             return await self.server.group(row, asked)
-        about = (*limits, request.evaluation)
-        conversations = [Conversation(self.task.tools, row, images, number, *about) for number in numbers]
+        conversations = [Conversation(self.task.tools, row, images, n, *limits, request.evaluation) for n in numbers]
         await asyncio.gather(*(conversation.run(sample_turn) for conversation in conversations))
         return group_of(conversations)
 
