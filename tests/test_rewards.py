@@ -384,7 +384,7 @@ def test_rewards_are_called_as_trls_trainer_calls_them(rewards, monkeypatch):
 
 
 def test_code_of_the_documentation_runs_as_printed(load):
-    task, short, _, reward, shaped, _ = code_of("docs/tasks.md")
+    task, short, _, reward, shaped, *_ = code_of("docs/tasks.md")
     Path("arithmetic.py").write_text(task)
     Path("logged.py").write_text(reward)
     Path("shaped.py").write_text(shaped)

@@ -820,7 +820,7 @@ def test_no_turn_reads_the_vocabulary_anew(converse, monkeypatch):
 
 
 def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch, tmp_path):
-    (tmp_path / "higher.py").write_text(code_of("docs/tasks.md")[-1])
+    (tmp_path / "higher.py").write_text(code_of("docs/tasks.md")[-2])
     monkeypatch.syspath_prepend(tmp_path)
 
     def says(text, number):

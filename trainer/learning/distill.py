@@ -19,7 +19,7 @@ from ..flags import arg
 from .grpo import GRPOLearner
 from .layout import as_tensor
 from .objectives import ObjectiveConfig, reverse_kl
-from .rollout import Rollout, known_rewards
+from .rollout import Rollout, known_rewards, samples_of
 
 
 @dataclass
@@ -36,11 +36,12 @@ class DistillLearner(GRPOLearner):
 
     def learn(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> dict[str, float]:
         """As `GRPOLearner.learn`. `distill/reverse_kl` is the mean over the tokens that the student sampled."""
-        tensors = self._completion_tensors(rollouts)
-        teacher = [as_tensor(rollout.teacher_logprobs).float() for rollout in rollouts]
+        samples, owners = samples_of(rollouts)
+        tensors = self._completion_tensors(samples)
+        teacher = [as_tensor(own.teacher_logprobs).float() for own in samples]
         teacher = torch.nn.utils.rnn.pad_sequence(teacher, batch_first=True)
         distances = reverse_kl(tensors["engine_logprobs"], teacher, tensors["mask"])
-        of_rewards = self.advantages(known_rewards(rollouts))[:, None]
+        of_rewards = self.advantages(known_rewards(rollouts))[owners, None]
         advantage = self.config.loss.reward_coef * of_rewards - distances
         metrics = self._learn(rollouts, advantage, torch.zeros(len(rollouts), dtype=torch.bool), proof_rollouts)
         mean = float(distances.sum()) / sum(rollout.length for rollout in rollouts)

@@ -13,7 +13,8 @@ It differs from textbook GRPO (Shao et al. 2024, arXiv:2402.03300) in six points
   trainer's than `max_mismatch` on average, the step raises MismatchError and updates nothing.
 
 One step takes P prompts with G completions each: B = P * G rollouts of up to T tokens. objectives.py makes a loss of
-their rewards and log-probabilities, and learner.py updates the weights by its gradient.
+their rewards and log-probabilities, and learner.py updates the weights by its gradient. A rollout of an agent may have
+several samples, each a prompt and a completion: they share its advantage.
 
 Rollouts whose loss has no gradient, such as those of a group with equal rewards, pass through the model once, for the
 proof and the metrics, without a backward pass.
@@ -25,7 +26,7 @@ from .config import LearnerConfig
 from .model import Model
 from .objectives import advantages
 from .policy import PolicyLearner
-from .rollout import Rollout, known_rewards, rollout_metrics
+from .rollout import Rollout, known_rewards, rollout_metrics, samples_of
 
 
 class GRPOLearner(PolicyLearner):
@@ -54,7 +55,8 @@ class GRPOLearner(PolicyLearner):
         """
         rewards = known_rewards(rollouts)
         advantage = self.advantages(rewards)
-        metrics = self._learn(rollouts, advantage[:, None], rewards.isnan(), proof_rollouts)
+        of_samples = advantage[samples_of(rollouts)[1], None]
+        metrics = self._learn(rollouts, of_samples, rewards.isnan(), proof_rollouts)
         return metrics | {"advantage": advantage.tolist()}
 
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
@@ -64,12 +66,13 @@ class GRPOLearner(PolicyLearner):
     def _learn(
         self, rollouts: list[Rollout], advantage: torch.Tensor, unknown: torch.Tensor, proof_rollouts: list[Rollout]
     ) -> dict[str, float]:
-        """One step with these advantages, [B, 1] or [B, T], which some rollouts [B] do not have."""
+        """One step with these advantages, [S, 1] or [S, T] of the rollouts' samples. Some rollouts [B] have none."""
         loss, optimizer = self.config.loss, self.config.optimizer
         truncated = torch.tensor([rollout.truncated for rollout in rollouts])
-        left_out = unknown | truncated & loss.mask_truncated_completions  # (DAPO's overlong filtering)
+        samples, owners = samples_of(rollouts)
+        left_out = (unknown | truncated & loss.mask_truncated_completions)[owners]  # (DAPO's overlong filtering)
         several_updates = optimizer.num_epochs * optimizer.num_mini_batches > 1
-        scores = self.score(rollouts, proof_rollouts) if several_updates else None
-        reference = self.reference_logprobs(rollouts) if loss.kl_coef else None
-        metrics = self._run_policy_updates(rollouts, advantage, left_out, scores, reference, proof_rollouts)
+        scores = self.score(samples, proof_rollouts) if several_updates else None
+        reference = self.reference_logprobs(samples) if loss.kl_coef else None
+        metrics = self._run_policy_updates(samples, advantage, left_out, scores, reference, proof_rollouts, owners)
         return rollout_metrics(rollouts, self.config.sampling.group_size) | metrics

@@ -8,6 +8,7 @@ Their size does not change its gradient: a token's weight in the loss depends on
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -97,7 +98,7 @@ class Learner:
         """
         self.model.work.begin()
         totals, updates = {}, 0
-        for rows in self._mini_batches(len(rollouts)):
+        for rows in self._mini_batches(tensors.get("owners", torch.arange(len(rollouts))).tolist()):
             mini_batch = {name: tensor[rows] for name, tensor in tensors.items()}
             batch = self._rank_batch([rollouts[row] for row in rows], mini_batch, token_weights)
             metrics = self._backward(batch, self._losses) | {"grad_norm": self._optimizer_step()}
@@ -125,12 +126,17 @@ class Learner:
             metrics["perf/mfu"] = flops / (seconds * peak)
         return metrics
 
-    def _mini_batches(self, count: int) -> Iterator[list[int]]:
-        """The rows of each mini-batch of each epoch, in an order that the seed and the step determine."""
+    def _mini_batches(self, owners: list[int]) -> Iterator[list[int]]:
+        """The rows of each mini-batch of each epoch, in an order that the seed and the step determine. Those with the
+        same number in `owners` stay together."""
+        together = defaultdict(list)
+        for row, owner in enumerate(owners):
+            together[owner].append(row)
+        rows, count = [*together.values()], len(together)
         mini_batches = min(self.config.optimizer.num_mini_batches, count)
         for epoch in range(self.config.optimizer.num_epochs):
             order = random.Random(f"{self.seed} {self.step} {epoch}").sample(range(count), count)
-            yield from (order[i::mini_batches] for i in range(mini_batches))
+            yield from ([row for k in order[i::mini_batches] for row in rows[k]] for i in range(mini_batches))
 
     def _rank_batch(
         self, rollouts: list[Rollout], tensors: dict[str, torch.Tensor], token_weights: Callable

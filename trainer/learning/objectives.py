@@ -226,27 +226,38 @@ def kl_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, mask: 
     return log_ratio.exp() - log_ratio - 1
 
 
-def token_weights(mask: torch.Tensor, config: PolicyLossConfig, max_tokens: int) -> torch.Tensor:
-    """Weights [B, T] in the loss of the tokens where the mask [B, T] is 1.
+def token_weights(
+    mask: torch.Tensor, config: PolicyLossConfig, max_tokens: int, owners: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Weights [B, T] in the loss of the tokens where the mask [B, T] is 1. Rows with the same number in `owners` [B]
+    are samples of one rollout, and count as one completion with all of their tokens.
 
     - `grpo`, `gspo`: the mean over each completion's tokens, then over all B completions, also those with no token.
     - `dr_grpo`: the sum over the constant B * max_tokens, so that tokens of long completions count no less.
     - `dapo`, `cispo`, `ppo`: the mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476).
     """
+    owners = torch.arange(len(mask)) if owners is None else owners.unique(return_inverse=True)[1]
+    completions = int(owners.max()) + 1
     if config.loss in ("grpo", "gspo"):
-        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+        lengths = mask.new_zeros(completions).index_add(0, owners.to(mask.device), mask.sum(1))
+        return mask / lengths[owners, None].clamp(min=1) / completions
     if config.loss == "dr_grpo":
-        return mask / (len(mask) * max_tokens)
+        return mask / (completions * max_tokens)
     return mask / mask.sum().clamp(min=1)
 
 
 def loss_weights(
-    mask: torch.Tensor, advantage: torch.Tensor, left_out: torch.Tensor, config: PolicyLossConfig, max_tokens: int
+    mask: torch.Tensor,
+    advantage: torch.Tensor,
+    left_out: torch.Tensor,
+    config: PolicyLossConfig,
+    max_tokens: int,
+    owners: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`token_weights` [B, T], but 0 for completions that are `left_out` [B]. With a `kl_coef` of 0, also where the
     advantage ([B, 1] or [B, T]) is 0: there the loss has no gradient.
 
     Completions that are left out also leave the mean over all tokens, but B still counts them.
     """
-    weights = token_weights(mask * ~left_out[:, None], config, max_tokens)
+    weights = token_weights(mask * ~left_out[:, None], config, max_tokens, owners)
     return weights if config.kl_coef else weights * (advantage != 0)

@@ -16,7 +16,7 @@ from .learner import OVERFLOW, Learner
 from .lora import without_adapters
 from .model import Model
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
-from .rollout import Rollout, SamplingMask
+from .rollout import Rollout, SamplingMask, samples_of
 
 WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 
@@ -116,7 +116,7 @@ class PolicyLearner(Learner):
     @proves_sync
     def mismatch(self, rollouts: list[Rollout]) -> float:
         """Mean distance of the engine's log-probabilities from the trainer's. Raises MismatchError as `score` does."""
-        return self._check_mismatch(self._score_mismatch(rollouts))["logprobs/mismatch"]
+        return self._check_mismatch(self._score_mismatch(samples_of(rollouts)[0]))["logprobs/mismatch"]
 
     @proves_sync
     def score(self, rollouts: list[Rollout], proof_rollouts: list[Rollout] = ()) -> PolicyScores:
@@ -208,13 +208,16 @@ class PolicyLearner(Learner):
         scores: PolicyScores | None,
         reference_logprobs: torch.Tensor | None = None,
         proof_rollouts: list[Rollout] = (),
+        owners: torch.Tensor | None = None,
     ) -> dict[str, float]:
         """All updates of a step. `advantage` is [B, 1] or [B, T]; completions that are `left_out` [B] weigh nothing.
+        Those with the same number in `owners` [B] are samples of one rollout.
 
         The ratio is to the policy that gave these `scores`. None: the step has one update, whose own forward pass gives
         them, and proves the sync together with `proof_rollouts`.
         """
         tensors = self._completion_tensors(rollouts) | {"advantage": advantage.float(), "left_out": left_out}
+        tensors["owners"] = torch.arange(len(rollouts)) if owners is None else owners
         if reference_logprobs is not None:
             tensors["reference_logprobs"] = reference_logprobs
         if scores is None:
@@ -262,8 +265,8 @@ class PolicyLearner(Learner):
         return losses, (logprobs.detach(), entropies)
 
     def _token_weights(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        max_tokens = self.config.sampling.max_tokens
-        return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], self.config.loss, max_tokens)
+        of_loss = (self.config.loss, self.config.sampling.max_tokens, tensors.get("owners"))
+        return loss_weights(tensors["mask"], tensors["advantage"], tensors["left_out"], *of_loss)
 
     def _losses(
         self, rollouts: list[Rollout], width: int, tensors: dict[str, torch.Tensor]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,7 @@ class Rollout:
     prompt: list[dict] | None = None  # messages, with what the environment's reset returned; None: the row's
     messages: list[dict] | None = None  # the conversation after the prompt
     images: Images | None = None  # of the prompt, for which `prompt_ids` have a token for each feature
+    rest: Sequence["Rollout"] = ()  # an agent's other conversations, which share this one's reward
 
     @property
     def mask(self) -> np.ndarray:
@@ -55,7 +56,18 @@ class Rollout:
     @property
     def length(self) -> int:
         """The number of tokens that the policy sampled."""
-        return int(self.mask.sum())
+        return int(self.mask.sum()) + sum(own.length for own in self.rest)
+
+    @property
+    def samples(self) -> list["Rollout"]:
+        """The sequences of tokens that are learned from: this one and the `rest`, without those that have none."""
+        return [own for own in (replace(self, rest=()), *self.rest) if len(own.completion_ids)]
+
+
+def samples_of(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], torch.Tensor]:
+    """The S samples of B rollouts, and the number [S] of the rollout of each."""
+    samples = [(own, number) for number, rollout in enumerate(rollouts) for own in rollout.samples]
+    return [own for own, _ in samples], torch.tensor([number for _, number in samples])
 
 
 def known_rewards(rollouts: list[Rollout]) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""The conversation of one completion: the policy's turns and the tools' answers, as tokens.
+"""Conversations: the policy's turns and the messages between them, as tokens.
 
-A turn's prompt is what was sampled before, id for id, followed by the ids of the tools' answers. Sampled ids are never
-decoded and encoded again: the text may have another tokenization, which is not what the policy has sampled.
+A turn's prompt is what was sampled before, id for id, followed by the ids of the messages since, such as tools'
+answers. Sampled ids are never decoded and encoded again: the text may have another tokenization, which is not what the
+policy has sampled.
 """
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,9 +31,59 @@ class Turn:
     number: int  # of the completion in the step
     index: int  # of the turn in the completion
     max_tokens: int
+    options: dict = field(default_factory=dict)  # vLLM's, of this turn
 
 
-class Conversation:
+class Transcript:
+    """What the policy has said after a prompt, and what it was answered, in these `tools`' template."""
+
+    def __init__(
+        self, tools: Tools, prompt: list[dict], prompt_ids: list[int], schemas: list[dict] | None, images: Images | None
+    ):
+        self.tools, self.prompt, self.prompt_ids, self.schemas, self.images = tools, prompt, prompt_ids, schemas, images
+        self.messages: list[dict] = []
+        self.ids: list[int] = []  # the completion's
+        self.parts: list[Rollout] = []  # what was sampled and what was answered, in turns
+        self.truncated, self.ended = False, True  # ended: by a token of the model's, which is the last
+
+    def add_turn(self, sampled: Rollout, stop: Sequence[str] = ()) -> dict:
+        """Append what was sampled, which one of the texts `stop` may have ended. Returns it as a message."""
+        sampled_ids = np.asarray(sampled.completion_ids).tolist()
+        self.ids += sampled_ids
+        self.parts.append(sampled)
+        text = self.tools.template.tokenizer.decode(sampled_ids, skip_special_tokens=True)
+        self.truncated = sampled.truncated
+        self.ended = not self.truncated and not any(own in text for own in stop)
+        message = parse(self.tools, self.schemas, sampled_ids, self.ended, stop)
+        self.messages.append(message)
+        return message
+
+    def add_answers(self, messages: list[dict], ids: list[int]) -> None:
+        """Append messages that others have written, with these token ids."""
+        self.messages += messages
+        self.ids += ids
+        self.parts.append(_answered(ids, self.parts[-1]))
+
+    def rollout(self) -> Rollout:
+        """The whole completion, without rewards."""
+        versions = [part.versions for part in self.parts]
+        masks = [part.sampling_mask for part in self.parts]
+        return Rollout(
+            self.parts[0].prompt_ids,  # as the engine took them: with a token for each feature of an image
+            np.array(self.ids, np.int32),
+            np.concatenate([part.logprobs for part in self.parts]).astype(np.float32),
+            text=self.tools.template.tokenizer.decode(self.ids, skip_special_tokens=True),
+            truncated=self.truncated,
+            versions=None if versions[0] is None else np.concatenate(versions),
+            sampling_mask=masks[0] and SamplingMask(*map(np.concatenate, zip(*masks, strict=True))),
+            sampled=np.concatenate([part.mask for part in self.parts]),
+            prompt=self.prompt,
+            messages=self.messages,
+            images=self.images,
+        )
+
+
+class Conversation(Transcript):
     """The completion of this number in a step, for this row's prompt with these images. It has at most `max_tokens`,
     with the answers of the tools, and fits with its prompt into `max_model_len`."""
 
@@ -46,14 +97,10 @@ class Conversation:
         max_model_len: int | None = None,
         evaluation: bool = False,
     ):
-        self.tools, self.row, self.images, self.number = tools, row, images, number
-        self.max_tokens, self.max_model_len, self.evaluation = max_tokens, max_model_len, evaluation
-        self.prompt, self.prompt_ids, self.schemas = row.prompt, row.prompt_ids, tools.schemas_of(row)
-        self.messages: list[dict] = []
-        self.ids: list[int] = []  # the completion's
-        self.parts: list[Rollout] = []  # what was sampled and what was answered, in turns
-        self.turns, self.calls, self.failures = 0, 0, 0
-        self.goes_on, self.truncated = True, False
+        super().__init__(tools, row.prompt, row.prompt_ids, tools.schemas_of(row), images)
+        self.row, self.number, self.evaluation = row, number, evaluation
+        self.max_tokens, self.max_model_len = max_tokens, max_model_len
+        self.turns, self.calls, self.failures, self.goes_on = 0, 0, 0, True
         self.environment: Environment | None = None
 
     async def run(self, sample: Callable[[Turn], Awaitable[Rollout]]) -> None:
@@ -66,7 +113,7 @@ class Conversation:
         """Reset the environment. Text that it returns goes to the end of the prompt's last message."""
         self.environment, text = await self.tools.open(self.row, self.evaluation)
         if text is not None:
-            text, last = _encodable(text), self.prompt[-1]
+            text, last = unicode_text(text), self.prompt[-1]
             content = last.get("content", "")
             content = content + ([{"type": "text", "text": text}] if isinstance(content, list) else text)
             self.prompt = [*self.prompt[:-1], last | {"content": content}]
@@ -94,13 +141,9 @@ class Conversation:
 
         Answers that do not fit are left out, and the conversation ends.
         """
-        sampled_ids = np.asarray(sampled.completion_ids).tolist()
-        self.ids += sampled_ids
-        self.parts.append(sampled)
+        message = self.add_turn(sampled)
         self.turns += 1
-        message = parse(self.tools, self.schemas, sampled_ids, sampled.truncated)
-        self.messages.append(message)
-        self.goes_on, self.truncated = False, sampled.truncated
+        self.goes_on = False
         calls, max_iterations = message.get("tool_calls"), self.tools.args.max_tool_iterations
         if not calls or (max_iterations is not None and self.turns > max_iterations):
             return
@@ -109,9 +152,7 @@ class Conversation:
         self.truncated = len(ids) >= self.room
         if len(ids) > self.room:
             return
-        self.messages += answers
-        self.ids += ids
-        self.parts.append(_answered(ids, sampled))
+        self.add_answers(answers, ids)
         self.goes_on = not self.truncated
 
     async def _call(self, functions: list[dict]) -> list[dict]:
@@ -134,7 +175,7 @@ class Conversation:
                 content, failed = str({"error": f"the answer cannot become text: {type(error).__name__}"}), True
             self.calls += 1
             self.failures += failed
-            answers.append({"role": "tool", "name": _encodable(function["name"]), "content": _encodable(content)})
+            answers.append({"role": "tool", "name": unicode_text(function["name"]), "content": unicode_text(content)})
         return answers
 
     async def _result(self, call: Future) -> tuple[object, bool]:
@@ -152,24 +193,6 @@ class Conversation:
         if error := waiting.exception():
             return {"error": str(error)}, True
         return waiting.result(), False
-
-    def rollout(self) -> Rollout:
-        """The whole completion, without rewards."""
-        versions = [part.versions for part in self.parts]
-        masks = [part.sampling_mask for part in self.parts]
-        return Rollout(
-            self.parts[0].prompt_ids,  # as the engine took them: with a token for each feature of an image
-            np.array(self.ids, np.int32),
-            np.concatenate([part.logprobs for part in self.parts]).astype(np.float32),
-            text=self.tools.template.tokenizer.decode(self.ids, skip_special_tokens=True),
-            truncated=self.truncated,
-            versions=None if versions[0] is None else np.concatenate(versions),
-            sampling_mask=masks[0] and SamplingMask(*map(np.concatenate, zip(*masks, strict=True))),
-            sampled=np.concatenate([part.mask for part in self.parts]),
-            prompt=self.prompt,
-            messages=self.messages,
-            images=self.images,
-        )
 
 
 def group_of(conversations: list[Conversation]) -> Group:
@@ -192,25 +215,27 @@ def group_of(conversations: list[Conversation]) -> Group:
     return group
 
 
-def parse(tools: Tools, schemas: list[dict], ids: list[int], truncated: bool) -> dict:
+def parse(tools: Tools, schemas: list[dict] | None, ids: list[int], ended: bool, stop: Sequence[str]) -> dict:
     """A turn of the policy as a message. What comes before `</think>` calls no tools, and what vLLM's parser does not
-    recognize as calls is plain text."""
+    recognize as calls is plain text. With `schemas` None, there are no tools to call. If the turn has `ended`, its last
+    token is no text. It may have a text of `stop` at its end, which is left out."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     tokenizer = tools.template.tokenizer
-    text = tokenizer.decode(ids if truncated else ids[:-1], skip_special_tokens=False)  # which may delimit calls
+    # Special tokens may delimit calls.
+    text = _until(stop, tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False))
     request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=schemas or None)
     message, said = _without_reasoning(text)
     try:
-        parsed = tools.parser(request.tools).extract_tool_calls(said, request)
+        parsed = tools.parser(request.tools).extract_tool_calls(said, request) if schemas is not None else None
     except Exception:  # of some parsers, for calls that are malformed or nested too deeply
         parsed = None
     if not parsed or not parsed.tool_calls:  # some parsers say that tools are called, and find no call they can read
-        message, said = _without_reasoning(tokenizer.decode(ids, skip_special_tokens=True))
+        message, said = _without_reasoning(_until(stop, tokenizer.decode(ids, skip_special_tokens=True)))
         return message | {"content": said}
     calls = []
     for call in parsed.tool_calls:
-        function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+        function = {"name": call.function.name, "arguments": json_of(call.function.arguments)}
         calls.append({"type": "function", "function": function})
     return message | {"content": parsed.content or "", "tool_calls": calls}
 
@@ -229,20 +254,25 @@ def _answer_text(result) -> str:
     return content_text(result) if result and are_parts else str(result)
 
 
-def _arguments(text: str):
+def json_of(text: str):
+    """What this JSON says, or the text if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text  # for which `_call` answers an error
+        return text
 
 
-def _encodable(text: str) -> str:
+def unicode_text(text: str) -> str:
     """The text with "?" for each half of a character: no tokenizer takes one."""
     return text.encode(errors="replace").decode()
 
 
+def _until(stop: Sequence[str], text: str) -> str:
+    return text[: min((text.index(own) for own in stop if own in text), default=len(text))]
+
+
 def _answered(ids: list[int], before: Rollout) -> Rollout:
-    """The tokens of tools' answers after a turn, which count as not sampled."""
+    """The tokens of answers after a turn, which count as not sampled."""
     versions = None if before.versions is None else np.full(len(ids), before.versions[-1], np.int32)
     logprobs = np.zeros(len(ids) if len(before.logprobs) else 0, np.float32)  # an evaluation has none
     mask = before.sampling_mask and SamplingMask(np.zeros(0, np.int32), np.zeros(len(ids), np.int32))

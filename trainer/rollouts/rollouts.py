@@ -28,15 +28,17 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Ge
 
-from ..errors import RunError
+from ..errors import RunError, TaskError
 from ..flags import arg, setting
 from ..learning.config import SamplingConfig
-from ..learning.rollout import Rollout
+from ..learning.rollout import Rollout, samples_of
 from ..run.actors import ActorGroup
+from ..tasks.agent import Agent
 from ..tasks.dataset import Row
 from ..tasks.environment import together
-from ..tasks.rewards import Batch, Group, reward_metrics
+from ..tasks.rewards import AGENT_ERROR, Batch, Group, reward_metrics
 from ..tasks.task import Task
+from .agents import AgentRollout, AgentServer
 from .conversation import Conversation, Turn, group_of
 from .engine import Engine
 from .sampling import in_parts, sampling_options, with_images
@@ -88,6 +90,7 @@ class Rollouts:
         self.lock, self.closed = threading.RLock(), False
         # Since the last metric: tokens, and seconds in which groups were in flight, which are counted until `since`.
         self.generated, self.generating, self.since = 0, 0.0, time.perf_counter()
+        self.server = AgentServer(task.tools) if isinstance(task.tools, Agent) else None
 
     def __enter__(self) -> "Rollouts":
         return self
@@ -95,6 +98,8 @@ class Rollouts:
     def __exit__(self, *_) -> None:
         with self.lock:
             self.closed = True  # or calls from other threads would start Ray anew
+        if self.server:
+            self.server.close()
 
     def take(self, step: int) -> Batch:
         """The prompts of this step, with completions and their rewards. The engines serve version `step` - 1 by now.
@@ -119,7 +124,7 @@ class Rollouts:
 
     def proof(self, step: int, batch: Batch) -> list[Rollout]:
         """Short rollouts that prove the sync before this step, if too few tokens of its batch come from its weights."""
-        new = sum(int((rollout.mask & (rollout.versions == step - 1)).sum()) for rollout in batch.rollouts)
+        new = sum(int((own.mask & (own.versions == step - 1)).sum()) for own in samples_of(batch.rollouts)[0])
         if not self.args.max_staleness or new >= PROOF_TOKENS:
             return []
         length = min(PROOF_LENGTH, self.config.max_tokens)
@@ -167,7 +172,10 @@ class Rollouts:
     def _with_staleness(self, batch: Batch, step: int) -> Batch:
         """This batch of a step and, in a run ahead, metrics of how many steps old its tokens are. Raises RunError if a
         token's label is older than allowed, or newer than the weights."""
-        ages = step - 1 - np.concatenate([rollout.versions[rollout.mask] for rollout in batch.rollouts])
+        if not (samples := samples_of(batch.rollouts)[0]):
+            error = next((own.extra[AGENT_ERROR] for own in batch.rollouts if AGENT_ERROR in own.extra), "no error")
+            raise TaskError(f"step {step}: no agent has asked for a completion: {error}")
+        ages = step - 1 - np.concatenate([own.versions[own.mask] for own in samples])
         oldest, newest = int(ages.max()), int(ages.min())
         if newest < 0 or oldest > self.args.max_staleness:
             raise RunError(
@@ -268,9 +276,11 @@ class Rollouts:
 
         if not self.task.tools:
             return Group(row, with_images(await sample(row.prompt_ids, sampling(i), self._waits(request)), images))
-        limits = request.config.max_tokens, self.max_model_len, request.evaluation
-        numbers = range(i * size, (i + 1) * size)
-        conversations = [Conversation(self.task.tools, row, images, number, *limits) for number in numbers]
+        numbers, limits = range(i * size, (i + 1) * size), (request.config.max_tokens, self.max_model_len)
+        if self.server:
+            asked = [AgentRollout(self.task.tools, sample_turn, number, *limits) for number in numbers]
+            return await self.server.group(row, asked)
+        conversations = [Conversation(self.task.tools, row, images, n, *limits, request.evaluation) for n in numbers]
         await asyncio.gather(*(conversation.run(sample_turn) for conversation in conversations))
         return group_of(conversations)
 

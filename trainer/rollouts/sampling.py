@@ -68,7 +68,7 @@ def sampling_options(
         "logprobs": None if evaluation else 0,
         "detokenize": False,  # vLLM decodes token by token, and `_texts` once
         "seed": request_seed(seed, evaluation, step, round_number, turn.index if turn else 0, number),
-    }
+    } | (turn.options if turn else {})
 
 
 def request_seed(*place: int) -> int:

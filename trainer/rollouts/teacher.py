@@ -10,6 +10,7 @@ from annotated_types import Ge
 
 from ..errors import RunError
 from ..flags import arg
+from ..learning.rollout import Rollout
 from ..run.actors import ActorGroup
 from ..tasks.rewards import Batch
 from ..tasks.task import Task
@@ -63,13 +64,15 @@ class TeacherActor(EngineActor):
 
 def score(teachers: ActorGroup, batch: Batch) -> Batch:
     """The batch, with the teacher's log-probabilities of all completions. They are divided among its engines."""
-    completions = [(rollout.prompt_ids, rollout.completion_ids) for rollout in batch.rollouts]
+    completions = [(own.prompt_ids, own.completion_ids) for rollout in batch.rollouts for own in rollout.samples]
     parts = [(part,) for part in in_parts(completions, len(teachers))]
     scores = itertools.chain(*teachers.call("scoring", TeacherActor.score, each=parts))
-    groups = [
-        replace(group, rollouts=[replace(rollout, teacher_logprobs=next(scores)) for rollout in group.rollouts])
-        for group in batch.groups
-    ]
+
+    def scored(rollout: Rollout) -> Rollout:
+        own = next(scores) if len(rollout.completion_ids) else None
+        return replace(rollout, teacher_logprobs=own, rest=[*map(scored, rollout.rest)])
+
+    groups = [replace(group, rollouts=[*map(scored, group.rollouts)]) for group in batch.groups]
     return replace(batch, groups=groups)
 
 

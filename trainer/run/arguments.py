@@ -24,6 +24,11 @@ REFUSED = [  # flags, what each of them is told, and whether these arguments are
     (("eval_samples",), "needs --eval-every", lambda a: not a.eval_every),
     (("eval_share",), "is no share of --eval-dataset or --eval-split", lambda a: a.eval_dataset or a.eval_split),
     (("max_tool_iterations",), "needs --tools or --environment", lambda a: not (a.tools or a.environment)),
+    (
+        ("agent", "agent_command"),
+        "has the conversations alone, without --tools, --environment or a second agent",
+        lambda a: bool(a.agent) + bool(a.agent_command) + bool(a.tools or a.environment) > 1,
+    ),
     (("mismatch_correction",), "does nothing with --loss cispo, which clips the ratio", lambda a: a.loss == "cispo"),
     (("group_size",), "is at least 2 in GRPO", lambda a: a.group_size == 1 and a.dynamic_sampling is not None),
     (("reward_coef",), "needs a --group-size of 2 or more", lambda a: a.group_size == 1),
@@ -245,7 +250,7 @@ def task_defaults(task: str, flags: dict[str, Flag], given: dict) -> dict:
         raise TaskError(f"--task {task}: {module.__file__} has no DEFAULTS")
     if unknown := defaults.keys() - flags.keys():
         raise TaskError(f"--task {task}: DEFAULTS has {' and '.join(sorted(unknown))}, for which there is no flag")
-    if "environment" in given and "task" not in given:
+    if {"environment", "agent", "agent_command"} & given.keys() and "task" not in given:
         return {}
     replaced = ()  # the beginnings of the names of defaults that do not apply
     if "dataset" in given:

@@ -1,4 +1,4 @@
-"""A model's chat template: the tokens of a prompt, and the tokens that tools' answers add to a conversation."""
+"""A model's chat template: the tokens of a prompt, and the tokens that more messages add to a conversation."""
 
 import copy
 import json
@@ -10,7 +10,8 @@ from .dataset import content_text, without_parts
 
 # To render answers, a placeholder turn stands for what the policy has sampled. The first one that fits is taken:
 # Qwen3's template leaves a turn as it was only if it has reasoning, DeepSeek-V3's takes a call's arguments as text.
-PLACEHOLDERS = ({"arguments": {}}, {"arguments": {}, "reasoning_content": "so"}, {"arguments": "{}"})
+THOUGHT = "thought_0"
+PLACEHOLDERS = ({"arguments": {}}, {"arguments": {}, "reasoning_content": THOUGHT}, {"arguments": "{}"})
 MARK = re.compile("\ue000(\\d+)\ue001")  # in Unicode's private use area: stands for a special token in a tool's text
 
 
@@ -23,9 +24,12 @@ class ChatTemplate:
         self.special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True)
         self.special_text = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
 
-    def prompt_ids(self, messages: list[dict], tools: list[dict] | None, origin: str) -> list[int]:
+    def prompt_ids(
+        self, messages: list[dict], tools: list[dict] | None, origin: str, complete: bool = True
+    ) -> list[int]:
         """The tokens of chat messages. After them, a completion begins or, if the last message is the assistant's, goes
-        on with it. `tools` are the schemas that the template describes to the model."""
+        on with it. `tools` are the schemas that the template describes to the model. Raises TaskError if the template
+        refuses the messages or, if they are to be `complete`, leaves out some."""
         if not self.tokenizer.chat_template:
             model = self.tokenizer.name_or_path
             raise TaskError(f"{origin}: the prompt is chat messages, and {model} has no chat template")
@@ -34,7 +38,8 @@ class ChatTemplate:
         for copied in (_with_objects, list):  # DeepSeek-V3's template takes a call's arguments as text
             try:
                 own = copied(messages)
-                text, left_out = self._render(own, **options), self._left_out(own, **options)
+                text = self._render(own, **options)
+                left_out = complete and self._left_out(own, **options)
                 break
             except Exception as error:  # templates raise what they like
                 problem = f"{type(error).__name__}: {error}"
@@ -44,26 +49,31 @@ class ChatTemplate:
             raise TaskError(f"{origin}: the chat template leaves out {left_out}")
         return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
 
-    def answer_ids(self, answers: list[dict], end: int) -> list[int]:
-        """The tokens that follow a turn of the policy, whose last token is `end`: those of tools' answers, which are
-        messages, and of the next turn's beginning.
+    def answer_ids(self, answers: list[dict], end: int | None, thought: bool = False) -> list[int]:
+        """The tokens that follow a turn of the policy, whose last token is `end`, or None if it was cut off: those of
+        tools' answers or other messages, and of the next turn's beginning.
 
         Special tokens in the answers' text and names are text. Raises TaskError if the template cannot add answers
-        without changing the turns before.
+        without changing the turns before; with `thought`, these have reasoning.
         """
-        answers = [answer | {key: self._marked(answer[key]) for key in ("name", "content")} for answer in answers]
-        problem = "it changes the turns before"
-        for placeholder in PLACEHOLDERS:
-            turn = {"role": "assistant", "content": ""} | placeholder
-            function = {"name": answers[0]["name"], "arguments": turn.pop("arguments")}
-            turn["tool_calls"] = [{"type": "function", "function": function}]
+        marked = ("name", "content")
+        answers = [own | {key: self._marked(own[key]) for key in marked if key in own} for own in answers]
+        problem, of_tools = "it changes the turns before", answers[0]["role"] == "tool"
+        for placeholder in () if of_tools and end is None else PLACEHOLDERS:  # a call that was cut off is none
+            turn = {"role": "assistant", "content": "" if of_tools else "?"} | placeholder
+            function = {"name": answers[0].get("name", ""), "arguments": turn.pop("arguments")}
+            if of_tools:
+                turn["tool_calls"] = [{"type": "function", "function": function}]
             before = [{"role": "user", "content": "?"}, turn]
             try:
                 begin = len(self._encode(self._render(before[:1])))  # of the turn
-                prefix = self._encode(self._render(before))
-                whole = self._encode(self._render([*before, *answers], add_generation_prompt=True))
+                prefix = self._encode(self._render(before, continue_final_message=end is None))
+                text = self._render([*before, *answers], add_generation_prompt=True)
+                whole = self._encode(text)
             except Exception as error:  # templates raise what they like
                 problem = f"{type(error).__name__}: {error}"
+                continue
+            if thought and THOUGHT not in text:
                 continue
             # What the template writes after a turn's end, such as a line break, was not sampled.
             ends = (self.tokenizer.eos_token_id, end)  # the last `end` counts or, without one, the last EOS

@@ -35,18 +35,21 @@ if TYPE_CHECKING:  # it imports torch, and a reward's process starts sooner with
     from ..learning.rollout import Rollout
 
 OWN_COLUMNS = ("step", "prompt", "text", "messages", "rewards", "advantage")  # of completions.jsonl
+AGENT, AGENT_ERROR = "agent", "agent_error"  # an agent's reward, and columns of what it returned and of its error
 FROM_THE_RUN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass
 class Group:
     """A prompt and its completions, whose rewards are compared. `logged` are numbers whose means become metrics.
-    `environments` are the completions' environments, until the rewards are known."""
+    `environments` are the completions' environments, until the rewards are known. `columns` are for the rewards, too.
+    """
 
     row: Row
     rollouts: list["Rollout"]
     logged: dict[str, list[float]] = field(default_factory=dict)
     environments: list[Environment] = field(default_factory=list)
+    columns: dict[str, list] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[str | list[dict]]:
@@ -230,13 +233,15 @@ class Rewards:
             name if short_names.count(short_name) > 1 else short_name: named_function("--reward", name)
             for name, short_name in zip(names, short_names, strict=True)
         }
+        if taken := self.functions.keys() & set(models):
+            raise TaskError(f"--reward {min(taken)}: the run has a reward of this name")
         if len(self.functions) < len(names):
             raise TaskError(f"--reward {' '.join(names)}: one of them is there twice")
         self.names, self.steps, self.timeout = dict(zip(self.functions, names, strict=True)), steps, timeout
         self.with_environments: set[str] = set()  # rewards that take environments, which live in this process
         weighted = [*self.functions, *models]
         self.weights = dict(zip(weighted, weights or [1.0] * len(weighted), strict=True))
-        given = [*FROM_THE_RUN, "environments"] if environments else FROM_THE_RUN
+        given = [*FROM_THE_RUN, *["environments"] * environments, *{AGENT}.intersection(models)]
         for row in rows:
             for name, function in self.functions.items():
                 parameters = _parameters(self.names[name], function, [*given, *row.columns])
@@ -256,7 +261,7 @@ class Rewards:
     def calls(self, group: Group, steps_done: int) -> list[RewardCall]:
         """The call of each function for this group."""
         count, images = len(group.rollouts), group.row.images
-        arguments = {column: [value] * count for column, value in group.row.columns.items()}
+        arguments = {column: [value] * count for column, value in group.row.columns.items()} | group.columns
         arguments |= {
             "prompts": group.prompts,
             "completions": group.completions,
@@ -286,7 +291,8 @@ class Rewards:
             extra = dict(rollout.extra)
             for own in returned.values():
                 extra |= own.extra[i]
-            rollouts.append(replace(rollout, rewards=rewards, reward=self.sum(rewards), extra=extra))
+            reward = None if AGENT_ERROR in extra else self.sum(rewards)
+            rollouts.append(replace(rollout, rewards=rewards, reward=reward, extra=extra))
         for environment in group.environments:
             environment.release()
         return Group(group.row, rollouts, dict(logged))

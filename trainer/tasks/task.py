@@ -17,9 +17,10 @@ from ..errors import TaskError
 from ..flags import arg, setting
 from ..functions import json_object
 from ..learning.multimodal import image_tokens, is_multimodal, load_tokenizer
+from .agent import Agent
 from .chat_template import ChatTemplate
 from .dataset import Row, file_ending, load_rows, without_parts
-from .rewards import FROM_THE_RUN, Rewards
+from .rewards import AGENT, FROM_THE_RUN, Rewards
 from .tools import ToolArguments, Tools
 
 EMPTY = [{"role": "user", "content": ""}]  # the prompt where the environment's `reset` says what there is to do
@@ -143,6 +144,8 @@ class Task:
         task = replace(self, rows=[*map(with_ids, self.rows)], eval_rows=[*map(with_ids, self.eval_rows)])
         if self.tools:
             self.tools.prepare(template)
+        if isinstance(self.tools, Agent):
+            self.refuse_images("an agent's requests are text")
         if max_model_len:
             task.check_lengths(max_model_len)
         thinking = sum(_begins_thought(row, tokenizer) for row in task.rows)
@@ -157,7 +160,7 @@ class Task:
         if not isinstance(row.prompt, str):
             schemas = self.tools.schemas_of(row) if self.tools else row.columns.get("tools")
             return template.prompt_ids(row.prompt, schemas, row.origin)
-        if self.tools:
+        if self.tools and not isinstance(self.tools, Agent):
             raise TaskError(f"{row.origin}: --tools and --environment are for chat messages, not for a text")
         ids = template.tokenizer.encode(row.prompt)
         ids = ids[:-1] if appends_end else ids  # some tokenizers do: after it, a completion would begin a new text
@@ -241,8 +244,9 @@ def load_task(
 
     Raises TaskError, which names the row, flag or function that is wrong.
     """
-    tools = Tools(tool_args) if tool_args and (tool_args.environment or tool_args.tools) else None
+    tools = _tools_of(tool_args) if tool_args else None
     environment, reward_models = tools and tool_args.environment, ["reward_model"] if reward_model else []
+    reward_models += [AGENT] * isinstance(tools, Agent)
     if not args.dataset and not environment:
         raise TaskError(f"--dataset is missing: --task {args.task} has no default")
     if not args.dataset and tools.rows_choose:
@@ -253,6 +257,7 @@ def load_task(
     if not has_reward and (needs_reward or args.eval_every):
         raise TaskError(f"--reward is missing: what is a completion for a prompt of {args.dataset} worth?")
 
+    environment = environment or isinstance(tools, Agent)  # which gets all columns as well, and may need no prompt
     all_rows = _load(args, args.dataset, args.dataset_split, environment)
     eval_rows = _load_eval_rows(args, all_rows, seed, environment)
     rows = _without(eval_rows, all_rows, environment)
@@ -261,7 +266,7 @@ def load_task(
     if not rows:
         raise TaskError("no prompt is left to learn from: all are among those to evaluate on")
 
-    known = [rows[0], *eval_rows[:1]], steps, reward_models, bool(environment), args.reward_timeout
+    known = [rows[0], *eval_rows[:1]], steps, reward_models, bool(tools and tool_args.environment), args.reward_timeout
     rewards = Rewards(args.reward or [], args.reward_weights, *known)
     for name, function in tools.rewards.items() if tools else ():
         rewards.add(name, function)
@@ -272,6 +277,11 @@ def load_task(
     if eval_rows and not args.eval_every:
         print(f"{len(eval_rows)} prompts are held out, and no step evaluates on them: --eval-every is 0")
     return Task(rows, eval_rows, rewards, args, seed, steps, tools)
+
+
+def _tools_of(args: ToolArguments) -> Tools | None:
+    kind = Agent if args.agent or args.agent_command else Tools if args.environment or args.tools else None
+    return kind and kind(args)
 
 
 def _without(held_out: list[Row], rows: list[Row], environment: str | None) -> list[Row]:

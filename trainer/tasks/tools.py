@@ -34,7 +34,7 @@ from .environment import Environment
 
 @dataclass
 class ToolArguments:
-    """Tools that the policy calls, and environments that it acts in."""
+    """Tools that the policy calls, environments that it acts in, and agents that ask it."""
 
     tools: list[str] | None = arg(
         None, help="module:function, with types and a Google-style docstring; prompts must be chat messages"
@@ -47,6 +47,17 @@ class ToolArguments:
         None, help="turns of a conversation whose calls are answered (default: no limit but --max-tokens)"
     )
     tool_timeout: Annotated[float, Gt(0)] = setting(60.0, help="seconds that a call of a tool may take")
+    agent: str | None = arg(
+        None,
+        help="module:function of an agent that asks the policy by OpenAI's API, called for each completion with"
+        " (base_url, api_key, row); returns a reward, or a dict with one",
+    )
+    agent_command: str | None = arg(
+        None,
+        help="such an agent as a command, in which {row} becomes the row as JSON; it has OPENAI_BASE_URL and"
+        " OPENAI_API_KEY, and its last line is the reward",
+    )
+    agent_timeout: Annotated[float, Gt(0)] = setting(600.0, help="seconds that an agent may take for a completion")
 
 
 class Tools:
@@ -99,7 +110,8 @@ class Tools:
         from vllm.tool_parsers import ToolParserManager
 
         self.template = template
-        self.template.check_tools()
+        if self.functions or self.args.environment:  # an agent's requests may have none
+            self.template.check_tools()
         request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}])
         tokenizer = get_cached_tokenizer(template.tokenizer)  # most parsers read the whole vocabulary, in every turn
         try:
