@@ -515,7 +515,7 @@ def test_splitting_a_conversation_into_samples_leaves_its_gradient(model, loss, 
         batch = [split(own) if splits else own for own in batch]
         metrics = learner.learn(batch)
         assert metrics["logprobs/mismatch"] < 1e-6
-        results.append((metrics.pop("advantage"), metrics, vector_of(learner)))
+        results.append((metrics["advantage"], numbers(metrics), vector_of(learner)))
     (advantages, before, weights), (same, after, others) = results
     assert (advantages, len(same)) == (same, 4)
     assert after == pytest.approx(before, rel=1e-4, abs=1e-6)
