@@ -157,7 +157,7 @@ class AgentServer:
         returned = await asyncio.gather(*(self._call(row, own) for own in rollouts))
         made = [own.rollout(row, each) for own, each in zip(rollouts, returned, strict=True)]
         errors = [own.extra[AGENT_ERROR] for own in made if AGENT_ERROR in own.extra]
-        for error in errors:
+        for error in errors if not self.server.should_exit else ():  # a run that ends cancels its agents
             self._say("a completion has no reward", f": {error}")
         logged = {
             "agent/failure_frequency": [len(errors) / len(made)],
