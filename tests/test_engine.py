@@ -14,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from conftest import cpu_only
+from conftest import ROOT, cpu_only
 from fakes import Engines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -25,7 +26,7 @@ from trainer.errors import EngineError, RunError
 from trainer.learning.config import SamplingConfig
 from trainer.rollouts import engine
 from trainer.rollouts.engine import EngineActor
-from trainer.rollouts.engine_start import EngineCoreContext, engine_start
+from trainer.rollouts.engine_start import EngineCoreContext, EngineCoreProcess, engine_start
 from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import rollouts_of, sampling_options
@@ -111,7 +112,7 @@ def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
 
 def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
-    monkeypatch.setattr(engine, "fork_engine_core", lambda device: None)
+    monkeypatch.setattr(engine, "import_vllm", lambda: None)
     setting = EngineSetting("cuda", gpu_share=0.5)
     two, one = (llm_options(args, "model", setting, bundles)[1] for bundles in ([1, 2], [1]))
     cpu = llm_options(args, "model", EngineSetting("cpu"), [0])[1]
@@ -140,6 +141,25 @@ def test_a_forked_engine_core_has_the_environment_of_its_start(tmp_path, monkeyp
     process.start()
     process.join(60)
     assert (tmp_path / "file").read_text() == "set later 3"
+
+
+PARENT = """
+import time
+from trainer.rollouts.engine_start import EngineCoreContext
+process = EngineCoreContext().Process(target=time.sleep, args=(600,))
+process.start()
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_forked_engine_core_ends_with_its_actor():
+    actor = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    core = psutil.Process(int(actor.stdout.readline()))
+    assert core.parent().pid != actor.pid
+    actor.kill()
+    actor.wait()
+    core.wait(10)
 
 
 @pytest.mark.slow
@@ -258,15 +278,19 @@ async def generated(llm, prompt: list[int], options: dict) -> list:
 
 @cpu_only
 def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, monkeypatch):
-    for name in llm_options(args, "model", EngineSetting("cpu"), [0])[1]:
+    for name in (*llm_options(args, "model", EngineSetting("cpu"), [0])[1], "RAY_ADDRESS", "TORCH_COMPILE_DISABLE"):
         monkeypatch.setenv(name, "")  # so that what the engine sets goes again
     monkeypatch.setattr(engine, "die_with_children", lambda unless: None)  # this process is not an actor
     monkeypatch.setattr(engine.ray, "get_gpu_ids", list)
+    monkeypatch.setattr(engine.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(engine, "get_temp_dir", lambda: "none")  # other tests need theirs
 
     async def run():
         actor = TeacherActor(0)  # of the same weights, so it gives the sampled tokens the same log-probabilities
         await actor.start(str(build_tiny_model(tmp_path)), args, EngineSetting("cpu"), "none", [0])
         try:
+            (core,) = actor.llm.engine_core.resources.engine_manager.processes
+            assert isinstance(core, EngineCoreProcess)
             await actor.llm.update_weight_version("7")  # as a sync does
             await compare(actor)
         finally:

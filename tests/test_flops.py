@@ -116,3 +116,13 @@ def test_of_a_mixtures_experts_only_those_chosen_count():
 )
 def test_peak_is_known_by_the_gpus_name(device, peak):
     assert peak_flops(device) == peak
+
+
+def test_layers_of_several_widths_have_no_count():
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 40, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 16, "num_kv_shared_layers": 0}
+    sizes |= {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 8}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Gemma4TextConfig(**sizes))
+    assert math.isnan(Work(model).flops_of(10, 4, 100, backward=True))

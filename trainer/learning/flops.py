@@ -10,6 +10,7 @@ counted, so there is no MFU with images.
 
 import math
 import time
+from contextlib import suppress
 
 import torch
 
@@ -54,9 +55,11 @@ class Work:
             if weight not in looked_up
         ]
         self.blocks, self.head = _of_weights(sizes), _of_weights([(head.weight.numel(), head.weight.requires_grad)])
-        has_width = getattr(config, "head_dim", None)
-        width = config.num_attention_heads * config.head_dim if has_width else config.hidden_size
-        self.attention = tuple(factor * config.num_hidden_layers * width for factor in (2, 6))
+        self.attention = (math.nan, math.nan)
+        with suppress(Exception):  # Gemma 4's layers have several widths, and other models no heads
+            has_width = getattr(config, "head_dim", None)
+            width = config.num_attention_heads * config.head_dim if has_width else config.hidden_size
+            self.attention = tuple(factor * config.num_hidden_layers * width for factor in (2, 6))
         self.begin()
 
     def begin(self) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Sequence
+from multiprocessing.util import get_temp_dir
 
 import ray
 
@@ -14,7 +16,7 @@ from ..errors import RunError
 from ..images import Images
 from ..learning.rollout import Rollout
 from ..run.session import die_with_children
-from .engine_start import engine_start, fork_engine_core
+from .engine_start import engine_start, fork_engine_core, import_vllm
 from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
 from .sampling import engine_prompt, rollouts_of, sampling_params
@@ -70,7 +72,7 @@ class EngineActor(Engine):
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
         if device == "cpu":
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
-        fork_engine_core(device)
+        import_vllm()
 
     async def start(
         self,
@@ -103,6 +105,8 @@ class EngineActor(Engine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         options = {"scheduling_policy": "priority", "disable_log_stats": True} | options
+        if not options.get("numa_bind"):  # which vLLM does as it spawns
+            fork_engine_core()
         with engine_start():
             arguments = AsyncEngineArgs(model, **options)
             # The usage context of vllm.LLM: with AsyncLLM's, batches are larger.
@@ -196,6 +200,7 @@ class EngineActor(Engine):
     async def shutdown(self) -> None:
         self.leaving = True
         self.llm.shutdown()
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # which has the fork server's socket: Ray kills this actor
 
     def _count(self, requests: int, paused: bool | None = None) -> None:
         """Add to the number of requests in flight. The time until now was idle if it was without any, or paused."""

@@ -4,14 +4,15 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from unittest.mock import patch
 
 import psutil
+import ray
 import torch
 from pydantic import ValidationError
 
@@ -21,17 +22,17 @@ UNEXPLAINED = re.compile(r"(Engine core|WorkerProc) initialization failed")  # h
 LOG_PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:ERROR \S+ \S+ \[\S+\] ?)?", re.MULTILINE)
 RAISED = re.compile(r"^([\w.]*(?:Error|Exception): .*(?:\n  (?!File ).*)*)", re.MULTILINE)
 
-START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"  # of the engine core, for its workers
-
 
 class EngineCoreProcess(ForkServerProcess):
-    """A process that is forked from this actor's fork server, with the environment that the actor has by then."""
+    """A process that is forked from this actor's fork server, with the environment that the actor has by then. It ends
+    with the actor."""
 
     def start(self) -> None:
         self.environment = dict(os.environ)
         super().start()
 
     def run(self) -> None:
+        threading.Thread(target=_die_with_parent, daemon=True).start()
         os.environ.update(self.environment)
         if threads := os.environ.get("OMP_NUM_THREADS"):  # which torch has read already
             torch.set_num_threads(int(threads))
@@ -42,28 +43,47 @@ class EngineCoreContext(ForkServerContext):
     Process = EngineCoreProcess
 
 
-def fork_engine_core(device: str) -> None:
-    """Have vLLM fork its engine core from a process that imports vLLM while this actor does, and on GPUs fork the
-    core's worker as well. In an actor of Ray, vLLM would spawn them, and each would import vLLM again: 12 s."""
+def import_vllm() -> None:
+    """Import vLLM, here and in this actor's fork server at the same time."""
+    own = os.environ.get("PYTHONPATH", "")
     multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Ray has added the script's folder
-        forkserver.ensure_running()
-    probe = EngineCoreContext().Process(target=torch.cuda.init if device == "cuda" else int)
-    probe.start()
-    from vllm.utils.system_utils import get_mp_context
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # to which Ray has added the script's folder
+    forkserver.ensure_running()
+    os.environ["PYTHONPATH"] = own
+    import vllm.v1.engine.async_llm  # noqa: F401
+
+
+def fork_engine_core() -> None:
+    """Have vLLM fork its engine core from the process of `import_vllm`, and on GPUs fork the core's worker as well. In
+    an actor of Ray, vLLM would spawn them, and each would import vLLM again: 12 s. So it does if that process has
+    initialized CUDA, which no version of requirements.txt does."""
     from vllm.v1.engine import utils
 
     def context() -> EngineCoreContext:
-        before = os.environ.get(START_METHOD)  # on CPU, vLLM has set it by now
-        get_mp_context()  # tells the engine core where Ray is, and to spawn its workers
-        os.environ.pop(START_METHOD)
-        if before:
-            os.environ[START_METHOD] = before
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # the core may have Ray's actors as workers
         return EngineCoreContext()
 
-    probe.join()
-    if not probe.exitcode:  # else an import of this version of vLLM has initialized CUDA
+    probe = EngineCoreContext().Process(target=_use_cuda)
+    with suppress(EOFError, OSError):  # the import has ended the fork server
+        probe.start()
+        probe.join()
+    if probe.exitcode == 0:
         utils.get_mp_context = context
+    else:
+        print("vLLM's engine core is spawned, and not forked, which takes longer")
+
+
+def _use_cuda() -> None:
+    with suppress(Exception):
+        if torch.cuda.is_available():
+            torch.cuda.init()
+        os._exit(0)
+    os._exit(1)
+
+
+def _die_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def unlink_shared_memory(parent: psutil.Process) -> None:

@@ -118,9 +118,9 @@ class RunFolder:
                 self.trackers.finish()  # after an error, trackers themselves see that this process fails
         finally:
             self.redirected.__exit__(None, None, None)
-        with suppress(OSError):  # the disk may be full
-            self.log.close()
-            self.timeline.close()
+        for file in (self.log, self.timeline):
+            with suppress(OSError):  # the disk may be full
+                file.close()
         self.lock.close()
 
     def say(self, text: str) -> None:
