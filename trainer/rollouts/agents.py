@@ -60,6 +60,7 @@ class AgentRollout:
         request, messages = _validated(body)
         tools, stop = body.get("tools"), request["stop"]
         keys = (json.dumps(tools, sort_keys=True), *map(_key, messages))
+        self.turns, index = self.turns + 1, self.turns  # in the order of the requests, which the seeds follow
         sample = self._continued(messages, keys) or await self._begun(messages, tools)
         sample.schemas = None if request["tool_choice"] == "none" else tools
         prompt_ids = sample.prompt_ids + sample.ids
@@ -67,7 +68,6 @@ class AgentRollout:
         most = min([room, *(request[name] for name in LIMITS if request[name])])
         options = {"logprobs": 0} if request["logprobs"] else {}  # which an evaluation goes without
         options |= {"stop": stop, "detokenize": True} if stop else {}
-        self.turns, index = self.turns + 1, self.turns
         sampled = await self.sample(Turn(prompt_ids, None, self.number, index, most, options))
         message = sample.messages[-1] = _sent(sample.add_turn(sampled, stop), index)
         sample.truncated &= most == room  # by the run, and not by the agent's own limit
