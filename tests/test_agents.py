@@ -5,7 +5,9 @@ pytest tests/test_agents.py -m slow    runs of train_grpo.py
 """
 
 import asyncio
+import functools
 import json
+import math
 import random
 import signal
 import sys
@@ -33,9 +35,9 @@ import train_grpo
 from trainer.errors import TaskError
 from trainer.learning.distill import DistillLearner
 from trainer.learning.grpo import GRPOLearner
-from trainer.learning.rollout import Rollout
+from trainer.learning.rollout import Rollout, SamplingMask
 from trainer.rollouts import teacher
-from trainer.rollouts.agents import AgentRollout, Refused
+from trainer.rollouts.agents import AgentRollout, AgentServer, Refused
 from trainer.rollouts.rollouts import Rollouts
 from trainer.tasks import lookup
 from trainer.tasks.agent import Agent
@@ -204,9 +206,12 @@ def test_continuation_is_a_sample_and_what_is_not_begins_another():
     assert len(assert_learned_as_sampled(rollout, policy)) == 3
 
 
-@pytest.mark.parametrize(("template", "after_tools", "after_users"), [("qwen3", 1, 2), ("qwen2_5", 2, 3)])
-def test_thinking_that_the_template_drops_begins_a_sample(template, after_tools, after_users):
-    said = iter([f"<think>\nHm.\n</think>\n\n{CALL % 1}", "<think>\nSo.\n</think>\n\nFound.", "Bye."])
+@pytest.mark.parametrize(
+    ("template", "thought", "after_tools", "after_users"),
+    [("qwen3", "So.", 1, 2), ("qwen2_5", "So.", 2, 3), ("glm4moe", "", 1, 2)],
+)
+def test_thinking_that_the_template_drops_begins_a_sample(template, thought, after_tools, after_users):
+    said = iter([f"<think>\nHm.\n</think>\n\n{CALL % 1}", f"<think>\n{thought}\n</think>\n\nFound.", "Bye."])
     rollout, policy = asked(lambda: next(said), template)
     talk = [user("Who?")]
     call = ask(rollout, talk, tools=TOOLS)
@@ -216,8 +221,45 @@ def test_thinking_that_the_template_drops_begins_a_sample(template, after_tools,
     assert len(assert_learned_as_sampled(rollout, policy)) == after_tools
     ask(rollout, talk, tools=TOOLS)
     last, *_ = assert_learned_as_sampled(rollout, policy)
-    assert "So." not in policy.tokenizer.decode(last.prompt_ids)
+    assert not {"Hm.", "So."} & {*policy.tokenizer.decode([*last.prompt_ids]).split()}
     assert len(rollout.samples) == after_users
+
+
+def test_answers_that_differ_in_their_reasoning_are_two_conversations():
+    said = iter(["<think>\nA.\n</think>\n\nYes.", "<think>\nB.\n</think>\n\nYes.", "One.", "Two.", "Three."])
+    rollout, policy = asked(lambda: next(said), "qwen3_training")
+    one, two = (ask(rollout, [user("Who?")]) for _ in range(2))
+    for answer, thought in ((one, "A."), (two, "B."), ({"role": "assistant", "content": "Yes."}, "B.")):
+        ask(rollout, [user("Who?"), answer, user("Why?")])
+        assert {"A.", "B."} & {*policy.tokenizer.decode(policy.turns[-1][0].prompt_ids).split()} == {thought}
+    assert_learned_as_sampled(rollout, policy)
+
+
+@pytest.mark.parametrize("more", [[{"role": "tool", "tool_call_id": "b", "content": "No."}], []])
+def test_turn_of_another_in_a_continuation_begins_a_sample(more):
+    rollout, policy = asked(lambda: "Hm.")
+    call = {"id": "b", "type": "function", "function": {"name": "look", "arguments": '{"at": "b"}'}}
+    talk = [user("Who?"), ask(rollout, [user("Who?")]), user("Look.")]
+    ask(rollout, [*talk, {"role": "assistant", "content": "Mine.", "tool_calls": [call]}, *more])
+    assert len(assert_learned_as_sampled(rollout, policy)) == 2
+    text = policy.tokenizer.decode(policy.turns[-1][0].prompt_ids)
+    assert '"arguments": {"at": "b"}' in text
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_evaluation_has_no_sampling_masks_if_one_turn_has_none():
+    rollout, policy = asked(lambda: "Yes.")
+
+    async def sample(turn):
+        own = await policy.sample(turn)
+        counts = np.ones(len(own.completion_ids), np.int32)
+        mask = SamplingMask(own.completion_ids, counts) if "logprobs" in turn.options else None
+        return replace(own, sampling_mask=mask)
+
+    rollout.sample, talk = sample, [user("Who?")]
+    ask(rollout, [*talk, ask(rollout, talk, logprobs=True), user("Why?")])
+    (own,) = samples_of(rollout)
+    assert own.sampling_mask is None
 
 
 # Requests
@@ -244,6 +286,14 @@ def test_calls_are_parsed_if_there_are_tools_to_call():
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "text alone"),
         ({"messages": "go"}, "messages"),
         ({"max_tokens": 0}, "max_tokens below 1"),
+        ({"stop": ""}, "an empty stop"),
+        ({"stop": ["a", ""]}, "an empty stop"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"chat_template": "a"}, "chat_template"),
+        ({"of_another_server": 1}, "of_another_server"),
+        ({"metadata": functools.reduce(lambda inner, _: [inner], range(900), 0)}, "recursion"),
         ({"messages": [user("a" * 300)]}, "--max-model-len"),
     ],
 )
@@ -259,12 +309,13 @@ def test_limits_and_stops_are_each_requests_own():
     said = iter(["One, two. Three", "One, two.", "Four."])
     rollout, policy = asked(lambda: policy.tokenizer.encode(next(said)), max_tokens=12)
     talk = [user("Count.")]
-    talk += [ask(rollout, talk, max_tokens=5, stop="zz"), user("On.")]
+    talk += [ask(rollout, talk, max_tokens="5", stop="zz", ignore_eos=False), user("On.")]
+    assert not rollout.samples[-1].truncated  # by the run
     assert talk[1]["content"] == "One, "  # cut off: its end follows, unsampled
     talk += [ask(rollout, talk, stop=["two", "w"]), user("On!")]
     assert talk[3]["content"] == "One, t"
     assert not rollout.samples[-1].truncated
-    ask(rollout, talk)
+    ask(rollout, talk, max_completion_tokens=12.0)
     (own,) = assert_learned_as_sampled(rollout, policy)
     text = "One, <|im_end|>\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n"
     assert policy.tokenizer.decode(own.completion_ids).startswith(f"{text}One, tw<|im_end|>")
@@ -333,7 +384,10 @@ async def with_tools(base_url, api_key, row):
     """An agent by the openai package, which streams every other answer."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         (model,) = [each.id async for each in await client.models.list()]
-        talk, options = [*row["prompt"]], {"model": model, "tools": TOOLS, "temperature": 0.3, "logprobs": True}
+        talk, options = (
+            [*row["prompt"]],
+            {"model": model, "tools": TOOLS, "temperature": 0.3, "logprobs": True, "store": False},
+        )
         answer = await client.chat.completions.create(messages=talk, **options)
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
@@ -359,7 +413,10 @@ async def with_tools(base_url, api_key, row):
         models = await client.get(base_url.replace(f"/{api_key}", "") + "/models")
         assert models.json()["data"][0]["id"] == model
         assert (await client.post(f"{base_url}/responses", json={})).status_code == 404
-    return {"reward": row["answer"], "share": 0.5, "text": text}
+        for content in (b"5", b"[]", b"\xff", b"[" * 100000):
+            assert (await client.post(f"{base_url}/chat/completions", content=content)).status_code == 400
+    others = {"samples": 9, "failure_frequency": 9, "infinite": math.inf, "huge": 10**400}  # are no metrics
+    return {"reward": row["answer"], "share": 0.5, "text": text} | others
 
 
 def test_agent_by_the_openai_package(serve, capsys):
@@ -375,7 +432,33 @@ def test_agent_by_the_openai_package(serve, capsys):
     metrics = batch.metrics
     assert (metrics["agent/samples"], metrics["turns/mean"], metrics["agent/failure_frequency"]) == (4, 5, 0)
     assert (metrics["rewards/agent/mean"], metrics["agent/share"]) == (0.5, 0.5)
+    assert not {"agent/infinite", "agent/huge"} & metrics.keys()
     assert capsys.readouterr().out.count("agents set temperature, which the run's own sampling replaces") == 1
+
+
+async def impatient(base_url, api_key, row):
+    request = {"url": f"{base_url}/chat/completions", "json": {"messages": row["prompt"]}}
+    async with httpx.AsyncClient() as client:
+        for _ in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(**request, timeout=0.1)
+        return {"reward": 1, "ids": [(await client.post(**request)).json()["id"] for _ in range(2)]}
+
+
+def test_request_that_is_repeated_since_its_client_waits_no_longer_is_sampled_once():
+    agent = agent_of(agent="test_agents:impatient")
+    policy, server = Policy(agent.template.tokenizer, lambda: "Yes."), AgentServer(agent)
+
+    async def sample(turn):
+        await asyncio.sleep(0.5)
+        return await policy.sample(turn)
+
+    own = AgentRollout(agent, sample, 0, 50, None)
+    making = server.group(Row([user("Who?")], {}, ""), [own])
+    (made,) = asyncio.run_coroutine_threadsafe(making, server.loop).result(60).rollouts
+    server.close()
+    assert made.extra["agent"]["ids"] == ["chatcmpl-0", "chatcmpl-1"]  # who has the answer gets another
+    assert len(assert_learned_as_sampled(own, policy)) == 2
 
 
 def sums(split):
@@ -450,6 +533,8 @@ def test_what_an_agent_returns_is_its_reward_and_a_failure_is_none(
     monkeypatch.chdir(tmp_path)
     Path("program.py").write_text(PROGRAM)
     ((flag, how),) = flags.items()
+    if flag == "agent_command":
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nobody listens
     value = f"test_agents:{how}" if flag == "agent" else f"'{sys.executable}' program.py {{row}} {how}"
     batch = serve(**{flag: value, "agent_timeout": 1.0 if how in ("never", "sleep") else 60.0})
     assert [rollout.reward for rollout in batch.rollouts] == rewards
@@ -459,7 +544,7 @@ def test_what_an_agent_returns_is_its_reward_and_a_failure_is_none(
         r is None for r in rewards if error
     ]
     assert capsys.readouterr().out.count("a completion has no reward: ") == bool(failed)
-    assert {rollout.length for rollout in batch.rollouts if rollout.reward is not None} <= {18}
+    assert [rollout.length for rollout in batch.rollouts if rollout.reward is not None] == [18] * (4 - failed)
     children = [int(file.name.rpartition("-")[2]) for file in tmp_path.glob("child-*")]
     assert len(children) == (4 if flag == "agent_command" else 0)
     deadline = time.monotonic() + 10

@@ -230,7 +230,8 @@ def token_weights(
     mask: torch.Tensor, config: PolicyLossConfig, max_tokens: int, owners: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Weights [B, T] in the loss of the tokens where the mask [B, T] is 1. Rows with the same number in `owners` [B]
-    are samples of one rollout, and count as one completion with all of their tokens.
+    are samples of one rollout, and count as one completion with all of their tokens. An agent's rollout without any
+    sample has no row, and is not among the B.
 
     - `grpo`, `gspo`: the mean over each completion's tokens, then over all B completions, also those with no token.
     - `dr_grpo`: the sum over the constant B * max_tokens, so that tokens of long completions count no less.

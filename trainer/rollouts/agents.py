@@ -13,6 +13,7 @@ import json
 import math
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -28,10 +29,11 @@ from ..tasks.rewards import AGENT, AGENT_ERROR, Group
 from .conversation import Transcript, Turn, json_of, unicode_text
 
 IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")  # the run has its
-IGNORED += ("repetition_penalty", "parallel_tool_calls", "reasoning_effort", "chat_template_kwargs")
-REFUSED = ("logit_bias", "top_logprobs", "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "echo")
-REFUSED += ("functions", "ignore_eos", "stop_token_ids", "prompt_logprobs", "continue_final_message")
+IGNORED += ("repetition_penalty", "parallel_tool_calls", "reasoning_effort", "verbosity", "chat_template_kwargs")
 LIMITS = ("max_completion_tokens", "max_tokens")
+TAKEN = {"messages", "model", "tools", "tool_choice", "n", "response_format", "stop", "stream", "stream_options"}
+TAKEN |= {"logprobs", *LIMITS, *IGNORED, "user", "store", "metadata", "service_tier", "safety_identifier", "session_id"}
+TAKEN |= {"prompt_cache_key", "cache_salt", "request_id", "priority"}  # which change no completion
 Sampler = Callable[[Turn], Awaitable[Rollout]]
 
 
@@ -49,62 +51,66 @@ class AgentRollout:
         self.key, self.turns = secrets.token_urlsafe(16), 0
         self.samples: list[Transcript] = []  # the one with the last turn is the last
         # By the tools and messages until a turn's end: its sample, the number of ids by then, the last of them (None if
-        # the turn was cut off), and whether it has reasoning.
-        self.ends: dict[tuple[str, ...], tuple[Transcript, int, int | None, bool]] = {}
-        self.requests: list[asyncio.Task] = []
+        # the turn was cut off), and the messages with their reasoning.
+        self.ends: dict[tuple[str, ...], list[tuple[Transcript, int, int | None, list[dict]]]] = {}
+        self.requests: dict[asyncio.Task, tuple] = {}  # with the body, and the last client that has waited for it
 
     async def answer(self, body: dict) -> dict:
         """OpenAI's answer to the body of a request for a chat completion. Raises Refused."""
         request, messages = _validated(body)
-        tools, stop = body.get("tools"), [request.stop] if isinstance(request.stop, str) else request.stop or []
+        tools, stop = body.get("tools"), request["stop"]
         keys = (json.dumps(tools, sort_keys=True), *map(_key, messages))
-        sample = self._continued(messages, keys) or self._begun(messages, tools)
-        sample.schemas = None if request.tool_choice == "none" else tools
-        prompt_ids, limits = sample.prompt_ids + sample.ids, [body[name] for name in LIMITS if body.get(name)]
-        most = min(*limits, self.max_tokens, self.max_model_len - len(prompt_ids))
-        options = {"logprobs": 0} if request.logprobs else {}  # which an evaluation goes without
+        self.turns, index = self.turns + 1, self.turns  # in the order of the requests, which the seeds follow
+        sample = self._continued(messages, keys) or await self._begun(messages, tools)
+        sample.schemas = None if request["tool_choice"] == "none" else tools
+        prompt_ids = sample.prompt_ids + sample.ids
+        room = min(self.max_tokens, self.max_model_len - len(prompt_ids))
+        most = min([room, *(request[name] for name in LIMITS if request[name])])
+        options = {"logprobs": 0} if request["logprobs"] else {}  # which an evaluation goes without
         options |= {"stop": stop, "detokenize": True} if stop else {}
-        self.turns, index = self.turns + 1, self.turns
         sampled = await self.sample(Turn(prompt_ids, None, self.number, index, most, options))
         message = sample.messages[-1] = _sent(sample.add_turn(sampled, stop), index)
-        last = sample.ids[-1] if sample.ended else None
-        self.ends[*keys, _key(message)] = (sample, len(sample.ids), last, "reasoning_content" in message)
+        sample.truncated &= most == room  # by the run, and not by the agent's own limit
+        last, until = sample.ids[-1] if sample.ended else None, [*sample.prompt, *sample.messages]
+        self.ends.setdefault((*keys, _key(message)), []).append((sample, len(sample.ids), last, until))
         self.samples.sort(key=lambda own: own is sample)
         finish = "tool_calls" if "tool_calls" in message else "length" if sampled.truncated else "stop"
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
-        if request.logprobs:
+        if request["logprobs"]:
             texts = [self.agent.template.tokenizer.decode([own]) for own in sampled.completion_ids.tolist()]
             pairs = zip(texts, sampled.logprobs.tolist(), strict=True)
             content = [{"token": t, "logprob": lp, "bytes": [*t.encode()], "top_logprobs": []} for t, lp in pairs]
             choice["logprobs"] = {"content": content}
         counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(sampled.completion_ids)}
         about = {"id": f"chatcmpl-{index}", "object": "chat.completion", "created": int(time.time())}
-        about |= {"model": request.model or AGENT, "usage": counts | {"total_tokens": sum(counts.values())}}
+        about |= {"model": request["model"] or AGENT, "usage": counts | {"total_tokens": sum(counts.values())}}
         return about | {"choices": [choice]}
 
     def _continued(self, messages: list[dict], keys: tuple[str, ...]) -> Transcript | None:
         """The sample that these messages continue, with the last of them, or a new one with its tokens as prompt."""
-        known = next((n for n in range(len(messages) - 1, 0, -1) if keys[: n + 1] in self.ends), None)
-        if known is None or messages[-1]["role"] == "assistant":
+        known = (end for n in range(len(messages) - 1, 0, -1) for end in reversed(self.ends.get(keys[: n + 1], ())))
+        sample, length, last, until = next((end for end in known if _same_reasoning(messages, end[-1])), [None] * 4)
+        if not sample or "assistant" in (own["role"] for own in messages[len(until) :]):
             return None
-        (sample, length, *turn), new = self.ends[keys[: known + 1]], messages[known:]
+        new = messages[len(until) :]
         try:
-            ids = self.agent.template.answer_ids(new, *turn)
+            ids = self.agent.template.answer_ids(new, last, any("reasoning_content" in own for own in until))
         except TaskError:
             return None
         prompt_ids = sample.prompt_ids + sample.ids[:length] + ids
         if length < len(sample.ids) or not ids:  # it has gone on, or is about to
-            return self._added(messages, prompt_ids)
+            return self._added(until + new, prompt_ids)
         self._check_room(prompt_ids)
         sample.add_answers(new, ids)
         return sample
 
-    def _begun(self, messages: list[dict], tools: list[dict] | None) -> Transcript:
+    async def _begun(self, messages: list[dict], tools: list[dict] | None) -> Transcript:
         """A new sample, after these messages as the template renders them."""
         try:
             if tools:
                 self.agent.template.check_tools()
-            prompt_ids = self.agent.template.prompt_ids(messages, tools, "a request", complete=False)
+            render = self.agent.prompts.prompt_ids
+            prompt_ids = await asyncio.to_thread(render, messages, tools, "a request", of_agent=True)
         except Exception as error:  # the tokenizer's as well
             raise Refused(str(error), 400) from error
         return self._added(messages, prompt_ids)
@@ -165,7 +171,8 @@ class AgentServer:
             "turns/mean": [float(own.turns) for own in rollouts],
         }
         for name, value in [pair for own in returned for pair in own.items()]:
-            if isinstance(value, int | float) and name != "reward":
+            is_metric = name not in ("reward", "samples", "failure_frequency") and isinstance(value, int | float)
+            if is_metric and abs(value) <= sys.float_info.max:  # which a NaN is not either
                 logged.setdefault(f"agent/{name}", []).append(float(value))
         return Group(row, made, logged, columns={AGENT: [own.extra.get(AGENT) for own in made]})
 
@@ -196,7 +203,7 @@ class AgentServer:
                 return JSONResponse({"object": "list", "data": [model]})
             if not path.endswith("v1/chat/completions"):
                 raise Refused("only /v1/chat/completions and /v1/models are here", 404)
-            answer, body = await self._answer(rollout, text)
+            answer, body = await self._answer(rollout, text, request)
         except Refused as error:
             message, status = error.args
             about = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
@@ -207,15 +214,21 @@ class AgentServer:
             else JSONResponse(answer)
         )
 
-    async def _answer(self, rollout: AgentRollout, text: bytes) -> tuple[dict, dict]:
-        try:
-            body = dict(json.loads(text))
-        except ValueError as error:
-            raise Refused(f"the body is no JSON object: {error}", 400) from error
+    async def _answer(self, rollout: AgentRollout, text: bytes, client) -> tuple[dict, dict]:
+        """The answer to this body, and what it says. If a client waits no longer, its request goes on, and is answered
+        to the next one with the same body."""
+        if not isinstance(body := json_of(text), dict):
+            raise Refused("the body is no JSON object", 400)
         if ignored := [name for name in IGNORED if body.get(name) is not None]:
             self._say(f"agents set {', '.join(ignored)}", ", which the run's own sampling replaces")
-        rollout.requests.append(asyncio.ensure_future(rollout.answer(body)))
-        return await asyncio.shield(rollout.requests[-1]), body  # it goes on if the agent waits no longer
+        known = list(rollout.requests.items())
+        repeated = (asked for asked, (same, gone) in known if same == text and await gone.is_disconnected())
+        asked = await anext(repeated, None) or asyncio.ensure_future(rollout.answer(body))
+        rollout.requests[asked] = text, client
+        answer = await asyncio.shield(asked)
+        if not await client.is_disconnected():
+            rollout.requests[asked] = None, client  # who asks again wants another
+        return answer, body
 
     def _say(self, remark: str, more: str) -> None:
         """Print this remark once."""
@@ -224,23 +237,26 @@ class AgentServer:
             print(f"{remark}{more}", flush=True)
 
 
-def _validated(body: dict) -> tuple:
-    """The body as vLLM's ChatCompletionRequest, and its messages as chat templates take them. Raises Refused for what
-    is malformed, and for what would be sampled in another way than the run's."""
+def _validated(body: dict) -> tuple[dict, list[dict]]:
+    """The fields of the body as vLLM's ChatCompletionRequest has them, with "stop" as a list, and its messages as chat
+    templates take them. Raises Refused for what is malformed, and for what would be sampled in another way than the
+    run's: a field that is not TAKEN may have its default."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     try:
-        request = ChatCompletionRequest(**copy.deepcopy(body))  # which changes messages
-        messages = _plain(body["messages"])
+        request, default = (dict(ChatCompletionRequest(**own)) for own in (copy.deepcopy(body), {"messages": []}))
+        messages, stop = _plain(body["messages"]), request["stop"]
+        request["stop"] = [*map(unicode_text, [stop] if isinstance(stop, str) else stop or [])]
+        refused = {name: (request[name] or None) != (default.get(name) or None) for name in body.keys() - TAKEN} | {
+            "n above 1": (request["n"] or 1) > 1,
+            "response_format": request["response_format"] and request["response_format"].type != "text",
+            "a forced tool_choice": request["tool_choice"] not in (None, "none", "auto"),
+            "max_tokens below 1": any(request[name] is not None and request[name] < 1 for name in LIMITS),
+            "an empty stop": "" in request["stop"],
+            "a request without messages": not messages,
+        }
     except Exception as error:  # pydantic's and vLLM's, or of a message that has another form than OpenAI's
         raise Refused(" ".join(str(error).split()), 400) from error
-    refused = {name: body.get(name) for name in REFUSED} | {
-        "n above 1": (request.n or 1) > 1,
-        "response_format": request.response_format and request.response_format.type != "text",
-        "a forced tool_choice": request.tool_choice not in (None, "none", "auto"),
-        "max_tokens below 1": any(body[name] < 1 for name in LIMITS if body.get(name) is not None),
-        "a request without messages": not messages,
-    }
     if any(refused.values()):
         raise Refused(f"the trainer does not take {', '.join(filter(refused.get, refused))}", 400)
     return request, messages
@@ -284,6 +300,12 @@ def _key(message: dict) -> str:
     calls = [(call_id, function["name"], json_of(function["arguments"])) for call_id, function in functions]
     content = content.strip() if message["role"] == "assistant" else content
     return json.dumps([message["role"], content, calls, message.get("tool_call_id")], sort_keys=True)
+
+
+def _same_reasoning(messages: list[dict], until: list[dict]) -> bool:
+    """Whether those `until` a turn's end come with the reasoning that they had, or without."""
+    pairs = zip(messages, until, strict=False)
+    return all(own.get("reasoning_content") in (None, had.get("reasoning_content")) for own, had in pairs)
 
 
 def _events(answer: dict, body: dict) -> Iterator[str]:

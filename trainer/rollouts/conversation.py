@@ -75,7 +75,7 @@ class Transcript:
             text=self.tools.template.tokenizer.decode(self.ids, skip_special_tokens=True),
             truncated=self.truncated,
             versions=None if versions[0] is None else np.concatenate(versions),
-            sampling_mask=masks[0] and SamplingMask(*map(np.concatenate, zip(*masks, strict=True))),
+            sampling_mask=SamplingMask(*map(np.concatenate, zip(*masks, strict=True))) if all(masks) else None,
             sampled=np.concatenate([part.mask for part in self.parts]),
             prompt=self.prompt,
             messages=self.messages,

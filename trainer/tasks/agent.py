@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from ..errors import TaskError
 from ..functions import failed, named_function
+from .chat_template import ChatTemplate
 from .dataset import Row
 from .environment import UserThread
 from .tools import ToolArguments, Tools
@@ -36,6 +37,11 @@ class Agent(Tools):
         self.flag = f"--agent {args.agent}" if args.agent else f"--agent-command {args.agent_command}"
         self.function = named_function("--agent", args.agent) if args.agent else None
         self.command, self.timeout = args.agent_command, args.agent_timeout
+
+    def prepare(self, template: ChatTemplate) -> None:
+        super().prepare(template)
+        # For threads: to encode text that has special tokens as text sets a switch of the other tokenizer.
+        self.prompts = ChatTemplate(copy.deepcopy(template.tokenizer), template.options)
 
     def schemas_of(self, row: Row) -> list[dict] | None:
         return row.columns.get("tools")
@@ -61,7 +67,9 @@ class Agent(Tools):
         """Run the command, and return what its last line says. No process of its group outlives the call, or the
         trainer."""
         words = [word.replace("{row}", json.dumps(row, default=str)) for word in shlex.split(self.command)]
+        direct = f"127.0.0.1,{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')}".rstrip(",")
         env = os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        env |= {"NO_PROXY": direct, "no_proxy": direct}
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
             options = {"stdin": subprocess.PIPE, "stdout": output, "stderr": log, "env": env}
             process = subprocess.Popen(["sh", "-c", LEASH, "sh", *words], start_new_session=True, **options)

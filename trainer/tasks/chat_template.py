@@ -20,26 +20,28 @@ class ChatTemplate:
 
     def __init__(self, tokenizer, options: dict):
         self.tokenizer, self.options = tokenizer, options
+        self.for_tools = False  # until `check_tools` has found that it is made for them
         self.complete: set[str] = set()  # messages with words of ours, as JSON, that it renders completely
         self.special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), reverse=True)
         self.special_text = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
 
     def prompt_ids(
-        self, messages: list[dict], tools: list[dict] | None, origin: str, complete: bool = True
+        self, messages: list[dict], tools: list[dict] | None, origin: str, of_agent: bool = False
     ) -> list[int]:
         """The tokens of chat messages. After them, a completion begins or, if the last message is the assistant's, goes
         on with it. `tools` are the schemas that the template describes to the model. Raises TaskError if the template
-        refuses the messages or, if they are to be `complete`, leaves out some."""
+        refuses the messages, or leaves out some. Those of an agent's request may be left out, and are never gone on
+        with."""
         if not self.tokenizer.chat_template:
             model = self.tokenizer.name_or_path
             raise TaskError(f"{origin}: the prompt is chat messages, and {model} has no chat template")
-        goes_on = messages[-1]["role"] == "assistant"
+        goes_on = messages[-1]["role"] == "assistant" and not of_agent
         options = {"tools": tools or None, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
         for copied in (_with_objects, list):  # DeepSeek-V3's template takes a call's arguments as text
             try:
                 own = copied(messages)
                 text = self._render(own, **options)
-                left_out = complete and self._left_out(own, **options)
+                left_out = not of_agent and self._left_out(own, **options)
                 break
             except Exception as error:  # templates raise what they like
                 problem = f"{type(error).__name__}: {error}"
@@ -89,6 +91,8 @@ class ChatTemplate:
 
     def check_tools(self) -> None:
         """Raise TaskError if the template leaves out tools' calls or answers, or cannot add answers to a turn."""
+        if self.for_tools:
+            return
         arguments = {"key_1": "value_2"}
         answer = {"role": "tool", "name": "look_3", "content": "found_4"}
         self.answer_ids([answer], self.tokenizer.eos_token_id)
@@ -98,6 +102,7 @@ class ChatTemplate:
             with suppress(Exception):  # templates raise what they like
                 text = self._render([{"role": "user", "content": "?"}, turn, answer])
                 if all(word in text for word in ("key_1", "value_2", "look_3", "found_4")):
+                    self.for_tools = True
                     return
         raise TaskError("the chat template leaves out tools' calls or their answers: it is not made for tools")
 
