@@ -703,9 +703,11 @@ if __name__ == "__main__":
 """
 
 
+AHEAD = pytest.param("--max-staleness 2 --topology separate --trainers 2", marks=pytest.mark.long)
+
+
 @cpu_only
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", ["", "--max-staleness 2 --topology separate --trainers 2"])
+@pytest.mark.parametrize("ahead", [pytest.param("", marks=pytest.mark.slow), AHEAD])
 def test_model_learns_by_an_agent_to_call_the_tool_that_knows_the_answer(script, tmp_path, ahead):
     (tmp_path / "drawers.py").write_text(DRAWERS)
     flags = f"--task drawers --agent drawers:run --output run --steps 8 --eval-every 8 {ahead}"
@@ -718,9 +720,11 @@ def test_model_learns_by_an_agent_to_call_the_tool_that_knows_the_answer(script,
     assert all(row["logprobs/mismatch"] < 1e-5 for row in steps)
 
 
+SIGNALS = [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+
+
 @cpu_only
-@pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("end", SIGNALS)
 def test_command_is_an_agent_that_no_trainer_leaves_behind(script, tmp_path, end):
     """Three steps, and a fourth in whose midst the trainer ends."""
     chat_model(tmp_path / "model")
