@@ -6,9 +6,13 @@ capability and so would initialize CUDA. NVML answers instead, by way of vLLM.
 
 from unittest.mock import patch
 
+import setproctitle
 import torch
 from torch._dynamo.device_interface import CudaInterface
-from vllm.platforms import current_platform
+
+setproctitle.getproctitle()  # finds the place of a process's title, which it could not once the environment has changed
+
+from vllm.platforms import current_platform  # noqa: E402  # it changes the environment
 
 
 def capability(device: int | None = None) -> tuple[int, int]:
