@@ -5,7 +5,6 @@ pytest tests/test_engine.py
 
 import asyncio
 import importlib.util
-import multiprocessing.forkserver
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-import torch
 from conftest import ROOT, cpu_only
 from fakes import Engines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -26,7 +24,7 @@ from trainer.errors import EngineError, RunError
 from trainer.learning.config import SamplingConfig
 from trainer.rollouts import engine
 from trainer.rollouts.engine import EngineActor
-from trainer.rollouts.engine_start import EngineCoreContext, EngineCoreProcess, engine_start
+from trainer.rollouts.engine_start import EngineCoreProcess, engine_start
 from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import rollouts_of, sampling_options
@@ -129,18 +127,20 @@ def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     assert os.environ == seen | {"TORCH_COMPILE_DISABLE": "1"}
 
 
-def write_what_it_has(path):
-    path.write_text(f"{os.environ['VLLM_TEST']} {torch.get_num_threads()}")
+LATER = """
+import multiprocessing.forkserver, os
+from trainer.rollouts.engine_start import EngineCoreContext
+multiprocessing.forkserver.ensure_running()
+os.environ |= {"VLLM_TEST": "set later", "OMP_NUM_THREADS": "3"}
+code = "import os, torch; print(os.environ['VLLM_TEST'], torch.get_num_threads())"
+process = EngineCoreContext().Process(target=exec, args=(code,))
+process.start()
+process.join()
+"""
 
 
-def test_a_forked_engine_core_has_the_environment_of_its_start(tmp_path, monkeypatch):
-    multiprocessing.forkserver.ensure_running()  # before these variables are there
-    monkeypatch.setenv("VLLM_TEST", "set later")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    process = EngineCoreContext().Process(target=write_what_it_has, args=(tmp_path / "file",))
-    process.start()
-    process.join(60)
-    assert (tmp_path / "file").read_text() == "set later 3"
+def test_a_forked_engine_core_has_the_environment_of_its_start():
+    assert subprocess.check_output([sys.executable, "-c", LATER], text=True, cwd=ROOT).endswith("set later 3\n")
 
 
 PARENT = """
