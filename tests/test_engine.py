@@ -291,7 +291,6 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, 
         try:
             (core,) = actor.llm.engine_core.resources.engine_manager.processes
             assert isinstance(core, EngineCoreProcess)
-            assert psutil.Process(core.pid).cmdline()[0].startswith("VLLM::EngineCore")
             await actor.llm.update_weight_version("7")  # as a sync does
             await compare(actor)
         finally:
