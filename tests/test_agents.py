@@ -27,8 +27,7 @@ from conftest import arguments_of, code_of, cpu_only, is_alive, metrics_of, task
 from fakes import Engines as FakeEngines
 from fakes import write_lines
 from learners import CPU, LOSSES, assert_same, config, numbers, on_ranks, rollouts, use_sgd, vector_of, weights_of
-from test_tools import of_template
-from transformers import AutoTokenizer
+from test_tools import chat_model, of_template
 
 import train_distill
 import train_grpo
@@ -39,12 +38,10 @@ from trainer.learning.rollout import Rollout, SamplingMask
 from trainer.rollouts import teacher
 from trainer.rollouts.agents import AgentRollout, AgentServer, Refused
 from trainer.rollouts.rollouts import Rollouts
-from trainer.tasks import lookup
 from trainer.tasks.agent import Agent
 from trainer.tasks.chat_template import ChatTemplate
 from trainer.tasks.dataset import Row
 from trainer.tasks.rewards import Batch, Group
-from trainer.tasks.tiny_model import build_tiny_model
 from trainer.tasks.tools import ToolArguments
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}]
@@ -352,15 +349,6 @@ def prompts(split):
 
 def by_answer(completions, agent, answer, **_):
     return [None if own is None else own["share"] + len(talk) for own, talk in zip(agent, completions, strict=True)]
-
-
-def chat_model(folder):
-    """Writes the built-in model with a chat template. Returns its tokenizer."""
-    build_tiny_model(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = lookup.TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return tokenizer
 
 
 @pytest.fixture

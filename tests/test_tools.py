@@ -333,12 +333,18 @@ def none(completions, **_):
     return [0.0] * len(completions)
 
 
+def chat_model(folder):
+    """Writes the built-in model with a chat template. Returns its tokenizer."""
+    build_tiny_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = lookup.TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 @pytest.fixture
 def folder(tmp_path):
-    build_tiny_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer.chat_template = lookup.TEMPLATE
-    tokenizer.save_pretrained(tmp_path)
+    chat_model(tmp_path)
     return tmp_path
 
 
