@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_utils import SharedMemoryChannel, WeightSender, end_with_children, wait_for
 
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
-MICRO_BATCH_TOKENS = 4096  # of the trainer's passes, padding included; fewer take less memory
+MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
 GPU_SHARE = 0.4  # of each GPU, for the engine; the trainer takes what is left
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
@@ -60,6 +60,11 @@ def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantag
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities [b, T] of ids [b, T] in the distributions with these logits [b, T, V]."""
+    return (logits.float() / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
 
 
 class Sample(NamedTuple):
@@ -157,6 +162,8 @@ class Trainer:
         cuda = self.device.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo", init_method=url, rank=rank, world_size=ranks)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
+        # Fused on a GPU: there are no logits in fp32, which would take most of the memory.
+        self.chosen_logprobs = torch.compile(chosen_logprobs, dynamic=True, disable=device == "cpu")
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None, reduce_dtype=torch.float32)
         for block in max((m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)), key=len):
             fully_shard(block, mp_policy=precision)
@@ -203,9 +210,8 @@ class Trainer:
         ids = padded([sample.prompt_ids + sample.ids for sample in samples])
         engine_logprobs = padded([[0.0] * len(sample.prompt_ids) + sample.logprobs for sample in samples])
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
-        logits = self.model(ids[:, :-1], use_cache=False).logits.float() / TEMPERATURE  # [b, T, V]
-        logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        return logprobs, engine_logprobs[:, 1:], mask[:, 1:]
+        logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
+        return self.chosen_logprobs(logits, ids[:, 1:]), engine_logprobs[:, 1:], mask[:, 1:]
 
 
 def main(args: argparse.Namespace) -> str:

@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rlhf_utils import end_with_children, wait_for
 
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
-MICRO_BATCH_TOKENS = 4096  # of the trainer's passes, padding included; fewer take less memory
+MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
 SYNC_SECONDS = 40  # limit of a transfer
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
@@ -62,6 +62,11 @@ def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantag
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities [b, T] of ids [b, T] in the distributions with these logits [b, T, V]."""
+    return (logits.float() / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
 
 
 class Sample(NamedTuple):
@@ -155,6 +160,8 @@ class Trainer:
 
         self.device, self.max_mismatch = torch.device(device, 0), None
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
+        # Fused on a GPU: there are no logits in fp32, which would take most of the memory.
+        self.chosen_logprobs = torch.compile(chosen_logprobs, dynamic=True, disable=device == "cpu")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
         return ray.util.get_node_ip_address(), get_open_port()
 
@@ -227,9 +234,8 @@ class Trainer:
         engine_logprobs = padded([[0.0] * len(sample.prompt_ids) + sample.logprobs for sample in samples])
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(ids[:, :-1], use_cache=False).logits.float() / TEMPERATURE  # [b, T, V]
-        logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-        return logprobs, engine_logprobs[:, 1:], mask[:, 1:]
+            logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
+        return self.chosen_logprobs(logits, ids[:, 1:]), engine_logprobs[:, 1:], mask[:, 1:]
 
 
 def main(args: argparse.Namespace) -> str:
