@@ -164,6 +164,7 @@ def group(session: RaySession, name: str, count: int = 1, cls: type = Actor, **o
     return ActorGroup(session, name, cls, [Seat({"num_cpus": 0, **options}, [i]) for i in range(count)])
 
 
+@pytest.mark.slow
 def test_a_worker_of_ray_starts_without_torch(session):
     """All of them run `start_tracker`, whatever they do: an import of torch would take seconds in each."""
     assert not ray.get(ray.remote(lambda: "torch" in sys.modules).remote())
@@ -306,6 +307,7 @@ def test_death_is_not_blamed_on_who_waited_for_the_dead(session):
         engines.call("syncing", Engines.take_weights, trainer.actors["trainer"])
 
 
+@pytest.mark.slow
 def test_death_after_an_answer_ends_the_wait(session):
     trainer, engine = group(session, "trainer"), group(session, "engine")
     started = time.monotonic()

@@ -139,6 +139,7 @@ process.join()
 """
 
 
+@pytest.mark.slow
 def test_a_forked_engine_core_has_the_environment_of_its_start():
     assert subprocess.check_output([sys.executable, "-c", LATER], text=True, cwd=ROOT).endswith("set later 3\n")
 

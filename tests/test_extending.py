@@ -206,6 +206,7 @@ def test_trainer_of_ones_own_learns_in_the_loop_of_train_grpo(tmp_path):
     assert max(row["logprobs/mismatch"] for row in rows) < 1e-5
 
 
+@pytest.mark.slow
 def test_installed_sync_is_found_from_anywhere(tmp_path):
     source = copy(tmp_path / "source", *SYNC, "pyproject.toml", "README.md", "LICENSE")
     install = ["-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "site"), str(source)]

@@ -212,6 +212,7 @@ run_main(lambda seconds: [print("begun \u00e9", flush=True), time.sleep(seconds)
 """
 
 
+@pytest.mark.slow
 def test_run_goes_on_without_its_terminal(tmp_path):
     run = Script(tmp_path, "nohup", sys.executable, "-c", BEGUN, PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii")
     run.wait_for("begun")
@@ -231,7 +232,13 @@ sys.exit("begun" not in shown.getvalue())
 """
 
 
-@pytest.mark.parametrize("command", ['exec "$0" -c "$1" >&-', 'exec "$0" -c "$2"'], ids=["closed", "a notebook's"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param('exec "$0" -c "$1" >&-', id="closed"),
+        pytest.param('exec "$0" -c "$2"', id="a notebook's", marks=pytest.mark.slow),
+    ],
+)
 def test_run_needs_no_stdout_of_its_own(tmp_path, command):
     program = BEGUN.replace(", 1)", ", 0)")
     run = Script(tmp_path, "sh", "-c", command, sys.executable, program, NOTEBOOK, PYTHONPATH=str(ROOT))
@@ -279,6 +286,7 @@ def test_full_disk_is_named_where_the_writer_hides_it(tmp_path, small_disk):
         write_checkpoint(tmp_path / "run", 1, save)
 
 
+@pytest.mark.slow
 def test_full_disk_is_named_where_the_driver_writes(tmp_path, small_disk):
     if not small_disk:
         pytest.skip("filling a disk needs the right to mount a small one")

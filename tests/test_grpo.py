@@ -257,6 +257,7 @@ def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_model_that_is_missing_ends_the_run_before_actors_start(script):
     run = script("train_grpo.py", "--model", "/no/such/model")
     text = run.finish(60)

@@ -448,6 +448,7 @@ def learn(folder, batches):
             torch.save(results, Path(model) / f"images-{learner.model.ranks}.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_from_images_what_one_learns(tmp_path):
     batches = {}
     for family in ("Qwen3VL", "Gemma3"):

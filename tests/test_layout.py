@@ -120,6 +120,7 @@ def learn_masked(folder, model, batches, settings):
     learn_in_both_layouts(folder, model, batches, **settings)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_take_any_number_of_shared_prompts(llama, monkeypatch):
     graphs, compiled = [], torch.compile
 

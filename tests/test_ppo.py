@@ -253,7 +253,7 @@ def learn_on_this_rank(folder, model, reward_model, lora_rank):
         torch.save(results, folder / f"results-{learner.model.ranks}.pt")
 
 
-@pytest.mark.parametrize("lora_rank", [None, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora_rank", [pytest.param(rank, marks=pytest.mark.slow) for rank in (None, 4)])
 def test_two_ranks_learn_what_one_learns(model, reward_model, tmp_path, lora_rank):
     learn_on_this_rank(tmp_path, model, reward_model, lora_rank)
     on_ranks(2, learn_on_this_rank, tmp_path, model, reward_model, lora_rank)

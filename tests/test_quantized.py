@@ -1,8 +1,8 @@
 """Syncs of full-precision weights into an engine that torchao quantizes as it loads; train_grpo.py --quantization as a
 user runs it.
 
-pytest tests/test_quantized.py            syncs without the script
-pytest tests/test_quantized.py -m slow    a run of the script on shared devices
+pytest tests/test_quantized.py            what needs no engine
+pytest tests/test_quantized.py -m slow    syncs into an engine; a run of the script on shared devices
 pytest tests/test_quantized.py -m long    on separate devices; a benchmark of memory
 """
 
@@ -76,6 +76,7 @@ def pair(tmp_path_factory):
         yield pair
 
 
+@pytest.mark.slow
 def test_weights_are_quantized_again_at_every_sync(pair):
     from_disk = pair.rpc("digest")
     report = pair.sync()

@@ -98,6 +98,7 @@ def groups(*prompts):
     return Batch([Group(Row(p, {}, "row"), [Rollout([5], [6], [0.0], None, t) for t in ("", "x")]) for p in prompts])
 
 
+@pytest.mark.slow
 def test_functions_have_the_main_thread_of_a_process_that_has_imported_them(session):
     rewards = workers(session, "where", "has_little_time")
     time.sleep(3)  # in which engines would start

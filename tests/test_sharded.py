@@ -357,7 +357,9 @@ def test_differing_tokens_of_any_rank_are_counted_once(model, tmp_path):
     assert not second
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 1), pytest.param(1, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(*pair, marks=pytest.mark.slow) for pair in ((3, 1), (1, 3))]
+)
 def test_checkpoint_is_of_no_number_of_ranks(model, tmp_path, before, after):
     batches = [rollouts(GRPOLearner(model, config(), CPU), seed=seed) for seed in range(2)]
     for count, function, *args in ((before, save_and_go_on, model, batches), (after, resume_and_go_on, batches)):
@@ -493,6 +495,7 @@ def anonymous_memory():
     return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
 
 
+@pytest.mark.slow
 def test_rank_never_holds_more_than_its_share_and_a_tensor(model, tmp_path, monkeypatch):
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
