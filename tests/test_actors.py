@@ -192,8 +192,10 @@ with RaySession(RunArguments(), lambda *_: None):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own", ["trainer.py", "trainer/__init__.py"])
+@pytest.mark.parametrize(
+    "own",
+    [pytest.param("trainer.py", marks=pytest.mark.slow), pytest.param("trainer/__init__.py", marks=pytest.mark.long)],
+)
 def test_modules_of_the_working_folder_come_last_in_workers_and_their_processes(tmp_path, own):
     folder, script = tmp_path / "here", tmp_path / "script" / "main.py"
     for file in (folder / own, folder / "weight_sync.py", folder / "datasets.py", folder / "mine.py"):

@@ -1,7 +1,7 @@
 """Agents: what they may ask, which tokens are learned from, and how they end.
 
 pytest tests/test_agents.py            the server, without vLLM's engine
-pytest tests/test_agents.py -m slow    runs of train_grpo.py
+pytest tests/test_agents.py -m slow    a run of train_grpo.py; -m long: a command as an agent, and ahead of learning
 """
 
 import asyncio
@@ -708,11 +708,9 @@ def test_model_learns_by_an_agent_to_call_the_tool_that_knows_the_answer(script,
     assert all(row["logprobs/mismatch"] < 1e-5 for row in steps)
 
 
-SIGNALS = [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), pytest.param(signal.SIGINT, marks=pytest.mark.long)]
-
-
 @cpu_only
-@pytest.mark.parametrize("end", SIGNALS)
+@pytest.mark.long
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_command_is_an_agent_that_no_trainer_leaves_behind(script, tmp_path, end):
     """Three steps, and a fourth in whose midst the trainer ends."""
     chat_model(tmp_path / "model")

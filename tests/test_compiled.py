@@ -13,8 +13,9 @@ from trainer.topologies.link import MAX_QUANTIZED_MISMATCH
 
 
 @cpu_only
-@pytest.mark.slow
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    "quantized", [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_compiled_engine_computes_with_what_was_sent(tmp_path, quantized):
     options, bound = {}, MAX_MISMATCH
     if quantized:

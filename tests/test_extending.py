@@ -124,7 +124,7 @@ print("OK", flush=True)
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_readmes_sync_of_an_async_llm_within_a_completion(tmp_path):
     path, folder = build_tiny_model(tmp_path / "model"), copy(tmp_path / "project", *SYNC)
     (snippet,) = (code for code in code_of("docs/sync.md") if code.startswith("async def sync("))

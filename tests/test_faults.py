@@ -1,7 +1,7 @@
 """Faults in a run: it ends within seconds, says what happened, leaves no process, and --resume goes on from there.
 
 pytest tests/test_faults.py            a run that is told to end, a full disk, a taken port
-pytest tests/test_faults.py -m slow    a worker and an engine core killed
+pytest tests/test_faults.py -m slow    a worker killed in a sync
 pytest tests/test_faults.py -m long    actors and engine cores killed, in each door; a full disk; interrupts
 """
 
@@ -39,13 +39,13 @@ KILLS = [
         "syncing 3 kill VLLM::Worker_TP1",
         IN_SYNC.replace("worker 0", "worker 1"),
     ),
+]
+OTHERS = [
     (
         f"{SEPARATE} --max-staleness 2 --tensor-parallel-size 1",
         "learning 2 kill VLLM::EngineCore",
         f"{NOTICED}|{IN_SYNC}",
     ),
-]
-OTHERS = [
     (TWO_BY_TWO, "learning 2 kill ray::Trainer 1", "the trainer [01] died while learning"),
     (TWO_BY_TWO, "generating 2 kill ray::Engine 1", "the engine [01] died while generating"),
     (
@@ -182,7 +182,7 @@ def test_session_ends_its_own_processes_and_no_others():
     ("number", "to"),
     [
         (signal.SIGTERM, os.kill),
-        pytest.param(signal.SIGHUP, os.killpg, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, os.killpg, marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, os.killpg, marks=pytest.mark.slow),
     ],
 )

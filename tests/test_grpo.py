@@ -1,8 +1,8 @@
 """train_grpo.py as a user runs it, with the real engine on whatever hardware there is.
 
 pytest tests/test_grpo.py            the default run, and what is refused before one starts
-pytest tests/test_grpo.py -m slow    on separate devices; a copy of the script, resumed; two ranks
-pytest tests/test_grpo.py -m long    two engines on a device; experts; addition
+pytest tests/test_grpo.py -m slow    a copy of the script, resumed; two ranks
+pytest tests/test_grpo.py -m long    on separate devices; two engines on a device; experts; addition
 """
 
 import json
@@ -90,7 +90,7 @@ def neighbours_in(text):
     return [line.split() for line in table if line.startswith("cpu:")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_on_separate_devices_learns_and_proves_every_sync(script, tmp_path):
     flags = "--topology separate --offload-optimizer --steps 12 --learning-rate 1e-2 --output run"
     text = script("train_grpo.py", *flags.split()).finish()

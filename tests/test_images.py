@@ -527,7 +527,7 @@ run_main(train_grpo.main, parse(train_grpo.Arguments, "forgetful"))
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_engine_that_keeps_what_a_tower_made_is_found(script, tmp_path, data):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "forgetful.py").write_text(FORGETFUL)

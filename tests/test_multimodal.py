@@ -1,7 +1,7 @@
 """The text of multimodal checkpoints: what learns, what stays frozen, what is sent and saved; also in train_grpo.py.
 
 pytest tests/test_multimodal.py             without an engine
-pytest tests/test_multimodal.py -m slow     runs with an engine
+pytest tests/test_multimodal.py -m slow     two ranks; -m long: runs with an engine
 """
 
 import re
@@ -226,10 +226,10 @@ BFLOAT16 = ["--max-mismatch", 0.02, "--engine-args", '{"dtype": "bfloat16", "ena
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        pytest.param("Qwen2_5_VL", ["--tensor-parallel-size", 2], marks=pytest.mark.slow),
+        pytest.param("Qwen2_5_VL", ["--tensor-parallel-size", 2], marks=pytest.mark.long),
         pytest.param("Qwen3VL", ["--lora-rank", 2, "--task", "with_settings"], marks=pytest.mark.long),
         pytest.param("Gemma3", [], marks=pytest.mark.long),
-        pytest.param("Qwen3_5", BFLOAT16, marks=pytest.mark.slow),  # vLLM's linear attention for CPUs has no fp32
+        pytest.param("Qwen3_5", BFLOAT16, marks=pytest.mark.long),  # vLLM's linear attention for CPUs has no fp32
     ],
 )
 def test_run_from_a_saved_checkpoint_proves_every_sync(script, tmp_path, family, flags):

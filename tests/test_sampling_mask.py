@@ -235,13 +235,9 @@ def test_trainer_normalizes_over_what_vllms_sampler_leaves(tmp_path):
                 ignoring.mismatch(batch)
 
 
-LONG_DOORS = [
-    pytest.param(door, marks=pytest.mark.long) for door in ("train_ppo.py", "train_distill.py --teacher some")
-]
-
-
 @cpu_only
-@pytest.mark.parametrize("door", [pytest.param("train_grpo.py", marks=pytest.mark.slow), *LONG_DOORS])
+@pytest.mark.long
+@pytest.mark.parametrize("door", ["train_grpo.py", "train_ppo.py", "train_distill.py --teacher some"])
 def test_run_on_a_cpu_ends_before_anything_loads(script, door):
     run = script(*door.split(), "--top-p", 0.9)
     text = run.finish()

@@ -1,7 +1,7 @@
 """The flat scripts: rlhf.py, rlhf_colocate.py, rlhf_online_quant.py, rlhf_nccl.py.
 
 pytest tests/test_scripts.py            their functions, against a plain computation, and a run of rlhf.py
-pytest tests/test_scripts.py -m slow    a run of each of the others, and of rlhf.py with a killed worker and core
+pytest tests/test_scripts.py -m slow    a run of each of the others, and of rlhf.py with a killed worker
 pytest tests/test_scripts.py -m long    other processes killed, in other phases
 """
 
@@ -334,7 +334,7 @@ def test_copied_script_learns(tmp_path, script, flags):
 
 
 @cpu_only
-@pytest.mark.slow
+@pytest.mark.long
 def test_last_line_says_what_vllm_refuses(tmp_path):
     """The small model has four heads."""
     text = run_of(tmp_path, "rlhf", "--tensor-parallel-size", 3).finish()
@@ -349,7 +349,7 @@ LONG = ["--steps", 10_000, "--group-size", 16, "--max-tokens", 64]  # phases in 
 IN_SYNC = "ray::Engine.receive_weights"
 KILLS = [  # the script, the title of a process in the phase of the fault, whom it kills, the run's last line
     ("rlhf", IN_SYNC, "VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died|Engine", pytest.mark.slow),
-    ("rlhf", "ray::Engine.generate", "VLLM::EngineCore", "Engine", pytest.mark.slow),
+    ("rlhf", "ray::Engine.generate", "VLLM::EngineCore", "Engine", pytest.mark.long),
     ("rlhf", "ray::Engine.generate", "ray::Trainer", "Trainer", pytest.mark.long),
     ("rlhf", "ray::Trainer.learn", "ray::Engine", "Engine", pytest.mark.long),
     ("rlhf", "ray::Engine.load", "ray::Trainer", "Trainer", pytest.mark.long),

@@ -1,7 +1,7 @@
 """--topology servers: servers that are lost and return, what they are refused for, and a whole run.
 
 pytest tests/test_serve.py            against servers of this file's own, without an engine
-pytest tests/test_serve.py -m slow    a run with two of vLLM's, one of which is lost and returns; -m long: 20 times
+pytest tests/test_serve.py -m long    runs with two of vLLM's, one of which is lost and returns, once and 20 times
 """
 
 import asyncio
@@ -580,7 +580,8 @@ def signal_all(server: Script, number: int) -> None:
 
 
 @cpu_only
-@pytest.mark.parametrize("faults", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("faults", [1, 20])
 def test_run_outlives_its_servers_and_takes_them_in_again(script, tmp_path, faults):
     from vllm.utils.network_utils import get_open_port
 
