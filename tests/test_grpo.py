@@ -79,6 +79,7 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     spans = timeline_of(folder)
     steps, learning = spans_of(spans, "driver", "step "), spans_of(spans, "trainer", "learn")
     assert len(steps) == len(learning) == 30
+    assert len(spans_of(spans, "engine", "prepare")) == 1
     assert all(begin < learns < learned < end for (begin, end), (learns, learned) in zip(steps, learning, strict=True))
     for begin, end in spans_of(spans, "engine: prompts"):  # on-policy
         assert not [1 for learns, learned in learning if learns < end and begin < learned]

@@ -233,9 +233,9 @@ def test_engines_whose_kv_cache_is_reckoned_start_at_once():
 @pytest.mark.parametrize(
     ("level", "fits", "phases"),
     [
-        ("none", False, [("starting", ["trainer 0", "engine 0"])]),
-        ("kv", True, [("starting", ["trainer 0", "engine 0"])]),
-        ("kv", False, [("starting", ["engine 0"]), ("loading", ["trainer 0"])]),
+        ("none", False, [("starting", ["trainer 0", "engine 0", "prepared"])]),
+        ("kv", True, [("starting", ["trainer 0", "engine 0", "prepared"])]),
+        ("kv", False, [("starting", ["engine 0", "prepared"]), ("loading", ["trainer 0"])]),
     ],
 )
 def test_trainers_load_after_engines_unless_there_is_room_for_both(level, fits, phases):
@@ -247,7 +247,7 @@ def test_trainers_load_after_engines_unless_there_is_room_for_both(level, fits, 
     size = SimpleNamespace(loads_beside=lambda engines, gpu: fits and (engines, gpu) == (0.4 * 80e9, 80e9))
     args = arguments_of(train_grpo, gpu_memory_utilization=0.4)
     topology = made(args=args, gpu=SimpleNamespace(memory=80e9), size=size, level=level)
-    topology.session = SimpleNamespace(wait=wait)
+    topology.session, topology.preparing = SimpleNamespace(wait=wait), {"prepared": None}
     topology.load_trainers = lambda models: {"trainer 0": (3, "remarks")}
     topology.start_engines = lambda model: {"engine 0": 64}
     assert topology.start(Models("model", "model", None)) == (3, "remarks", 64)

@@ -79,7 +79,7 @@ class Topology:
         """Start the actors of trainer ranks and engines of this model. They import what they need, and load nothing."""
         self.trainers = ActorGroup(self.session, "trainer", cls, self.trainer_seats)
         self.engines = ActorGroup(self.session, self.engine_name, self.engine_class, self.engine_seats)
-        self.engines.begin(Engine.prepare, self.device)
+        self.preparing = self.engines.begin(Engine.prepare, self.device)
         self.gpu: GPU | None = None
         if self.device == "cuda":
             self.size = ModelSize.of(model)
@@ -89,7 +89,7 @@ class Topology:
         """Start engines and trainers. Returns the number of steps done, lines to print, and the tokens that a prompt
         and its completion may have."""
         loading = self.load_trainers(models)
-        loaded, lengths = self.session.wait("starting", loading, self.start_engines(models.loaded))
+        loaded, lengths, _ = self.session.wait("starting", loading, self.start_engines(models.loaded), self.preparing)
         return *loaded[0], lengths[0]
 
     def load_trainers(self, models: Models) -> dict[str, ray.ObjectRef]:

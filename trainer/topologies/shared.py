@@ -70,7 +70,8 @@ class Shared(Topology):
     def start(self, models: Models) -> tuple[int, str, int]:
         if self.level == "none" or self._loads_beside():
             return super().start(models)
-        lengths = self.session.wait("starting", self.start_engines(models.loaded))[0]  # and sleep, before trainers load
+        starting = self.start_engines(models.loaded), self.preparing
+        lengths = self.session.wait("starting", *starting)[0]  # and sleep, before trainers load
         loaded = self.session.wait("loading", self.load_trainers(models))[0]
         return *loaded[0], lengths[0]
 
