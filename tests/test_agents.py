@@ -45,6 +45,7 @@ from trainer.tasks.rewards import Batch, Group
 from trainer.tasks.tools import ToolArguments
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}]
+DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(950), {})
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é%d"}}\n</tool_call>'
 
 
@@ -93,7 +94,8 @@ def user(text):
 
 
 def ask(rollout, messages, **body):
-    return asyncio.run(rollout.answer({"messages": messages} | body))["choices"][0]["message"]
+    body = json.loads(json.dumps({"messages": messages} | body))
+    return asyncio.run(rollout.answer(body))["choices"][0]["message"]
 
 
 def samples_of(rollout):
@@ -155,8 +157,8 @@ def test_what_is_learned_is_what_was_sampled(template):
             if rng.random() < 0.2:
                 talk = [{"role": "system", "content": "Be <|im_end|> brief."}, user(f"{rng.random()}")]
                 talks.append(talk)
-            body = {"messages": talk} | ({"tools": TOOLS} if template != "llama3_1" else {})
-            answers = await asyncio.gather(*(rollout.answer(body) for _ in range(rng.choice([1, 1, 1, 2]))))
+            body = json.dumps({"messages": talk} | ({"tools": TOOLS} if template != "llama3_1" else {}))
+            answers = await asyncio.gather(*(rollout.answer(json.loads(body)) for _ in range(rng.choice([1, 1, 1, 2]))))
             for answer in answers:
                 message = answer["choices"][0]["message"]
                 counts["turns"] += 1
@@ -276,7 +278,6 @@ def test_calls_are_parsed_if_there_are_tools_to_call():
         ({"n": 2}, "n above 1"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "a forced tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}}, "a forced tool_choice"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": []}, "a request without messages"),
@@ -290,7 +291,7 @@ def test_calls_are_parsed_if_there_are_tools_to_call():
         ({"add_generation_prompt": False}, "add_generation_prompt"),
         ({"chat_template": "a"}, "chat_template"),
         ({"of_another_server": 1}, "of_another_server"),
-        ({"metadata": functools.reduce(lambda inner, _: [inner], range(900), 0)}, "recursion"),
+        ({"tools": [{**TOOLS[0], "function": {"name": "a", "parameters": DEEP}}]}, "recursion"),
         ({"messages": [user("a" * 300)]}, "--max-model-len"),
     ],
 )
@@ -372,10 +373,8 @@ async def with_tools(base_url, api_key, row):
     """An agent by the openai package, which streams every other answer."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         (model,) = [each.id async for each in await client.models.list()]
-        talk, options = (
-            [*row["prompt"]],
-            {"model": model, "tools": TOOLS, "temperature": 0.3, "logprobs": True, "store": False},
-        )
+        talk, options = [*row["prompt"]], {"model": model, "tools": TOOLS, "tool_choice": "required"}
+        options |= {"temperature": 0.3, "logprobs": True, "store": False}
         answer = await client.chat.completions.create(messages=talk, **options)
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
@@ -399,7 +398,7 @@ async def with_tools(base_url, api_key, row):
             await client.models.list()
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as client:
         models = await client.get(base_url.replace(f"/{api_key}", "") + "/models")
-        assert models.json()["data"][0]["id"] == model
+        assert (models.json()["data"][0]["id"], models.headers["connection"]) == (model, "close")
         assert (await client.post(f"{base_url}/responses", json={})).status_code == 404
         for content in (b"5", b"[]", b"\xff", b"[" * 100000):
             assert (await client.post(f"{base_url}/chat/completions", content=content)).status_code == 400
@@ -421,7 +420,9 @@ def test_agent_by_the_openai_package(serve, capsys):
     assert (metrics["agent/samples"], metrics["turns/mean"], metrics["agent/failure_frequency"]) == (4, 5, 0)
     assert (metrics["rewards/agent/mean"], metrics["agent/share"]) == (0.5, 0.5)
     assert not {"agent/infinite", "agent/huge"} & metrics.keys()
-    assert capsys.readouterr().out.count("agents set temperature, which the run's own sampling replaces") == 1
+    assert (
+        capsys.readouterr().out.count("agents set temperature, tool_choice, which the run's own sampling replaces") == 1
+    )
 
 
 async def impatient(base_url, api_key, row):
@@ -557,7 +558,7 @@ def test_step_without_a_token_is_an_error(serve):
         ({"agent_command": "no-such-program {row}"}, "ended with status 127: .*no-such-program: not found"),
         ({"agent_command": "python '"}, "raised ValueError: No closing quotation"),
         ({"agent": "test_agents:nothing", "reward": ["test_agents:agent"]}, "the run has a reward of this name"),
-        ({"agent": "test_agents:nothing", "dataset": None}, "--dataset is missing"),
+        ({"agent": "test_agents:nothing", "dataset": None}, "--dataset is missing: an agent gets a row of it, or of"),
     ],
 )
 def test_agent_that_cannot_be_called_is_refused(serve, flags, error):

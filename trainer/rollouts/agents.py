@@ -8,7 +8,6 @@ then. So a rollout has one sample or several, and each token that was sampled is
 """
 
 import asyncio
-import copy
 import json
 import math
 import secrets
@@ -57,9 +56,8 @@ class AgentRollout:
 
     async def answer(self, body: dict) -> dict:
         """OpenAI's answer to the body of a request for a chat completion. Raises Refused."""
-        request, messages = _validated(body)
+        request, messages, keys = _validated(body)
         tools, stop = body.get("tools"), request["stop"]
-        keys = (json.dumps(tools, sort_keys=True), *map(_key, messages))
         self.turns, index = self.turns + 1, self.turns  # in the order of the requests, which the seeds follow
         sample = self._continued(messages, keys) or await self._begun(messages, tools)
         sample.schemas = None if request["tool_choice"] == "none" else tools
@@ -140,15 +138,13 @@ class AgentServer:
 
     def __init__(self, agent: Agent):
         import uvicorn
-        from starlette.applications import Starlette
-        from starlette.routing import Route
 
         self.agent, self.rollouts = agent, {}  # by their keys
         self.calls: set[asyncio.Future] = set()
         self.remarks: set[str] = set()  # that were printed
-        app = Starlette(routes=[Route("/{path:path}", self._respond, methods=["GET", "POST"])])
-        options = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
-        self.server = uvicorn.Server(uvicorn.Config(app, timeout_keep_alive=3600, **options))
+        options = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none", "interface": "asgi3"}
+        options["headers"] = [("connection", "close")]  # for each request, httpx polls all that its pool has kept
+        self.server = uvicorn.Server(uvicorn.Config(self._respond, **options))
         listening, self.loop = socket.create_server(("127.0.0.1", 0)), event_loop("conversations")
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         asyncio.run_coroutine_threadsafe(self.server.serve([listening]), self.loop)
@@ -189,37 +185,40 @@ class AgentServer:
                 if isinstance(error, BaseException) and not isinstance(error, Refused):
                     raise error
 
-    async def _respond(self, request):
+    async def _respond(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """The ASGI application."""
+        from starlette.requests import Request
         from starlette.responses import JSONResponse, StreamingResponse
 
-        path, text = request.path_params["path"], await request.body()
+        request = Request(scope, receive)
+        path, text = scope["path"], await request.body()
         key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        rollout = self.rollouts.get(path.partition("/")[0]) or self.rollouts.get(key)
+        rollout = self.rollouts.get(path[1:].partition("/")[0]) or self.rollouts.get(key)
         try:
             if not rollout:
                 raise Refused("no completion is being made with this key", 401)
-            if path.endswith("v1/models"):
+            if path.endswith("/v1/models"):
                 model = {"id": AGENT, "object": "model", "created": 0, "owned_by": "trainer"}
-                return JSONResponse({"object": "list", "data": [model]})
-            if not path.endswith("v1/chat/completions"):
+                response = JSONResponse({"object": "list", "data": [model]})
+            elif path.endswith("/v1/chat/completions"):
+                answer, body = await self._answer(rollout, text, request)
+                events = _events(answer, body) if body.get("stream") else None
+                response = StreamingResponse(events, media_type="text/event-stream") if events else JSONResponse(answer)
+            else:
                 raise Refused("only /v1/chat/completions and /v1/models are here", 404)
-            answer, body = await self._answer(rollout, text, request)
         except Refused as error:
             message, status = error.args
             about = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-            return JSONResponse({"error": about}, status)
-        return (
-            StreamingResponse(_events(answer, body), media_type="text/event-stream")
-            if body.get("stream")
-            else JSONResponse(answer)
-        )
+            response = JSONResponse({"error": about}, status)
+        await response(scope, receive, send)
 
     async def _answer(self, rollout: AgentRollout, text: bytes, client) -> tuple[dict, dict]:
         """The answer to this body, and what it says. If a client waits no longer, its request goes on, and is answered
         to the next one with the same body."""
         if not isinstance(body := json_of(text), dict):
             raise Refused("the body is no JSON object", 400)
-        if ignored := [name for name in IGNORED if body.get(name) is not None]:
+        ignored = [name for name in IGNORED if body.get(name) is not None]
+        if ignored := ignored + ["tool_choice"] * (body.get("tool_choice") == "required"):
             self._say(f"agents set {', '.join(ignored)}", ", which the run's own sampling replaces")
         known = list(rollout.requests.items())
         repeated = (asked for asked, (same, gone) in known if same == text and await gone.is_disconnected())
@@ -237,20 +236,23 @@ class AgentServer:
             print(f"{remark}{more}", flush=True)
 
 
-def _validated(body: dict) -> tuple[dict, list[dict]]:
-    """The fields of the body as vLLM's ChatCompletionRequest has them, with "stop" as a list, and its messages as chat
-    templates take them. Raises Refused for what is malformed, and for what would be sampled in another way than the
-    run's: a field that is not TAKEN may have its default."""
+def _validated(body: dict) -> tuple[dict, list[dict], tuple[str, ...]]:
+    """The fields of the body as vLLM's ChatCompletionRequest has them, with "stop" as a list, its messages as chat
+    templates take them, and the keys of its tools and of these. Raises Refused for what is malformed, and for what
+    would be sampled in another way than the run's: a field that is not TAKEN may have its default. Changes the body's
+    messages, as vLLM does: "reasoning_content" becomes "reasoning"."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     try:
-        request, default = (dict(ChatCompletionRequest(**own)) for own in (copy.deepcopy(body), {"messages": []}))
+        request, fields = dict(ChatCompletionRequest(**body)), ChatCompletionRequest.model_fields
         messages, stop = _plain(body["messages"]), request["stop"]
+        keys = (json.dumps(body.get("tools"), sort_keys=True), *map(_key, messages))
         request["stop"] = [*map(unicode_text, [stop] if isinstance(stop, str) else stop or [])]
+        default = {name: fields[name].get_default(call_default_factory=True) for name in fields.keys() & body.keys()}
         refused = {name: (request[name] or None) != (default.get(name) or None) for name in body.keys() - TAKEN} | {
             "n above 1": (request["n"] or 1) > 1,
             "response_format": request["response_format"] and request["response_format"].type != "text",
-            "a forced tool_choice": request["tool_choice"] not in (None, "none", "auto"),
+            "a forced tool_choice": request["tool_choice"] not in (None, "none", "auto", "required"),
             "max_tokens below 1": any(request[name] is not None and request[name] < 1 for name in LIMITS),
             "an empty stop": "" in request["stop"],
             "a request without messages": not messages,
@@ -259,7 +261,7 @@ def _validated(body: dict) -> tuple[dict, list[dict]]:
         raise Refused(" ".join(str(error).split()), 400) from error
     if any(refused.values()):
         raise Refused(f"the trainer does not take {', '.join(filter(refused.get, refused))}", 400)
-    return request, messages
+    return request, messages, keys
 
 
 def _plain(messages: list[dict]) -> list[dict]:

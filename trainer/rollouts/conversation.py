@@ -9,7 +9,9 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -219,17 +221,14 @@ def parse(tools: Tools, schemas: list[dict] | None, ids: list[int], ended: bool,
     """A turn of the policy as a message. What comes before `</think>` calls no tools, and what vLLM's parser does not
     recognize as calls is plain text. With `schemas` None, there are no tools to call. If the turn has `ended`, its last
     token is no text. It may have a text of `stop` at its end, which is left out."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    tokenizer = tools.template.tokenizer
+    tokenizer, parsed = tools.template.tokenizer, None
     # Special tokens may delimit calls.
     text = _until(stop, tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False))
-    request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=schemas or None)
     message, said = _without_reasoning(text)
-    try:
-        parsed = tools.parser(request.tools).extract_tool_calls(said, request) if schemas is not None else None
-    except Exception:  # of some parsers, for calls that are malformed or nested too deeply
-        parsed = None
+    if schemas is not None:
+        with suppress(Exception):  # of some parsers, for calls that are malformed or nested too deeply
+            request = _request_with(json.dumps(schemas))
+            parsed = tools.parser(request.tools).extract_tool_calls(said, request)
     if not parsed or not parsed.tool_calls:  # some parsers say that tools are called, and find no call they can read
         message, said = _without_reasoning(_until(stop, tokenizer.decode(ids, skip_special_tokens=True)))
         return message | {"content": said}
@@ -238,6 +237,14 @@ def parse(tools: Tools, schemas: list[dict] | None, ids: list[int], ended: bool,
         function = {"name": call.function.name, "arguments": json_of(call.function.arguments)}
         calls.append({"type": "function", "function": function})
     return message | {"content": parsed.content or "", "tool_calls": calls}
+
+
+@lru_cache(maxsize=1000)
+def _request_with(schemas: str):
+    """vLLM's request with the tools of this JSON, which takes it longer to make than to parse a turn."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=json.loads(schemas) or None)
 
 
 def _without_reasoning(text: str) -> tuple[dict, str]:

@@ -38,7 +38,7 @@ class UserThread:
 
     def __init__(self):
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
+        self.works = False
 
     def begin(self, function: Callable, /, **arguments) -> Future:
         """Call a function in this thread, or a coroutine function in the users' event loop."""
@@ -48,6 +48,9 @@ class UserThread:
                 return await function(**arguments)
 
             return _in_event_loop(call())
+        if not self.works:  # a caller of coroutines needs no thread
+            self.works = True
+            threading.Thread(target=self._work, daemon=True).start()
         future = Future()
         self.jobs.put(partial(_run, partial(function, **arguments), future))
         return future
