@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from ..learning.rollout import Rollout, SamplingMask
 from ..tasks.dataset import Row, content_text
 from ..tasks.environment import Environment
 from ..tasks.rewards import Group
-from ..tasks.tools import Tools
+from ..tasks.tools import Tools, request_with
 
 
 @dataclass
@@ -64,7 +63,12 @@ class Transcript:
         """Append messages that others have written, with these token ids."""
         self.messages += messages
         self.ids += ids
-        self.parts.append(_answered(ids, self.parts[-1]))
+        before, count = self.parts[-1], len(ids)
+        versions = None if before.versions is None else np.full(count, before.versions[-1], np.int32)
+        logprobs = np.zeros(count if len(before.logprobs) else 0, np.float32)  # an evaluation has none
+        mask = before.sampling_mask and SamplingMask(np.zeros(0, np.int32), np.zeros(count, np.int32))
+        unsampled = {"versions": versions, "sampling_mask": mask, "sampled": np.zeros(count, bool)}
+        self.parts.append(Rollout([], ids, logprobs, **unsampled))
 
     def rollout(self) -> Rollout:
         """The whole completion, without rewards."""
@@ -227,7 +231,7 @@ def parse(tools: Tools, schemas: list[dict] | None, ids: list[int], ended: bool,
     message, said = _without_reasoning(text)
     if schemas is not None:
         with suppress(Exception):  # of some parsers, for calls that are malformed or nested too deeply
-            request = _request_with(json.dumps(schemas))
+            request = request_with(json.dumps(schemas))
             parsed = tools.parser(request.tools).extract_tool_calls(said, request)
     if not parsed or not parsed.tool_calls:  # some parsers say that tools are called, and find no call they can read
         message, said = _without_reasoning(_until(stop, tokenizer.decode(ids, skip_special_tokens=True)))
@@ -237,14 +241,6 @@ def parse(tools: Tools, schemas: list[dict] | None, ids: list[int], ended: bool,
         function = {"name": call.function.name, "arguments": json_of(call.function.arguments)}
         calls.append({"type": "function", "function": function})
     return message | {"content": parsed.content or "", "tool_calls": calls}
-
-
-@lru_cache(maxsize=1000)
-def _request_with(schemas: str):
-    """vLLM's request with the tools of this JSON, which takes it longer to make than to parse a turn."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=json.loads(schemas) or None)
 
 
 def _without_reasoning(text: str) -> tuple[dict, str]:
@@ -276,11 +272,3 @@ def unicode_text(text: str) -> str:
 
 def _until(stop: Sequence[str], text: str) -> str:
     return text[: min((text.index(own) for own in stop if own in text), default=len(text))]
-
-
-def _answered(ids: list[int], before: Rollout) -> Rollout:
-    """The tokens of answers after a turn, which count as not sampled."""
-    versions = None if before.versions is None else np.full(len(ids), before.versions[-1], np.int32)
-    logprobs = np.zeros(len(ids) if len(before.logprobs) else 0, np.float32)  # an evaluation has none
-    mask = before.sampling_mask and SamplingMask(np.zeros(0, np.int32), np.zeros(len(ids), np.int32))
-    return Rollout([], ids, logprobs, versions=versions, sampling_mask=mask, sampled=np.zeros(len(ids), bool))

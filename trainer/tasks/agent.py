@@ -43,25 +43,21 @@ class Agent(Tools):
         # For threads: to encode text that has special tokens as text sets a switch of the other tokenizer.
         self.prompts = ChatTemplate(copy.deepcopy(template.tokenizer), template.options)
 
-    def schemas_of(self, row: Row) -> list[dict] | None:
-        return row.columns.get("tools")
-
     async def call(self, base_url: str, api_key: str, row: Row) -> dict:
         """What it returned for this row, with its "reward", or {"error": text}."""
         own = copy.deepcopy({"prompt": row.prompt} | row.columns)  # the agent may change what it gets
-        thread = UserThread()
         try:
             async with asyncio.timeout(self.timeout) as limit:
                 if self.command:
                     return self._checked(await self._run(base_url, api_key, own))
+                thread = UserThread()
                 begun = thread.begin(self.function, base_url=base_url, api_key=api_key, row=own)
+                thread.jobs.put(None)  # it ends after the call
                 return self._checked(await asyncio.wrap_future(begun))
         except (Exception, asyncio.CancelledError) as error:  # of the user's code, which may cancel itself
             if limit.expired():
                 return {"error": f"{self.flag} took longer than {self.timeout:g} s (the setting agent_timeout)"}
             return {"error": str(error if isinstance(error, TaskError) else failed(self.flag, error))}
-        finally:
-            thread.jobs.put(None)  # it ends after the call
 
     async def _run(self, base_url: str, api_key: str, row: dict):
         """Run the command, and return what its last line says. No process of its group outlives the call, or the

@@ -15,10 +15,11 @@ import asyncio
 import copy
 import inspect
 import itertools
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated
 
 from annotated_types import Ge, Gt
@@ -105,18 +106,16 @@ class Tools:
 
     def prepare(self, template: ChatTemplate) -> None:
         """Prepare for conversations in this chat template."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tokenizers.hf import get_cached_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
         self.template = template
         if self.functions or self.args.environment:  # an agent's requests may have none
             self.template.check_tools()
-        request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}])
         tokenizer = get_cached_tokenizer(template.tokenizer)  # most parsers read the whole vocabulary, in every turn
         try:
             self.parser = partial(ToolParserManager.get_tool_parser(self.args.tool_parser), tokenizer)
-            self.parser().extract_tool_calls("", request)
+            self.parser().extract_tool_calls("", request_with("null"))
         except Exception as error:  # an unknown name, a tokenizer without its tokens, or calls that only servers find
             raise TaskError(f"--tool-parser {self.args.tool_parser}: {type(error).__name__}: {error}") from error
 
@@ -165,6 +164,14 @@ class Tools:
             has_reward = type(instance) is cls and not environment.lost
             calls.append(environment.begin(instance.get_reward) if has_reward else None)
         return [call and call.result() for call in calls]
+
+
+@lru_cache(maxsize=1000)
+def request_with(schemas: str):
+    """vLLM's request with tools of these schemas, as JSON. Parsers want one; to make it takes longer than to parse."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=json.loads(schemas) or None)
 
 
 def _schema(tool: Callable) -> dict:
