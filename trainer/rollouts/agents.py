@@ -217,8 +217,7 @@ class AgentServer:
         to the next one with the same body."""
         if not isinstance(body := json_of(text), dict):
             raise Refused("the body is no JSON object", 400)
-        ignored = [name for name in IGNORED if body.get(name) is not None]
-        if ignored := ignored + ["tool_choice"] * (body.get("tool_choice") == "required"):
+        if ignored := [name for name in IGNORED if body.get(name) is not None]:
             self._say(f"agents set {', '.join(ignored)}", ", which the run's own sampling replaces")
         known = list(rollout.requests.items())
         repeated = (asked for asked, (same, gone) in known if same == text and await gone.is_disconnected())
@@ -252,7 +251,7 @@ def _validated(body: dict) -> tuple[dict, list[dict], tuple[str, ...]]:
         refused = {name: (request[name] or None) != (default.get(name) or None) for name in body.keys() - TAKEN} | {
             "n above 1": (request["n"] or 1) > 1,
             "response_format": request["response_format"] and request["response_format"].type != "text",
-            "a forced tool_choice": request["tool_choice"] not in (None, "none", "auto", "required"),
+            "a forced tool_choice": request["tool_choice"] not in (None, "none", "auto"),
             "max_tokens below 1": any(request[name] is not None and request[name] < 1 for name in LIMITS),
             "an empty stop": "" in request["stop"],
             "a request without messages": not messages,
