@@ -47,7 +47,7 @@ run: venv  ## rlhf.py to its end, on GPUs or without
 quick: venv  ## the tests without an engine, in under a minute
 	$(PYTEST) $(addprefix tests/test_,learner.py model.py objectives.py copies.py transport.py shared_memory.py replay.py)
 
-test: lint  ## the linter and the main tests: 9 minutes on 2 cores
+test: lint  ## the linter and the main tests: 8 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadfile
 
 test-rest: venv  ## more runs of scripts, with faults, and families of models, two at a time: about half an hour

@@ -45,7 +45,7 @@ from trainer.tasks.rewards import Batch, Group
 from trainer.tasks.tools import ToolArguments
 
 TOOLS = [{"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}]
-DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(950), {})
+DEEP = functools.reduce(lambda inner, _: {"a": inner}, range(995), {})  # too deep to be encoded
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é%d"}}\n</tool_call>'
 
 
@@ -299,7 +299,7 @@ def test_calls_are_parsed_if_there_are_tools_to_call():
 def test_what_cannot_be_sampled_as_the_run_samples_is_refused(body, reason):
     rollout, policy = asked(lambda: "no", max_model_len=200)
     with pytest.raises(Refused, match=reason) as refused:
-        ask(rollout, **{"messages": [user("go")]} | body)
+        asyncio.run(rollout.answer({"messages": [user("go")]} | body))
     assert refused.value.args[1] == 400
     assert not policy.turns
 

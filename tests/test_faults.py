@@ -319,6 +319,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaving", [False, True])
 def test_engines_actor_goes_with_its_processes_unless_it_ended_them(tmp_path, leaving):
     (tmp_path / "main.py").write_text(CHILD_OF_AN_ACTOR)

@@ -101,6 +101,7 @@ def test_weights_are_quantized_again_at_every_sync(pair):
     assert pair.rpc("digest") == whole
 
 
+@pytest.mark.slow
 def test_comparison_sees_what_changes(pair):
     pair.set(pair.original)
     pair.sync()
@@ -117,6 +118,7 @@ def test_comparison_sees_what_changes(pair):
     assert compare(pair) == (16, 2)
 
 
+@pytest.mark.slow
 def test_adapters_are_quantized_with_what_they_adapt(pair):
     pair.set(pair.original)
     pair.sync()
@@ -136,6 +138,7 @@ def test_adapters_are_quantized_with_what_they_adapt(pair):
     pair.connect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("growth", [1.01, 1.03, 0.97])
 def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
     pair.set(pair.original)
@@ -152,6 +155,7 @@ def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
     assert compare(pair)[0] == 16
 
 
+@pytest.mark.slow
 def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     pair.set(pair.original)
     pair.sync()

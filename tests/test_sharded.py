@@ -146,7 +146,7 @@ def learn_all_sizes(folder, models, batches):
         torch.save(results, folder / f"sizes-{learner.model.ranks}.pt")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [pytest.param(count, marks=pytest.mark.slow) for count in (2, 3)])
 def test_ranks_share_tied_weights_of_any_number_of_rows(tmp_path, ranks):
     sizes = [(301, True), (261, True), (302, True), (2, True), (301, False)]
     models, batches = [], []

@@ -127,7 +127,7 @@ def test_copy_that_was_not_recorded_is_found_and_reloaded(pair):
     assert pair.mismatch() < 1e-5
 
 
-@pytest.mark.parametrize("bucket_bytes", [1024, 66_048, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", [pytest.param(1024, marks=pytest.mark.slow), 66_048, 1 << 20])
 def test_buckets_of_any_size(pair, monkeypatch, bucket_bytes):
     monkeypatch.setattr(
         buckets, "STAGING_BYTES", buckets.STAGING_BUFFERS * bucket_bytes
