@@ -50,7 +50,7 @@ quick: venv  ## the tests without an engine, in under a minute
 test: lint  ## the linter and the main tests: 8 minutes on 2 cores
 	$(PYTEST) -n 2 --dist loadfile
 
-test-rest: venv  ## more runs of scripts, with faults, and families of models, two at a time: about half an hour
+test-rest: venv  ## more runs of scripts, with faults, and families of models, two at a time: 20 minutes
 	$(PYTEST) -m slow -n 2 --dist worksteal
 
 test-long: venv  ## more runs of the same kinds, by hand before a release
