@@ -60,7 +60,7 @@ def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantag
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The log-probabilities [b, T] of ids [b, T] in the distributions with these logits [b, T, V]."""
     return (logits.float() / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
 
@@ -138,7 +138,7 @@ class Trainer:
         self.device, self.max_mismatch = torch.device(device, 0), None
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         # Fused on a GPU: there are no logits in fp32, which would take most of the memory.
-        self.chosen_logprobs = torch.compile(chosen_logprobs, dynamic=True, disable=device == "cpu")
+        self.token_logprobs = torch.compile(token_logprobs, dynamic=True, disable=device == "cpu")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
         return ray.util.get_node_ip_address(), get_open_port()
 
@@ -178,7 +178,7 @@ class Trainer:
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
-        return self.chosen_logprobs(logits, ids[:, 1:]), engine_logprobs[:, 1:], mask[:, 1:]
+        return self.token_logprobs(logits, ids[:, 1:]), engine_logprobs[:, 1:], mask[:, 1:]
 
 
 def main(args: argparse.Namespace) -> str:

@@ -62,7 +62,7 @@ def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantag
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def chosen_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """The log-probabilities [b, T] of ids [b, T] in the distributions with these logits [b, T, V]."""
     return (logits.float() / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
 
@@ -163,7 +163,7 @@ class Trainer:
         dist.init_process_group("nccl" if cuda else "gloo", init_method=url, rank=rank, world_size=ranks)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         # Fused on a GPU: there are no logits in fp32, which would take most of the memory.
-        self.chosen_logprobs = torch.compile(chosen_logprobs, dynamic=True, disable=device == "cpu")
+        self.token_logprobs = torch.compile(token_logprobs, dynamic=True, disable=device == "cpu")
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None, reduce_dtype=torch.float32)
         for block in max((m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)), key=len):
             fully_shard(block, mp_policy=precision)
@@ -211,7 +211,7 @@ class Trainer:
         engine_logprobs = padded([[0.0] * len(sample.prompt_ids) + sample.logprobs for sample in samples])
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
-        return self.chosen_logprobs(logits, ids[:, 1:]), engine_logprobs[:, 1:], mask[:, 1:]
+        return self.token_logprobs(logits, ids[:, 1:]), engine_logprobs[:, 1:], mask[:, 1:]
 
 
 def main(args: argparse.Namespace) -> str:

@@ -407,6 +407,22 @@ async def with_tools(base_url, api_key, row):
     return {"reward": row["answer"], "share": 0.5, "text": text} | others
 
 
+def with_tools_of_its_own(row):
+    return row | {"tools": TOOLS}
+
+
+def test_tools_of_a_row_count_for_its_prompts_length(tmp_path):
+    tokenizer = chat_model(tmp_path)
+    tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    own = {"dataset": "test_agents:prompts", "agent": "test_agents:with_tools", "tool_parser": "pythonic"}
+    maps = None, "test_agents:with_tools_of_its_own"
+    tasks = [task_of(arguments_of(train_grpo, **own, map=each)).tokenized(str(tmp_path), 1000) for each in maps]
+    assert all(
+        len(row.prompt_ids) + 20 < len(more.prompt_ids) for row, more in zip(*(t.rows for t in tasks), strict=True)
+    )
+
+
 def test_agent_by_the_openai_package(serve, capsys):
     batch = serve(agent="test_agents:with_tools", reward=["test_agents:by_answer"], reward_weights=[0.1, 2.0])
     for rollout, answer in zip(batch.rollouts, (1, 1, 0, 0), strict=True):

@@ -67,8 +67,8 @@ class Transcript:
         versions = None if before.versions is None else np.full(count, before.versions[-1], np.int32)
         logprobs = np.zeros(count if len(before.logprobs) else 0, np.float32)  # an evaluation has none
         mask = before.sampling_mask and SamplingMask(np.zeros(0, np.int32), np.zeros(count, np.int32))
-        unsampled = {"versions": versions, "sampling_mask": mask, "sampled": np.zeros(count, bool)}
-        self.parts.append(Rollout([], ids, logprobs, **unsampled))
+        sampled = np.zeros(count, bool)
+        self.parts.append(Rollout([], ids, logprobs, versions=versions, sampling_mask=mask, sampled=sampled))
 
     def rollout(self) -> Rollout:
         """The whole completion, without rewards."""

@@ -43,6 +43,9 @@ class Agent(Tools):
         # For threads: to encode text that has special tokens as text sets a switch of the other tokenizer.
         self.prompts = ChatTemplate(copy.deepcopy(template.tokenizer), template.options)
 
+    def schemas_of(self, row: Row) -> list[dict] | None:
+        return row.columns.get("tools")
+
     async def call(self, base_url: str, api_key: str, row: Row) -> dict:
         """What it returned for this row, with its "reward", or {"error": text}."""
         own = copy.deepcopy({"prompt": row.prompt} | row.columns)  # the agent may change what it gets

@@ -248,8 +248,10 @@ def load_task(
     environment, reward_models = tools and tool_args.environment, ["reward_model"] if reward_model else []
     reward_models += [AGENT] * isinstance(tools, Agent)
     if not args.dataset and not environment:
-        asked = "" if isinstance(tools, Agent) else f"--task {args.task} has no default"
-        raise TaskError(f"--dataset is missing: {asked or 'an agent gets a row of it, or of the dataset of a --task'}")
+        reason = f"--task {args.task} has no default"
+        if isinstance(tools, Agent):
+            reason = "an agent gets a row of it, or of the dataset of a --task"
+        raise TaskError(f"--dataset is missing: {reason}")
     if not args.dataset and tools.rows_choose:
         raise TaskError(
             f"--dataset is missing: --environment {environment} names several: each row of a dataset chooses one"
