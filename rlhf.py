@@ -60,11 +60,6 @@ def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantag
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The log-probabilities [b, T] of ids [b, T] in the distributions with these logits [b, T, V]."""
-    return (logits.float() / TEMPERATURE).log_softmax(-1).gather(2, ids[..., None])[..., 0]
-
-
 class Sample(NamedTuple):
     prompt_ids: list[int]
     ids: list[int]  # of the completion
@@ -104,13 +99,19 @@ class Engine:
         from vllm import SamplingParams
 
         generate = self.llm.generate if isinstance(prompts[0], str) else self.llm.chat
-        # logprobs=0: of the sampled tokens alone
-        params = SamplingParams(temperature=TEMPERATURE, max_tokens=max_tokens, logprobs=0, flat_logprobs=True)
-        return [
-            Sample(list(request.prompt_token_ids), list(output.token_ids), list(output.logprobs.logprobs), output.text)
-            for request in generate(prompts, params, use_tqdm=False)
-            for output in request.outputs
-        ]
+        params = SamplingParams(
+            temperature=TEMPERATURE,
+            max_tokens=max_tokens,
+            logprobs=0,  # of the sampled tokens alone
+            flat_logprobs=True,
+            detokenize=False,  # vLLM would decode token by token
+        )
+        tokenizer, samples = self.llm.get_tokenizer(), []
+        for request in generate(prompts, params, use_tqdm=False):
+            (output,) = request.outputs
+            text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+            samples.append(Sample(request.prompt_token_ids, output.token_ids, output.logprobs.logprobs, text))
+        return samples
 
     def connect(self, address: str, port: int, world_size: int) -> None:
         """Have the workers join the trainer, which is rank 0."""
@@ -137,8 +138,6 @@ class Trainer:
 
         self.device, self.max_mismatch = torch.device(device, 0), None
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
-        # Fused on a GPU: there are no logits in fp32, which would take most of the memory.
-        self.token_logprobs = torch.compile(token_logprobs, dynamic=True, disable=device == "cpu")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
         return ray.util.get_node_ip_address(), get_open_port()
 
@@ -178,7 +177,10 @@ class Trainer:
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
-        return self.token_logprobs(logits, ids[:, 1:]), engine_logprobs[:, 1:], mask[:, 1:]
+        # Row by row, since copies of all logits in fp32 would fill the GPU
+        pairs = zip(logits, ids[:, 1:, None], strict=True)
+        rows = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0] for row, tokens in pairs]
+        return torch.stack(rows), engine_logprobs[:, 1:], mask[:, 1:]
 
 
 def main(args: argparse.Namespace) -> str:
