@@ -115,7 +115,7 @@ def main(args: Arguments) -> None:
                 run.log_step(step, batch, report, metrics)
                 if args.engine.quantization and (run.saves(step) or step in (steps_done + 1, args.run.steps)):
                     # Adam's first update is as large as the learning rate. Later ones may be too small for a scale.
-                    updated = metrics["grad_norm"] > 0 and metrics["learning_rate"] > 0  # a warm-up's first rate is 0
+                    updated = all(metrics.get(name) for name in ("grad_norm", "learning_rate"))  # a warm-up begins at 0
                     topology.compare(must_change=step == 1 and updated)
 
             # 5. Generate again, and prove the last sync

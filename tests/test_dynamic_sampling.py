@@ -72,3 +72,5 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(load, rounds, pro
     assert asked in (None, seen)
     assert counts == differ
     assert len(set(seeds)) == len(seeds)  # of all steps and rounds
+    batch_of(engine := Engines(its_number, version=task.steps), task.steps + 1)
+    assert len(engine.calls) == 4  # nobody learns from the batch that proves the last sync

@@ -54,6 +54,7 @@ from trainer.run.models import choose_models
                 ('{"method":"mtp"}', "(speculative"),
             )
         ),
+        (train_grpo, '--engine-args {"speculative_config":"ngram"}', "must be an object, and is 'ngram'"),
         (train_distill, "--group-size 1 --reward-coef 1", "--reward-coef needs a --group-size of 2 or more"),
     ],
 )

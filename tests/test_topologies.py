@@ -223,7 +223,9 @@ def test_engines_of_a_gpu_start_one_after_another_if_vllm_measures_free_memory()
 
 
 def test_engines_whose_kv_cache_is_reckoned_start_at_once():
-    starting = shared_by_engines(lambda memory, workers: (memory, workers)).start_engines("model")
+    topology = shared_by_engines(lambda memory, workers: (memory, workers))
+    topology.settle_kv_cache()
+    starting = topology.start_engines("model")
     assert [(number, bundles) for number, *_, bundles in starting.values()] == [
         (0, [0, 1]), (1, [2, 3]), (2, [0, 1]), (3, [2, 3]),
     ]  # fmt: skip
@@ -231,22 +233,31 @@ def test_engines_whose_kv_cache_is_reckoned_start_at_once():
 
 
 @pytest.mark.parametrize(
-    ("level", "fits", "phases"),
+    ("level", "kv_cache_bytes", "fits", "phases"),
     [
-        ("none", False, [("starting", ["trainer 0", "engine 0", "prepared"])]),
-        ("kv", True, [("starting", ["trainer 0", "engine 0", "prepared"])]),
-        ("kv", False, [("starting", ["engine 0", "prepared"]), ("loading", ["trainer 0"])]),
+        ("none", 8e9, False, [("starting", ["trainer 0", "engine 0", "prepared"])]),
+        ("kv", 8e9, True, [("starting", ["trainer 0", "engine 0", "prepared"])]),
+        ("kv", 8e9, False, [("starting", ["engine 0", "prepared"]), ("loading", ["trainer 0"])]),
+        ("kv", None, True, [("starting", ["engine 0", "prepared"]), ("loading", ["trainer 0"])]),
+        ("none", None, True, [("starting", ["engine 0", "prepared"]), ("loading", ["trainer 0"])]),
     ],
 )
-def test_trainers_load_after_engines_unless_there_is_room_for_both(level, fits, phases):
+def test_trainers_load_after_engines_unless_there_is_room_for_both(level, kv_cache_bytes, fits, phases):
+    """And after vLLM has measured the free memory, if it does."""
+
     def wait(phase, *groups):
         waited.append((phase, [name for calls in groups for name in calls]))
         return [[*calls.values()] for calls in groups]
 
     waited = []
-    size = SimpleNamespace(loads_beside=lambda engines, gpu: fits and (engines, gpu) == (0.4 * 80e9, 80e9))
-    args = arguments_of(train_grpo, gpu_memory_utilization=0.4)
-    topology = made(args=args, gpu=SimpleNamespace(memory=80e9), size=size, level=level)
+    size = SimpleNamespace(
+        loads_beside=lambda engines, gpu: fits and (engines, gpu) == (0.4 * 80e9, 80e9),
+        kv_cache_bytes=lambda memory, workers: kv_cache_bytes,
+    )
+    args = arguments_of(train_grpo, gpu_memory_utilization=0.4, tensor_parallel_size=1)
+    setting = EngineSetting("cuda")
+    gpu = SimpleNamespace(memory=80e9)
+    topology = made(args=args, gpu=gpu, size=size, setting=setting, memory_share=0.4, level=level)
     topology.session, topology.preparing = SimpleNamespace(wait=wait), {"prepared": None}
     topology.load_trainers = lambda models: {"trainer 0": (3, "remarks")}
     topology.start_engines = lambda model: {"engine 0": 64}

@@ -31,6 +31,8 @@ def engine_options(text: str) -> str:
         where = "the model's preprocessor_config.json, for the trainer as well"
         raise ValueError(f"what mm_processor_kwargs would set belongs in {where}")
     draft = options.get("speculative_config") or {}
+    if not isinstance(draft, dict):
+        raise ValueError(f"speculative_config must be an object, and is {draft!r}")
     if draft and (method := draft.get("method") or draft.get("model")) not in WEIGHTLESS:
         raise ValueError(
             f"no sync brings the draft's weights (speculative_config: {method}); ngram and suffix have none"

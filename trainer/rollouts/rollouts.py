@@ -112,7 +112,7 @@ class Rollouts:
             rows = self.task.draw(self.last_begun)
             self.batches.append(self._begin(_Request(rows, self.config, self.last_begun, rewarded=self.rewarded)))
         batch = self._wait_for(self.batches.popleft())
-        if self.args.dynamic_sampling:
+        if self.args.dynamic_sampling and step <= self.task.steps:  # the batch after them is for the proof alone
             batch = self._resample(batch, step, self.args.dynamic_sampling)
         batch = self._with_staleness(batch, step)
         batch.metrics |= self._generation_speed()

@@ -68,7 +68,9 @@ class Shared(Topology):
         super().start_actors(cls, model)
 
     def start(self, models: Models) -> tuple[int, str, int]:
-        if self.level == "none" or self._loads_beside():
+        self.settle_kv_cache()
+        measures = self.gpu and not self.setting.kv_cache_bytes  # vLLM, the free memory; so trainers load afterwards
+        if not measures and (self.level == "none" or self._loads_beside()):
             return super().start(models)
         starting = self.start_engines(models.loaded), self.preparing
         lengths = self.session.wait("starting", *starting)[0]  # and sleep, before trainers load
@@ -76,7 +78,6 @@ class Shared(Topology):
         return *loaded[0], lengths[0]
 
     def start_engines(self, model: str) -> dict[str, ray.ObjectRef]:
-        self.settle_kv_cache()
         if self.setting.kv_cache_bytes or not self.gpu:
             return super().start_engines(model)
         # vLLM measures the free memory, so those of a GPU start one after another.
