@@ -4,13 +4,13 @@
     python rlhf.py --tensor-parallel-size 1    # 2 GPUs
     python rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts sums.jsonl --max-tokens 256 --steps 200
 
-    GPU 0     Trainer: transformers' model in fp32, AdamW, rlhf_utils.WeightSender
+    GPU 0     Trainer: transformers' model in fp32, AdamW (16 bytes per parameter), rlhf_utils.WeightSender
     GPU 1..N  Engine: vllm.LLM with N workers, extended by rlhf_utils.WorkerExtension
 
 This is GRPO without KL, with the mean over all tokens, and with one update a step, so there is no ratio to clip. Engine
-and trainer round differently: a token's loss is weighted by min(p_trainer / p_engine, 2), since the engine sampled it.
-`mismatch`, the mean distance of the two log-probabilities, is measured before each update. If it exceeds three times
-the first one, the run ends.
+and trainer round differently: a token's loss is weighted by min(p_trainer / p_engine, 2), since the engine sampled it:
+truncated importance sampling. `mismatch`, the mean distance of the two log-probabilities, is measured before each
+update. If it exceeds three times the first one, the run ends.
 
 To copy this file, take rlhf_utils.py and weight_sync/ along, and for machines without a GPU rlhf_cpu.py.
 """
@@ -34,10 +34,12 @@ from rlhf_utils import WeightSender, end_with_children, stateless_init_process_g
 
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
+MISMATCH_GROWTH = 3  # the run ends if the mismatch exceeds so many times the first one
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
-# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. All prompts are texts, or all lists of messages.
+# Or --prompts FILE, with lines such as {"prompt": "2 + 3 = ", "answer": 5}, or for a model that chats
+# {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": 5}. This reward compares numbers.
 TEXTS = ["The captain shouted: ", "Read the sign: ", "The headline said: ", "Dear Sir or Madam, "]
 TEXTS += ["The crowd roared: ", "On the wall was written: ", "The machine printed: ", "Once upon a time "]
 PROMPTS = [{"prompt": text} for text in TEXTS]
@@ -58,6 +60,11 @@ def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantag
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def json_lines(path: str) -> list[dict]:
+    with open(path) as file:
+        return [json.loads(line) for line in file if line.strip()]
 
 
 class Sample(NamedTuple):
@@ -152,15 +159,17 @@ class Trainer:
         tokens = sum(len(sample.ids) for sample in samples)
         lengths = torch.tensor([len(sample.prompt_ids) + len(sample.ids) for sample in samples])
         distance = torch.zeros((), device=self.device)
-        for rows in lengths.argsort().split(max(1, MICRO_BATCH_TOKENS // int(lengths.max()))):
-            logprobs, engine_logprobs, mask = self.logprobs([samples[i] for i in rows])
-            losses = token_losses(logprobs, engine_logprobs, advantages[rows, None].to(self.device))
+        for indices in lengths.argsort().split(max(1, MICRO_BATCH_TOKENS // int(lengths.max()))):
+            logprobs, engine_logprobs, mask = self.logprobs([samples[i] for i in indices])
+            losses = token_losses(logprobs, engine_logprobs, advantages[indices, None].to(self.device))
             ((losses * mask).sum() / tokens).backward()
             distance += ((logprobs.detach() - engine_logprobs).abs() * mask).sum()
         mismatch = float(distance) / tokens
-        self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # by the first batch, after the first sync
+        # By the first batch, after the first sync. 1e-5 is more than rounding in fp32.
+        self.max_mismatch = self.max_mismatch or max(MISMATCH_GROWTH * mismatch, 1e-5)
         if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
-            raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {mismatch:.2g}")
+            growth = f"{mismatch:.2g} > {self.max_mismatch:.2g}"
+            raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {growth}")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -177,20 +186,13 @@ class Trainer:
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
-        # Row by row, since copies of all logits in fp32 would fill the GPU
-        pairs = zip(logits, ids[:, 1:, None], strict=True)
-        rows = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0] for row, tokens in pairs]
-        return torch.stack(rows), engine_logprobs[:, 1:], mask[:, 1:]
+        # Row by row: so there is one copy of the logits in fp32, and others are as small as a row
+        rows = zip(logits, ids[:, 1:, None], strict=True)
+        logprobs = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0] for row, tokens in rows]
+        return torch.stack(logprobs), engine_logprobs[:, 1:], mask[:, 1:]
 
 
 def main(args: argparse.Namespace) -> str:
-    rows = PROMPTS
-    if args.prompts:
-        with open(args.prompts) as file:
-            rows = [json.loads(line) for line in file if line.strip()]
-    if args.group_size <= 1 or args.prompts_per_step > len(rows):
-        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most the {len(rows)} prompts")
-
     # 1. Place: a bundle for the trainer, and one for each of the engine's workers
     device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
     if device == "cpu":
@@ -201,7 +203,7 @@ def main(args: argparse.Namespace) -> str:
     bundles = [{"GPU": 1} if device == "cuda" else {"CPU": 0.1}] * (1 + tensor_parallel_size)
     placement = placement_group(bundles)
     if not placement.wait(timeout_seconds=20):
-        raise RuntimeError(f"Ray has no {len(bundles)} free GPUs: --tensor-parallel-size 1 takes 2, rlhf_colocate.py 1")
+        raise RuntimeError(f"{len(bundles)} free GPUs are needed: --tensor-parallel-size 1 takes 2, rlhf_colocate.py 1")
 
     def start(cls: type, bundle: int, **resources) -> ray.actor.ActorHandle:
         where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
@@ -211,7 +213,7 @@ def main(args: argparse.Namespace) -> str:
 
     # 2. Load and connect
     model = args.model or "facebook/opt-125m"
-    learning_rate = 1e-6 if args.learning_rate is None else args.learning_rate
+    learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
     (address, port), _ = wait_for(actors, *loading)
     wait_for(actors, *(actor.connect.remote(address, port, len(bundles)) for actor in actors))
@@ -222,18 +224,21 @@ def main(args: argparse.Namespace) -> str:
         started = time.perf_counter()
         wait_for(actors, trainer.send_weights.remote(), engine.receive_weights.remote())
         synced = time.perf_counter()
-        chosen = random.Random(step).sample(rows, args.prompts_per_step)
-        batch = [row for row in chosen for _ in range(args.group_size)]  # a row for each completion
+        drawn = random.Random(step).sample(args.prompts, args.prompts_per_step)
+        batch = [row for row in drawn for _ in range(args.group_size)]  # a row for each completion
         (samples,) = wait_for(actors, engine.generate.remote([row["prompt"] for row in batch], args.max_tokens))
         generated = time.perf_counter()
         rewards = [reward(sample.text, row.get("answer")) for sample, row in zip(samples, batch, strict=True)]
         groups = torch.tensor(rewards).view(-1, args.group_size)
+        if not groups.isfinite().all():
+            raise RuntimeError("a reward is no finite number")
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         (mismatch,) = wait_for(actors, trainer.learn.remote(samples, advantages.flatten()))
         means.append(float(groups.mean()))
         print(f"  {rewards[0]:.2f}  {batch[0]['prompt']!r} -> {samples[0].text!r}")
         print(
             f"step {step}/{args.steps}  reward {means[-1]:.3f}  mismatch {mismatch:.1e}"
+            f"  tokens {sum(len(sample.ids) for sample in samples)}"
             f"  sync {synced - started:.3f} s  rollout {generated - synced:.2f} s"
             f"  learn {time.perf_counter() - generated:.2f} s"
         )
@@ -243,14 +248,18 @@ def main(args: argparse.Namespace) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="name or folder (default: facebook/opt-125m; no GPU: a small one)")
-    parser.add_argument("--prompts", help="JSON lines, each with a `prompt`, text or chat messages, and an `answer`")
+    parser.add_argument("--prompts", type=json_lines, default=PROMPTS, help="file, whose lines the script describes")
     parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a completion")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, help="default: 1e-6; the small model: 3e-3")
+    parser.add_argument("--learning-rate", type=float, help="default: 1e-5; the small model: 3e-3")
     parser.add_argument("--tensor-parallel-size", type=int, help="GPUs of the engine (default: 2; no GPU: 1 process)")
     args = parser.parse_args()
+    if min(args.steps, args.max_tokens, args.prompts_per_step, args.group_size - 1) < 1:
+        parser.error("--group-size is at least 2, and --prompts-per-step, --max-tokens and --steps are at least 1")
+    if len(args.prompts) < args.prompts_per_step or not all("prompt" in row for row in args.prompts):
+        parser.error(f"--prompts needs {args.prompts_per_step} lines or more, as many as a step takes, with a `prompt`")
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a completion may be any text
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}  # workers find rlhf_utils
     with ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, logging_level="error"):

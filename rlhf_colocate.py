@@ -8,8 +8,9 @@
     GPU 2, 3  Trainer, ranks 2 and 3; Engine 1. With one GPU there is one rank, and an engine with one worker
 
 In a sync, each worker reads the weights from the GPU memory of all ranks. The engines' KV cache sleeps while the
-trainer learns. The algorithm is rlhf.py's, whose docstring explains it. The model must be dense: a mixture of experts
-has other names in transformers than in its checkpoint.
+trainer learns. A parameter takes 16 bytes, over all ranks; as a rank loads, the whole model in fp32 lies on its GPU,
+beside the engine. The algorithm is rlhf.py's, whose docstring explains it. The model must be dense: a mixture of
+experts has other names in transformers than in its checkpoint.
 
 To copy this file, take rlhf_utils.py and weight_sync/ along, and for machines without a GPU rlhf_cpu.py.
 """
@@ -35,11 +36,13 @@ from rlhf_utils import SharedMemoryChannel, WeightSender, end_with_children, wai
 
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
+MISMATCH_GROWTH = 3  # the run ends if the mismatch exceeds so many times the first one
 GPU_SHARE = 0.4  # of each GPU, for the engine; the trainer takes what is left
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
-# Or --prompts FILE, whose lines are {"prompt": ..., "answer": ...}. All prompts are texts, or all lists of messages.
+# Or --prompts FILE, with lines such as {"prompt": "2 + 3 = ", "answer": 5}, or for a model that chats
+# {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "answer": 5}. This reward compares numbers.
 TEXTS = ["The captain shouted: ", "Read the sign: ", "The headline said: ", "Dear Sir or Madam, "]
 TEXTS += ["The crowd roared: ", "On the wall was written: ", "The machine printed: ", "Once upon a time "]
 PROMPTS = [{"prompt": text} for text in TEXTS]
@@ -60,6 +63,11 @@ def token_losses(logprobs: torch.Tensor, engine_logprobs: torch.Tensor, advantag
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def json_lines(path: str) -> list[dict]:
+    with open(path) as file:
+        return [json.loads(line) for line in file if line.strip()]
 
 
 class Sample(NamedTuple):
@@ -168,7 +176,7 @@ class Trainer:
                 fully_shard(block, mp_policy=precision)
             fully_shard(self.model, mp_policy=precision)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
-        torch.cuda.empty_cache()  # of whole tensors
+        torch.cuda.empty_cache()  # of what is sharded now
         channel = SharedMemoryChannel(self.device if cuda else torch.device("cpu", rank))
         self.sender = WeightSender(channel)
         return channel.handles
@@ -184,16 +192,20 @@ class Trainer:
         tokens = sum(len(sample.ids) for sample in samples)
         lengths = torch.tensor([len(sample.prompt_ids) + len(sample.ids) for sample in samples])
         distance = torch.zeros((), device=self.device)
-        for rows in lengths.argsort()[self.rank :: self.ranks].split(max(1, MICRO_BATCH_TOKENS // int(lengths.max()))):
-            logprobs, engine_logprobs, mask = self.logprobs([samples[i] for i in rows])
-            losses = token_losses(logprobs, engine_logprobs, advantages[rows, None].to(self.device))
+        for indices in lengths.argsort()[self.rank :: self.ranks].split(
+            max(1, MICRO_BATCH_TOKENS // int(lengths.max()))
+        ):
+            logprobs, engine_logprobs, mask = self.logprobs([samples[i] for i in indices])
+            losses = token_losses(logprobs, engine_logprobs, advantages[indices, None].to(self.device))
             ((losses * mask).sum() / tokens * self.ranks).backward()  # FSDP takes the mean of the ranks' gradients
             distance += ((logprobs.detach() - engine_logprobs).abs() * mask).sum()
         dist.all_reduce(distance)
         mismatch = float(distance) / tokens
-        self.max_mismatch = self.max_mismatch or max(3 * mismatch, 1e-5)  # by the first batch, after the first sync
+        # By the first batch, after the first sync. 1e-5 is more than rounding in fp32.
+        self.max_mismatch = self.max_mismatch or max(MISMATCH_GROWTH * mismatch, 1e-5)
         if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
-            raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {mismatch:.2g}")
+            growth = f"{mismatch:.2g} > {self.max_mismatch:.2g}"
+            raise RuntimeError(f"trainer and engine no longer compute the same: mismatch {growth}")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -211,20 +223,13 @@ class Trainer:
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
-        # Row by row, since copies of all logits in fp32 would fill the GPU
-        pairs = zip(logits, ids[:, 1:, None], strict=True)
-        rows = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0] for row, tokens in pairs]
-        return torch.stack(rows), engine_logprobs[:, 1:], mask[:, 1:]
+        # Row by row: so there is one copy of the logits in fp32, and others are as small as a row
+        rows = zip(logits, ids[:, 1:, None], strict=True)
+        logprobs = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0] for row, tokens in rows]
+        return torch.stack(logprobs), engine_logprobs[:, 1:], mask[:, 1:]
 
 
 def main(args: argparse.Namespace) -> str:
-    rows = PROMPTS
-    if args.prompts:
-        with open(args.prompts) as file:
-            rows = [json.loads(line) for line in file if line.strip()]
-    if args.group_size <= 1 or args.prompts_per_step > len(rows):
-        raise RuntimeError(f"--group-size is at least 2, and --prompts-per-step at most the {len(rows)} prompts")
-
     # 1. Place: a bundle for each rank and the worker beside it
     gpus = int(ray.cluster_resources().get("GPU", 0))
     device = "cuda" if gpus else "cpu"
@@ -236,12 +241,14 @@ def main(args: argparse.Namespace) -> str:
     ranks = gpus or tensor_parallel_size
     if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % ranks:
         raise RuntimeError(
-            f"{ranks} GPUs must be a multiple of --tensor-parallel-size, and a step's completions, --prompts-per-step"
-            f" times --group-size, a multiple of {ranks}"
+            f"--tensor-parallel-size {tensor_parallel_size} must divide the {ranks} ranks, one for each GPU, and"
+            f" {ranks} the completions of a step, {args.prompts_per_step} x {args.group_size}"
         )
     placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")  # of a node
     if not placement.wait(timeout_seconds=20):
-        raise RuntimeError(f"Ray has no {ranks} free GPUs on one node")
+        raise RuntimeError(
+            f"this takes all {ranks} GPUs of Ray, free and on one node: CUDA_VISIBLE_DEVICES hides others"
+        )
 
     def start(cls: type, bundle: int, **resources) -> ray.actor.ActorHandle:
         where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
@@ -254,12 +261,12 @@ def main(args: argparse.Namespace) -> str:
 
     # 2. Load; the engines first: vLLM measures the free memory
     model = args.model or "facebook/opt-125m"
-    learning_rate = 1e-6 if args.learning_rate is None else args.learning_rate
+    learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
     loading = [engine.load.remote(model, own, device) for engine, own in zip(engines, bundles, strict=True)]
     (address, port), *_ = wait_for(actors, trainers[0].address.remote(), *loading)
-    policy = model, learning_rate, device, f"tcp://{address}:{port}", ranks
+    arguments = model, learning_rate, device, f"tcp://{address}:{port}", ranks
     handles = {}
-    for of_rank in wait_for(actors, *(trainer.load.remote(*policy, rank) for rank, trainer in enumerate(trainers))):
+    for of_rank in wait_for(actors, *(trainer.load.remote(*arguments, rank) for rank, trainer in enumerate(trainers))):
         handles |= of_rank
 
     # 3. Sync, generate, reward, learn
@@ -269,8 +276,8 @@ def main(args: argparse.Namespace) -> str:
         sending = [trainer.send_weights.remote() for trainer in trainers]
         wait_for(actors, *sending, *(engine.receive_weights.remote(handles) for engine in engines))
         synced = time.perf_counter()
-        chosen = random.Random(step).sample(rows, args.prompts_per_step)
-        batch = [row for row in chosen for _ in range(args.group_size)]  # a row for each completion
+        drawn = random.Random(step).sample(args.prompts, args.prompts_per_step)
+        batch = [row for row in drawn for _ in range(args.group_size)]  # a row for each completion
         prompts, n = [row["prompt"] for row in batch], len(batch) // len(engines)
         parts = [prompts[i * n : (i + 1) * n] for i in range(len(engines))]
         calls = [engine.generate.remote(part, args.max_tokens) for engine, part in zip(engines, parts, strict=True)]
@@ -278,12 +285,15 @@ def main(args: argparse.Namespace) -> str:
         generated = time.perf_counter()
         rewards = [reward(sample.text, row.get("answer")) for sample, row in zip(samples, batch, strict=True)]
         groups = torch.tensor(rewards).view(-1, args.group_size)
+        if not groups.isfinite().all():
+            raise RuntimeError("a reward is no finite number")
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         mismatch, *_ = wait_for(actors, *(trainer.learn.remote(samples, advantages.flatten()) for trainer in trainers))
         means.append(float(groups.mean()))
         print(f"  {rewards[0]:.2f}  {batch[0]['prompt']!r} -> {samples[0].text!r}")
         print(
             f"step {step}/{args.steps}  reward {means[-1]:.3f}  mismatch {mismatch:.1e}"
+            f"  tokens {sum(len(sample.ids) for sample in samples)}"
             f"  sync {synced - started:.3f} s  rollout {generated - synced:.2f} s"
             f"  learn {time.perf_counter() - generated:.2f} s"
         )
@@ -293,14 +303,18 @@ def main(args: argparse.Namespace) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="name or folder (default: facebook/opt-125m; no GPU: a small one)")
-    parser.add_argument("--prompts", help="JSON lines, each with a `prompt`, text or chat messages, and an `answer`")
+    parser.add_argument("--prompts", type=json_lines, default=PROMPTS, help="file, whose lines the script describes")
     parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a completion")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, help="default: 1e-6; the small model: 3e-3")
+    parser.add_argument("--learning-rate", type=float, help="default: 1e-5; the small model: 3e-3")
     parser.add_argument("--tensor-parallel-size", type=int, help="GPUs of an engine (default: 2; odd or no GPUs: 1)")
     args = parser.parse_args()
+    if min(args.steps, args.max_tokens, args.prompts_per_step, args.group_size - 1) < 1:
+        parser.error("--group-size is at least 2, and --prompts-per-step, --max-tokens and --steps are at least 1")
+    if len(args.prompts) < args.prompts_per_step or not all("prompt" in row for row in args.prompts):
+        parser.error(f"--prompts needs {args.prompts_per_step} lines or more, as many as a step takes, with a `prompt`")
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a completion may be any text
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}  # workers find rlhf_utils
     with ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, logging_level="error"):

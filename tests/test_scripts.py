@@ -10,6 +10,7 @@ import importlib
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -231,15 +232,28 @@ def test_reason_names_the_call_that_raised(actors):
         rlhf_utils.wait_for(actors, Call(error.as_instanceof_cause()))
 
 
-@pytest.mark.parametrize("script", ["rlhf", "rlhf_colocate", "rlhf_online_quant", "rlhf_nccl"])
-def test_too_few_prompts_or_completions_are_an_error(tmp_path, script):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n\n')
-    module = importlib.import_module(script)
-    message = r"^--group-size is at least 2, and --prompts-per-step at most the 1 prompts$"
-    for prompts_per_step, group_size in ((8, 8), (1, 1)):
-        with pytest.raises(RuntimeError, match=message):
-            args = {"prompts_per_step": prompts_per_step, "group_size": group_size}
-            module.main(SimpleNamespace(prompts=tmp_path / "rows.jsonl", **args))
+FEW = "--prompts-per-step, --max-tokens and --steps are at least 1"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("lines", "flags", "message"),
+    [
+        ('{"prompt": "a"}\n\n', "--prompts rows.jsonl", "--prompts needs 8 lines or more, as many as a step takes"),
+        ('{"answer": 5}', "--prompts rows.jsonl --prompts-per-step 1", "with a `prompt`"),
+        ("prompt: a", "--prompts rows.jsonl", "--prompts: invalid json_lines value: 'rows.jsonl'"),
+        ("", "--group-size 1", "--group-size is at least 2"),
+        ("", "--steps 0", FEW),
+        ("", "--max-tokens 0", FEW),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error(tmp_path, monkeypatch, capsys, script, lines, flags, message):
+    (tmp_path / "rows.jsonl").write_text(lines)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *flags.split()])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
+    assert message in capsys.readouterr().err
 
 
 def test_wait_ends_with_the_death_of_an_actor_that_is_not_called(actors):
