@@ -4,7 +4,7 @@
     python benchmarks/learning.py --ways lora quantized flat --seeds 0
     python benchmarks/learning.py --ways stale0 stale2 --seeds 0        # 2 GPUs
     python benchmarks/learning.py --ways off trl --seeds 0 1 2 3 --jobs 4    # 4 GPUs, a run on each
-    python benchmarks/learning.py --system-prompt "Answer in <answer> and </answer> tags." --folder runs/tags
+    python benchmarks/learning.py --tags --dataset-config '{"gcd": {"max_value": 50}}' --folder runs/tags
     python benchmarks/learning.py --ways off trl --seeds 0 --steps 2 --prompts 2 --completions 4 --tokens 8 \
         --dataset-config '{"chain_sum": {"size": 40}}'                  # no GPU
 
@@ -89,7 +89,11 @@ class Arguments:
         '{"chain_sum": {"max_terms": 3, "max_digits": 2, "size": 5000}}',
         help="reasoning-gym's generators, with their parameters, as JSON; held out are a tenth of the size",
     )
-    system_prompt: str | None = arg(None, help="system message of all prompts")
+    tags: bool = arg(
+        False,
+        help="two solved problems come before each, as turns of the chat, and an answer is right only in <answer> tags,"
+        " as theirs are",
+    )
     steps: Annotated[int, Ge(1)] = arg(100, help="steps of each run")
     prompts: Annotated[int, Ge(1)] = arg(32, help="prompts in a step")
     completions: Annotated[int, Ge(2)] = arg(8, help="completions of each prompt")
@@ -167,7 +171,7 @@ def command_of(way: str, seed: int, args: Arguments, model: str, gpus: str) -> l
     flags = {"model": model, "steps": args.steps, "prompts-per-step": args.prompts, "group-size": args.completions}
     flags |= {"max-tokens": args.tokens, "learning-rate": args.learning_rate * (10 if way == "lora" else 1)}
     if way == "flat":
-        rows, _ = rows_of(args.dataset_config, args.system_prompt)
+        rows, _ = rows_of(args.dataset_config, args.tags)
         random.Random(seed).shuffle(rows)
         lines = [json.dumps({"prompt": row["prompt"], "answer": row["answer"]}) + "\n" for row in rows]
         prompts = args.folder / f"prompts-{seed}.jsonl"
@@ -175,7 +179,7 @@ def command_of(way: str, seed: int, args: Arguments, model: str, gpus: str) -> l
         flags |= {"prompts": prompts, "tensor-parallel-size": 1}
         return [str(ROOT / "rlhf_colocate.py"), *(f"--{name}={value}" for name, value in flags.items())]
     flags |= {"task": "reasoning_gym", "dataset-config": args.dataset_config, "reward": "learning_trl:correct"}
-    flags |= {"system-prompt": args.system_prompt} if args.system_prompt else {}
+    flags |= {"map": "learning_trl:with_examples", "reward": "learning_trl:correct_in_tags"} if args.tags else {}
     flags |= {"seed": seed, "eval-every": args.eval_every, "save-every": 0, "output": "run"}
     flags |= {"gpu-memory-utilization": args.gpu_memory_utilization}
     return [str(ROOT / "train_grpo.py"), *(f"--{name}={value}" for name, value in flags.items()), *FLAGS[way].split()]

@@ -449,7 +449,7 @@ def test_less_than_trl_by_more_than_the_spread_is_an_error(learning, ours, trls,
 
 def test_all_ways_get_the_same_workload(learning, tmp_path):
     config = {"chain_sum": {"size": 30, "min_digits": 3}}
-    own = {"prompts": 4, "completions": 8, "tokens": 16, "steps": 5, "learning_rate": 2e-5, "system_prompt": "Brief!"}
+    own = {"prompts": 4, "completions": 8, "tokens": 16, "steps": 5, "learning_rate": 2e-5, "tags": True}
     own["trl_batch"] = 16
     args = learning.Arguments(folder=tmp_path, dataset_config=json.dumps(config), **own)
     commands = {way: learning.command_of(way, 7, args, "smol", "3") for way in learning.WAYS}
@@ -462,14 +462,25 @@ def test_all_ways_get_the_same_workload(learning, tmp_path):
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     assert f"--prompts={prompts}" in flat
     assert len(rows) == 30
-    assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
+    assert [message["role"] for message in rows[0]["prompt"]] == ["user", "assistant"] * 2 + ["user"]
     for way, command in commands.items():
-        assert {*common, "--seed=7", "--system-prompt=Brief!", "--eval-every=10"} <= set(command)
+        assert {*common, "--seed=7", "--map=learning_trl:with_examples", "--eval-every=10"} <= set(command)
         assert f"--learning-rate={2e-4 if way == 'lora' else 2e-5}" in command
         assert command[-2:] == learning.FLAGS[way].split()[-2:]
     with pytest.raises(RunError, match="--trl-batch 16 does not divide the 20 completions"):
         args.prompts, args.completions = 5, 4
         learning.command_of("trl", 7, args, "smol", "3")
+
+
+def test_answers_are_right_only_in_tags_after_examples_that_have_them(learning):
+    from learning_trl import correct_in_tags, rows_of
+
+    (row, *_), _ = rows_of('{"gcd": {"size": 20}}', tags=True)
+    columns = {name: [row[name]] * 3 for name in ("problem", "source")}
+    assert correct_in_tags([f"<answer>{row['answer']}</answer>", row["answer"], "<answer>-1</answer>"], **columns) == [
+        1.0, 0.0, 0.0,
+    ]  # fmt: skip
+    assert all(message["content"].startswith("<answer>") for message in row["prompt"] if message["role"] != "user")
 
 
 @pytest.mark.parametrize(
