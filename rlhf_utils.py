@@ -46,6 +46,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -192,13 +193,17 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
     raise TimeoutError(f"not done within {timeout:g} s")
 
 
-def end_with_children() -> None:
-    """End this process with the first of the child processes that it has now, such as those of vllm.LLM."""
+def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
+    """End this process with the first of the child processes that it has now, `unless` they are meant to end.
+
+    vLLM waits forever for an engine core that was killed. If an actor is gone, every wait for it ends.
+    """
     children = [process.sentinel for process in multiprocessing.active_children()]
 
     def end() -> None:
         if multiprocessing.connection.wait(children):
             time.sleep(1)  # vLLM may be about to raise an error that says more
-            os._exit(1)
+            if not unless():
+                os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()

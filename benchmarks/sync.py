@@ -81,7 +81,6 @@ from trainer.run.actors import (  # noqa: E402
 from trainer.run.arguments import parse  # noqa: E402
 from trainer.run.folder import RunFolder  # noqa: E402
 from trainer.run.session import RaySession, run_main  # noqa: E402
-from trainer.topologies.base import TopologyArguments  # noqa: E402
 from trainer.topologies.separate import Separate  # noqa: E402
 from trainer.topologies.shared import GPU_SHARE  # noqa: E402
 
@@ -336,8 +335,7 @@ class BenchTrainer:
 
 def place_apart(args: Arguments) -> tuple[str, list[Seat], list[Seat]]:
     """Place trainer ranks and workers on GPUs of their own. Returns the device, and the seats of ranks and engines."""
-    placement = TopologyArguments(trainers=args.actors.trainers, engines=args.actors.engines)
-    topology = Separate(SimpleNamespace(engine=args.engine, placement=placement), None, None, None)
+    topology = Separate(SimpleNamespace(engine=args.engine, placement=args.actors), None, None, None)
     return topology.device, topology.trainer_seats, topology.engine_seats
 
 

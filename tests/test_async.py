@@ -651,7 +651,7 @@ def pair(model):
         for name in ("OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE"):
             patch.setenv(name, "")  # so that what the engine sets goes again
         patch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8")  # or it grows with each new length of a prompt
-        patch.setattr(engine, "die_with_children", lambda unless: None)  # this process is not an actor
+        patch.setattr(engine, "end_with_children", lambda unless: None)  # this process is not an actor
         patch.setattr(engine, "import_vllm", lambda: None)
         patch.setattr(engine, "fork_engine_core", lambda: None)
         patch.setattr(engine, "get_temp_dir", lambda: "none")

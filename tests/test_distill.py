@@ -22,10 +22,13 @@ from trainer.errors import RunError
 from trainer.learning.distill import DistillLearner, DistillLossConfig
 from trainer.learning.objectives import reverse_kl, token_losses
 from trainer.learning.rollout import Rollout
+from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.options import llm_options
 from trainer.rollouts.teacher import TeacherActor, differing_ends, shared_length
-from trainer.run.models import choose_teacher
+from trainer.run.actors import ActorGroup, LearnerActor
+from trainer.run.models import Models, choose_teacher
 from trainer.tasks.tiny_model import byte_tokenizer
+from trainer.topologies import base, separate
 
 TEACHER = "trainer.tasks.tiny_model:build_tiny_base"
 
@@ -170,60 +173,83 @@ def test_teacher_too_short_for_the_students_texts_is_refused(engine, teacher, lo
 
 @pytest.fixture
 def placed(monkeypatch):
-    """Where train_distill.py places its actors on so many GPUs: the number of bundles, the engine's share of memory,
-    and the workers of trainers, engines and teachers."""
+    """The topology on so many GPUs, and the number of bundles that it has reserved."""
 
     def place(gpus, **arguments):
         reserved = []
-        monkeypatch.setattr(train_distill.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
-        monkeypatch.setattr(train_distill, "reserve", lambda bundles, _: reserved.append(bundles))
-        monkeypatch.setattr(train_distill, "by_node", lambda _: list(range(len(reserved[0]))))
-        _, _, engine, *seats = train_distill.place(arguments_of(train_distill, **arguments))
-        return len(reserved[0]), engine.gpu_memory_utilization, *([seat.bundles for seat in each] for each in seats)
+        monkeypatch.setattr(separate.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(gpus)})
+        monkeypatch.setattr(separate, "reserve", lambda bundles, _: reserved.extend(bundles))
+        monkeypatch.setattr(separate, "by_node", lambda _: list(range(len(reserved))))
+        args = arguments_of(train_distill, **arguments)
+        session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])
+        task = SimpleNamespace(args=args.task, eval_rows=[])
+        return train_distill.BesideTeacher(args, task, None, session), len(reserved)
 
     return place
 
 
 def test_teacher_has_its_own_gpus_or_half_of_the_engines(placed):
+    def places(gpus, **arguments):
+        """The number of bundles, the engine's share of memory, and the workers of trainers, engines and teachers."""
+        topology, reserved = placed(gpus, **arguments)
+        seats = topology.trainer_seats, topology.engine_seats, topology.teacher_seats
+        assert {seat.options["num_gpus"] for seat in topology.engine_seats + topology.teacher_seats} <= {0, 0.5}
+        assert topology.remark.startswith("engines and teacher share GPUs: ") == (topology.memory_share == 0.4)
+        return reserved, topology.memory_share, *([seat.bundles for seat in each] for each in seats)
+
     two_by_two = {"teacher_engines": 2, "teacher_tensor_parallel_size": 2}
-    assert placed(3) == (3, 0.8, [[0]], [[1]], [[2]])
-    assert placed(2) == (2, 0.4, [[0]], [[1]], [[1]])
-    assert placed(7, engines=2, **two_by_two) == (7, 0.8, [[0]], [[1], [2]], [[3, 4], [5, 6]])
-    assert placed(6, engines=2, **two_by_two) == (5, 0.4, [[0]], [[1], [2]], [[1, 2], [3, 4]])
-    assert placed(3, tensor_parallel_size=2) == (3, 0.4, [[0]], [[1, 2]], [[2]])
+    assert places(3) == (3, 0.8, [[0]], [[1]], [[2]])
+    assert places(2) == (2, 0.4, [[0]], [[1]], [[1]])
+    assert places(7, engines=2, **two_by_two) == (7, 0.8, [[0]], [[1], [2]], [[3, 4], [5, 6]])
+    assert places(6, engines=2, **two_by_two) == (5, 0.4, [[0]], [[1], [2]], [[1, 2], [3, 4]])
+    assert places(3, tensor_parallel_size=2) == (3, 0.4, [[0]], [[1, 2]], [[2]])
     with pytest.raises(RunError, match=r"wants 2 GPUs, 1 for the trainer and 1 that engines and teacher share, .* 1$"):
-        placed(1)
+        places(1)
+    assert placed(5)[0].remark == "2 GPUs stay unused: --trainers and --engines take more"
 
 
-def test_teacher_does_not_decode_and_is_no_engine_of_a_sync():
-    """On a GPU that it may share, beside the student's engines."""
-    started = []
+def test_without_gpus_teachers_have_the_engines_bundles(placed):
+    topology, reserved = placed(0, trainers=2, engines=2, teacher_engines=3)
+    assert reserved == 4
+    assert topology.remark.startswith("no GPU: the trainer, a TP=1 engine and the teacher run on CPU, with gloo")
+    strategies = [seat.options["scheduling_strategy"] for seat in topology.engine_seats + topology.teacher_seats]
+    assert [strategy.placement_group_bundle_index for strategy in strategies] == [2, 3, 2, 3, 2]
 
-    def group(name, answer):
-        def begin(method, *args, each=None):
-            started.append((name, *args))
-            return {name: answer}
 
-        def call(phase, *call, **options):
-            return [*begin(*call, **options).values()]
+@pytest.mark.parametrize(("gpus", "share"), [(3, 0.8), (2, 0.4)])
+def test_teacher_starts_first_does_not_decode_and_is_no_engine_of_a_sync(placed, monkeypatch, gpus, share):
+    """On a GPU that it may share, beside the student's engines, whose KV cache is of their own share."""
+    answers, started = {"trainer": (3, "remarks"), "engine": 64, "teacher": 128}, []
 
-        session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])
-        address = SimpleNamespace(call_rank_0=lambda *_: ("127.0.0.1", 1)).call_rank_0
-        return SizedGroup(begin=begin, call=call, session=session, call_rank_0=address, bundles=[([1],)])
+    class Group(ActorGroup):
+        def __init__(self, session, name, cls, seats):
+            self.session, self.seats = session, {name: seats[0]}
 
-    args, models = arguments_of(train_distill), SimpleNamespace(loaded="student")
-    groups = group("trainer", (3, "remarks")), group("engine", 64), group("teacher", 128)
-    assert train_distill.start(*groups, models, "teacher", args, "cuda") == ((3, "remarks"), (64, 128))
-    asked = {}
-    for name, model, engine, setting, _ in started[1:]:
+        def begin(self, method, *args, each=None):
+            started.extend((name, *args) for name in self.seats if method is EngineActor.start)
+            return {name: answers[name] for name in self.seats}
+
+        def call_rank_0(self, phase, method, *args):
+            return SimpleNamespace(memory=80e9) if method is LearnerActor.gpu else ("127.0.0.1", 1)
+
+    for module in (base, train_distill):
+        monkeypatch.setattr(module, "ActorGroup", Group)
+    size = SimpleNamespace(kv_cache_bytes=lambda memory, workers: memory / 2)
+    monkeypatch.setattr(base, "ModelSize", SimpleNamespace(of=lambda model: size))
+    topology, _ = placed(gpus)
+    topology.teacher = "teacher"
+    topology.start_actors(train_distill.Trainer, "student")
+    assert topology.start(Models("student", "student", None)) == (3, "remarks", 64)
+    assert topology.teacher_max_model_len == 128
+    asked = []
+    for name, model, engine, setting, _ in started:
         options, _ = llm_options(replace(engine, exact="off"), model, setting, [1])
-        asked[name] = (model, options.get("worker_extension_cls"), options.get("enforce_eager", False))
-    assert asked == {"teacher": ("teacher", None, True), "engine": ("student", "rlhf_utils.WorkerExtension", False)}
-
-
-class SizedGroup(SimpleNamespace):
-    def __len__(self):
-        return 1
+        names = "worker_extension_cls", "enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes"
+        asked.append((name, model, setting.gpu_share, *map(options.get, names)))
+    assert asked == [
+        ("teacher", "teacher", 0.5, None, True, share, None),
+        ("engine", "student", 0.5, "rlhf_utils.WorkerExtension", None, share, share * 80e9 / 2),
+    ]
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ async def generated(llm, prompt: list[int], options: dict) -> list:
 def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, monkeypatch):
     for name in (*llm_options(args, "model", EngineSetting("cpu"), [0])[1], "RAY_ADDRESS", "TORCH_COMPILE_DISABLE"):
         monkeypatch.setenv(name, "")  # so that what the engine sets goes again
-    monkeypatch.setattr(engine, "die_with_children", lambda unless: None)  # this process is not an actor
+    monkeypatch.setattr(engine, "end_with_children", lambda unless: None)  # this process is not an actor
     monkeypatch.setattr(engine.ray, "get_gpu_ids", list)
     monkeypatch.setattr(engine.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
     monkeypatch.setattr(engine, "get_temp_dir", lambda: "none")  # other tests need theirs

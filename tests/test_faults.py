@@ -307,12 +307,12 @@ def test_taken_port_is_an_error_that_names_it():
 
 CHILD_OF_AN_ACTOR = """
 import multiprocessing, sys, time
-from trainer.run.session import die_with_children
+from rlhf_utils import end_with_children
 
 child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=[600], daemon=True)
 if __name__ == "__main__":
     child.start()
-    die_with_children(unless=lambda: "leaving" in sys.argv)
+    end_with_children(unless=lambda: "leaving" in sys.argv)
     print(child.pid, flush=True)
     child.join()
     time.sleep(5)

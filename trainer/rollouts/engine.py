@@ -10,12 +10,11 @@ from multiprocessing.util import get_temp_dir
 
 import ray
 
-from rlhf_utils import WeightSyncError
+from rlhf_utils import WeightSyncError, end_with_children
 
 from ..errors import RunError
 from ..images import Images
 from ..learning.rollout import Rollout
-from ..run.session import die_with_children
 from .engine_start import engine_start, fork_engine_core, import_vllm
 from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
@@ -111,7 +110,7 @@ class EngineActor(Engine):
             arguments = AsyncEngineArgs(model, **options)
             # The usage context of vllm.LLM: with AsyncLLM's, batches are larger.
             self.llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
-        die_with_children(unless=lambda: self.leaving)
+        end_with_children(unless=lambda: self.leaving)
         self.since = self.resumed = time.perf_counter()
         return self.llm.model_config.max_model_len
 

@@ -2,20 +2,17 @@
 
 import asyncio
 import io
-import multiprocessing
 import os
 import re
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import ExitStack, chdir, suppress
-from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 
 import psutil
@@ -281,23 +278,6 @@ def run_main(main: Callable, args) -> None:
     except Exception as error:
         print(f"error: {error if isinstance(error, USER_ERRORS) else one_line(error)}", file=sys.stderr)
         sys.exit(1)
-
-
-def die_with_children(unless: Callable[[], bool] = lambda: False) -> None:
-    """End this actor as soon as one of the processes that it has started by now ends, `unless` they are meant to end.
-
-    vLLM's `LLM` waits forever for an engine core that was killed. If the actor is gone, every wait of a session ends.
-    """
-    sentinels = [process.sentinel for process in multiprocessing.active_children()]
-
-    def watch() -> None:
-        wait_for_any(sentinels)
-        time.sleep(1)  # vLLM may be about to raise an error that says why
-        if not unless():
-            os._exit(1)
-
-    if sentinels:
-        threading.Thread(target=watch, daemon=True).start()
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A topology of train_grpo.py: where trainer ranks and engines run, and how a step goes from one to the other."""
+"""A topology of a run: where trainer ranks and engines are, and how a step goes from one to the other."""
 
 import math
 from dataclasses import dataclass, replace
