@@ -158,8 +158,9 @@ class Trainer:
         """One update by samples and their advantages [n], in micro-batches of similar lengths. Returns the mismatch."""
         tokens = sum(len(sample.ids) for sample in samples)
         lengths = torch.tensor([len(sample.prompt_ids) + len(sample.ids) for sample in samples])
+        size = max(1, MICRO_BATCH_TOKENS // int(lengths.max()))  # completions of a micro-batch
         distance = torch.zeros((), device=self.device)
-        for indices in lengths.argsort().split(max(1, MICRO_BATCH_TOKENS // int(lengths.max()))):
+        for indices in lengths.argsort().split(size):
             logprobs, engine_logprobs, mask = self.logprobs([samples[i] for i in indices])
             losses = token_losses(logprobs, engine_logprobs, advantages[indices, None].to(self.device))
             ((losses * mask).sum() / tokens).backward()
