@@ -8,7 +8,7 @@
     GPU 2, 3  Trainer, ranks 2 and 3; Engine 1. With one GPU there is one rank, and an engine with one worker
 
 In a sync, each worker reads the weights from the GPU memory of all ranks. The engines' KV cache sleeps while the
-trainer learns. A parameter takes 16 bytes, over all ranks; as a rank loads, the whole model in fp32 lies on its GPU,
+trainer learns. A parameter takes 16 bytes, over all ranks; while a rank loads, its GPU holds the whole model in fp32
 beside the engine. The algorithm is rlhf.py's, whose docstring explains it. The model must be dense: a mixture of
 experts has other names in transformers than in its checkpoint.
 
@@ -189,6 +189,8 @@ class Trainer:
 
         A rank takes every `ranks`-th sample, and as many micro-batches as the others: FSDP's ranks pass together.
         """
+        if not advantages.isfinite().all():
+            raise RuntimeError("a reward is no finite number")
         tokens = sum(len(sample.ids) for sample in samples)
         lengths = torch.tensor([len(sample.prompt_ids) + len(sample.ids) for sample in samples])
         size = max(1, MICRO_BATCH_TOKENS // int(lengths.max()))  # completions of a micro-batch
@@ -222,7 +224,7 @@ class Trainer:
         mask = padded([[0.0] * len(sample.prompt_ids) + [1.0] * len(sample.ids) for sample in samples])
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
-        # Row by row: so there is one copy of the logits in fp32, and others are as small as a row
+        # Row by row: autograd keeps one copy of the logits in fp32, and temporary ones are as small as a row
         rows = zip(logits, ids[:, 1:, None], strict=True)
         logprobs = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0] for row, tokens in rows]
         return torch.stack(logprobs), engine_logprobs[:, 1:], mask[:, 1:]
@@ -284,8 +286,6 @@ def main(args: argparse.Namespace) -> str:
         generated = time.perf_counter()
         rewards = [reward(sample.text, row.get("answer")) for sample, row in zip(samples, batch, strict=True)]
         groups = torch.tensor(rewards).view(-1, args.group_size)
-        if not groups.isfinite().all():
-            raise RuntimeError("a reward is no finite number")
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         mismatch, *_ = wait_for(actors, *(trainer.learn.remote(samples, advantages.flatten()) for trainer in trainers))
         means.append(float(groups.mean()))
@@ -302,7 +302,7 @@ def main(args: argparse.Namespace) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="name or folder (default: facebook/opt-125m; no GPU: a small one)")
-    parser.add_argument("--prompts", type=json_lines, default=PROMPTS, help="file, whose lines the script describes")
+    parser.add_argument("--prompts", type=json_lines, default=PROMPTS, help="JSON lines, as shown at the script's top")
     parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a completion")
@@ -313,7 +313,7 @@ if __name__ == "__main__":
     if min(args.steps, args.max_tokens, args.prompts_per_step, args.group_size - 1) < 1:
         parser.error("--group-size is at least 2, and --prompts-per-step, --max-tokens and --steps are at least 1")
     if len(args.prompts) < args.prompts_per_step or not all("prompt" in row for row in args.prompts):
-        parser.error(f"--prompts needs {args.prompts_per_step} lines or more, as many as a step takes, with a `prompt`")
+        parser.error(f"a step takes {args.prompts_per_step} lines of --prompts, and each has a `prompt`")
     sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a completion may be any text
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_LOGGING_LEVEL": "ERROR"}  # workers find rlhf_utils
     with ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, logging_level="error"):

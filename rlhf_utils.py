@@ -194,7 +194,7 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
 
 
 def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
-    """End this process with the first of the child processes that it has now, `unless` they are meant to end.
+    """End this process with the first of the child processes that it has now, unless `unless()` is true by then.
 
     vLLM waits forever for an engine core that was killed. If an actor is gone, every wait for it ends.
     """

@@ -480,7 +480,8 @@ def test_answers_are_right_only_in_tags_after_examples_that_have_them(learning):
     assert correct_in_tags([f"<answer>{row['answer']}</answer>", row["answer"], "<answer>-1</answer>"], **columns) == [
         1.0, 0.0, 0.0,
     ]  # fmt: skip
-    assert all(message["content"].startswith("<answer>") for message in row["prompt"] if message["role"] != "user")
+    examples = [message["content"] for message in row["prompt"] if message["role"] == "assistant"]
+    assert [text.startswith("<answer>") for text in examples] == [True, True]
 
 
 @pytest.mark.parametrize(

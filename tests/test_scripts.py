@@ -147,6 +147,13 @@ def test_first_mismatch_may_not_be_nan(trainer):
         trainer.learn(samples_of(trainer, LENGTHS, float("nan")), torch.ones(5))
 
 
+def test_reward_that_is_no_finite_number_ends_the_run_before_the_update(trainer):
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    with pytest.raises(RuntimeError, match="a reward is no finite number"):
+        trainer.learn(samples_of(trainer, LENGTHS), torch.tensor([1.0, math.nan, 0.0, 0.0, 0.0]))
+    assert all(torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_divide_the_samples_and_take_equally_many_micro_batches(trainer, monkeypatch, ranks):
     """A rank that took more than the others would wait for them forever."""
@@ -239,8 +246,8 @@ FEW = "--prompts-per-step, --max-tokens and --steps are at least 1"
 @pytest.mark.parametrize(
     ("lines", "flags", "message"),
     [
-        ('{"prompt": "a"}\n\n', "--prompts rows.jsonl", "--prompts needs 8 lines or more, as many as a step takes"),
-        ('{"answer": 5}', "--prompts rows.jsonl --prompts-per-step 1", "with a `prompt`"),
+        ('{"prompt": "a"}\n\n', "--prompts rows.jsonl", "a step takes 8 lines of --prompts"),
+        ('{"answer": 5}', "--prompts rows.jsonl --prompts-per-step 1", "and each has a `prompt`"),
         ("prompt: a", "--prompts rows.jsonl", "--prompts: invalid json_lines value: 'rows.jsonl'"),
         ("", "--group-size 1", "--group-size is at least 2"),
         ("", "--steps 0", FEW),

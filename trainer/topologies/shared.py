@@ -23,8 +23,8 @@ SMALL_MODEL = 1e9  # parameters, below which a GPU waits for vLLM's Python in ha
 class Shared(Topology):
     """Each GPU has a trainer rank and a worker of one or more engines. They compute in turn.
 
-    The engines start first, since vLLM measures the free memory. Unless trainer and engine fit together, engines
-    release memory while trainers learn.
+    The engines start before trainers load if vLLM measures the free memory, or if there is no room for both. Unless
+    trainer and engine fit together, engines release memory while trainers learn.
     """
 
     by_nccl = False
@@ -69,8 +69,8 @@ class Shared(Topology):
 
     def start(self, models: Models) -> tuple[int, str, int]:
         self.settle_kv_cache()
-        measures = self.gpu and not self.setting.kv_cache_bytes  # vLLM, the free memory; so trainers load afterwards
-        if not measures and (self.level == "none" or self._loads_beside()):
+        vllm_measures = self.gpu and not self.setting.kv_cache_bytes  # the free memory: trainers load afterwards
+        if not vllm_measures and (self.level == "none" or self._loads_beside()):
             return super().start(models)
         starting = self.start_engines(models.loaded), self.preparing
         lengths = self.session.wait("starting", *starting)[0]  # and sleep, before trainers load
