@@ -78,14 +78,12 @@ class Sample(NamedTuple):
 
 
 class Engine:
-    """vllm.LLM in a Ray actor. It reserves no GPU: its workers take these bundles of its placement group."""
+    """vllm.LLM in a Ray actor. It reserves no GPU: its workers share the GPUs of these ranks of the trainer."""
 
-    def load(self, model: str, bundles: list[int], device: str) -> None:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that reserves none
-        os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
-        os.environ["VLLM_RAY_PER_WORKER_GPUS"] = str(GPU_SHARE)
+    def load(self, model: str, gpus: list[str], device: str, seed: int) -> None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # Ray hides all from an actor that reserves none
         options = {
-            "distributed_executor_backend": "ray",
+            "distributed_executor_backend": "mp",  # Ray's workers would wait for vLLM's scheduler
             "dtype": "bfloat16",
             "gpu_memory_utilization": GPU_SHARE,
             "enable_sleep_mode": True,
@@ -94,13 +92,13 @@ class Engine:
         if device == "cpu":
             import rlhf_cpu
 
-            options = rlhf_cpu.engine_options(len(bundles))
+            options = rlhf_cpu.engine_options(len(gpus))
         from vllm import LLM  # not before: it reads the environment
 
         self.llm = LLM(
             model,
-            tensor_parallel_size=len(bundles),
-            seed=bundles[0],  # with one seed, engines that share a prompt would sample the same
+            tensor_parallel_size=len(gpus),
+            seed=seed,  # with one seed, engines that share a prompt would sample the same
             worker_extension_cls="rlhf_utils.ColocateWorkerExtension",
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             **options,
@@ -154,6 +152,10 @@ class Engine:
 
 class Trainer:
     """One rank of the policy, in a Ray actor on a GPU that it shares."""
+
+    def gpu(self) -> str:
+        """This rank's GPU, as CUDA_VISIBLE_DEVICES names it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def address(self) -> tuple[str, int]:
         """The address of this node and a free port, at which the other ranks can join."""
@@ -231,7 +233,7 @@ class Trainer:
 
 
 def main(args: argparse.Namespace) -> str:
-    # 1. Place: a bundle for each rank and the worker beside it
+    # 1. Place: a GPU for each rank; engines reserve none
     gpus = int(ray.cluster_resources().get("GPU", 0))
     device = "cuda" if gpus else "cpu"
     if device == "cpu":
@@ -251,19 +253,20 @@ def main(args: argparse.Namespace) -> str:
             f"this takes all {ranks} GPUs of Ray, free and on one node: CUDA_VISIBLE_DEVICES hides others"
         )
 
-    def start(cls: type, bundle: int, **resources) -> ray.actor.ActorHandle:
-        where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
-        return ray.remote(cls).options(num_cpus=0, scheduling_strategy=where, **resources).remote()
+    def start(cls: type, bundle: int, num_gpus: int) -> ray.actor.ActorHandle:
+        where = PlacementGroupSchedulingStrategy(placement, bundle)
+        return ray.remote(cls).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=where).remote()
 
-    bundles = [list(range(begin, begin + tensor_parallel_size)) for begin in range(0, ranks, tensor_parallel_size)]
-    engines = [start(Engine, own[0]) for own in bundles]
-    trainers = [start(Trainer, rank, num_gpus=1 - GPU_SHARE if gpus else 0) for rank in range(ranks)]
+    trainers = [start(Trainer, rank, int(gpus > 0)) for rank in range(ranks)]
+    engines = [start(Engine, rank, 0) for rank in range(0, ranks, tensor_parallel_size)]
     actors = trainers + engines
 
     # 2. Load; the engines first: vLLM measures the free memory
     model = args.model or "facebook/opt-125m"
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
-    loading = [engine.load.remote(model, own, device) for engine, own in zip(engines, bundles, strict=True)]
+    n, of_ranks = tensor_parallel_size, wait_for(actors, *(trainer.gpu.remote() for trainer in trainers))
+    parts = enumerate(of_ranks[begin : begin + n] for begin in range(0, ranks, n))
+    loading = [engine.load.remote(model, own, device, i) for engine, (i, own) in zip(engines, parts, strict=True)]
     (address, port), *_ = wait_for(actors, trainers[0].address.remote(), *loading)
     arguments = model, learning_rate, device, f"tcp://{address}:{port}", ranks
     handles = {}

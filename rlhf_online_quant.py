@@ -75,13 +75,11 @@ class Sample(NamedTuple):
 
 
 class Engine:
-    """vllm.LLM in a Ray actor. It reserves no GPU: its workers take bundles 1 to N of its placement group."""
+    """vllm.LLM in a Ray actor, which reserves the GPUs of its workers."""
 
     def load(self, model: str, tensor_parallel_size: int, device: str) -> None:
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that reserves none
-        os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(1 + i) for i in range(tensor_parallel_size))
         options = {
-            "distributed_executor_backend": "ray",
+            "distributed_executor_backend": "mp",  # Ray's workers would wait for vLLM's scheduler
             "dtype": "bfloat16",
             "gpu_memory_utilization": 0.8,  # a sync needs memory, too
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # no torch.compile: starts sooner
@@ -207,30 +205,31 @@ class Trainer:
 
 
 def main(args: argparse.Namespace) -> str:
-    # 1. Place: a bundle for the trainer, and one for each of the engine's workers
+    # 1. Place: a GPU for the trainer, and the engine's on one node
     device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
     if device == "cpu":
         import rlhf_cpu
 
         rlhf_cpu.complete(args)
     tensor_parallel_size = args.tensor_parallel_size or 2
-    bundles = [{"GPU": 1} if device == "cuda" else {"CPU": 0.1}] * (1 + tensor_parallel_size)
-    placement = placement_group(bundles)
+    world_size = 1 + tensor_parallel_size
+    gpus = [1, tensor_parallel_size] if device == "cuda" else [0, 0]
+    placement = placement_group([{"GPU": n} if n else {"CPU": 0.1} for n in gpus])
     if not placement.wait(timeout_seconds=20):
-        raise RuntimeError(f"{len(bundles)} free GPUs are needed: --tensor-parallel-size 1 takes 2, rlhf_colocate.py 1")
+        raise RuntimeError(f"{world_size} free GPUs are needed: --tensor-parallel-size 1 takes 2, rlhf_colocate.py 1")
 
-    def start(cls: type, bundle: int, **resources) -> ray.actor.ActorHandle:
-        where = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
-        return ray.remote(cls).options(num_cpus=0, scheduling_strategy=where, **resources).remote()
+    def start(cls: type, bundle: int) -> ray.actor.ActorHandle:
+        where = PlacementGroupSchedulingStrategy(placement, bundle)
+        return ray.remote(cls).options(num_cpus=0, num_gpus=gpus[bundle], scheduling_strategy=where).remote()
 
-    actors = trainer, engine = start(Trainer, 0, num_gpus=int(device == "cuda")), start(Engine, 1)
+    actors = trainer, engine = start(Trainer, 0), start(Engine, 1)
 
     # 2. Load and connect
     model = args.model or "facebook/opt-125m"
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
     (address, port), _ = wait_for(actors, *loading)
-    wait_for(actors, *(actor.connect.remote(address, port, len(bundles)) for actor in actors))
+    wait_for(actors, *(actor.connect.remote(address, port, world_size) for actor in actors))
     ((quantized, plain), *_), *_ = wait_for(actors, engine.weight_bytes.remote())
     print(f"weights of an engine's worker: {quantized / 1e6:.1f} MB; without quantization, {plain / 1e6:.1f} MB")
 

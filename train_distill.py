@@ -111,7 +111,7 @@ class BesideTeacher(Separate):
     def start_engines(self, model: str) -> dict[str, ray.ObjectRef]:
         # The teacher before the engines, which may be on the same GPUs: vLLM measures the free memory.
         options = {"enforce_eager": True}  # no decoding
-        setting = EngineSetting(self.device, None, len(self.teachers), self.gpu_share, options=options)
+        setting = EngineSetting(self.device, None, len(self.teachers), options=options)
         engine = replace(self.args.engine, gpu_memory_utilization=self.memory_share)
         starting = (TeacherActor.start, self.teacher, engine, setting, "none")
         self.teacher_max_model_len = self.teachers.agreed("starting", *starting, each=self.teachers.bundles)

@@ -333,7 +333,7 @@ def engine_setting(args: Arguments, device: str) -> EngineSetting:
     if args.topology == "separate":
         return EngineSetting(device, "WorkerExtension")
     options = {"enable_sleep_mode": args.sleep != "none"}
-    return EngineSetting(device, "ColocateWorkerExtension", gpu_share=GPU_SHARE, options=options)
+    return EngineSetting(device, "ColocateWorkerExtension", options=options)
 
 
 def load(models: dict[str, ActorGroup], paths: dict, states: dict, args: Arguments, device: str, shared: bool) -> tuple:

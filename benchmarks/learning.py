@@ -258,11 +258,11 @@ def table(runs: dict[str, list[Run]]) -> str:
 
 
 def cell(values: list[float | None]) -> str:
-    """The mean of these values and, if there are several, the least and the most."""
-    if None in values:
+    """The mean of the values that there are and, if these are several, the least and the most."""
+    if not (known := [value for value in values if value is not None]):
         return "-"
-    mean_, *ends = (f"{value:.3g}" for value in (mean(values), min(values), max(values)))
-    return f"{mean_} ({' to '.join(ends)})" if len(values) > 1 else mean_
+    mean_, *ends = (f"{value:.3g}" for value in (mean(known), min(known), max(known)))
+    return f"{mean_} ({' to '.join(ends)})" if len(known) > 1 else mean_
 
 
 def check(runs: dict[str, list[Run]]) -> None:
@@ -283,17 +283,21 @@ def draw(runs: dict[str, list[Run]], title: str, path: Path) -> None:
     figure = Figure(figsize=(11, 4))
     by_step, by_seconds = figure.subplots(1, 2, sharey=True)
     for way, of_way in runs.items():
-        evaluations = [*zip(*([step for step in run.steps if "eval" in step] for run in of_way), strict=True)]
-        seeds = {name: [[step[name] for step in same] for same in evaluations] for name in ("step", "seconds", "eval")}
-        for axes, name in ((by_step, "step"), (by_seconds, "seconds")) if evaluations else ():
-            if name == "step" or all(run.alone for run in of_way):
-                x, (low, middle, high) = [*map(mean, seeds[name])], ([*map(f, seeds["eval"])] for f in (min, mean, max))
+        alone = [run for run in of_way if run.alone]
+        for axes, name, shown in (by_step, "step", of_way), (by_seconds, "seconds", alone):
+            evaluations = [*zip(*([step for step in run.steps if "eval" in step] for run in shown), strict=True)]
+            if evaluations:
+                x = [mean(step[name] for step in same) for same in evaluations]
+                low, middle, high = (
+                    [f(step["eval"] for step in same) for same in evaluations] for f in (min, mean, max)
+                )
                 color = f"C{WAYS.index(way)}"
-                axes.plot(x, middle, marker=".", color=color, label=f"{way} ({len(of_way)})")
+                axes.plot(x, middle, marker=".", color=color, label=f"{way} ({len(shown)})")
                 axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     by_step.set(xlabel="step", ylabel="held-out problems right")
     by_step.legend(frameon=False)
     by_seconds.set(xlabel="seconds from the command")
+    by_seconds.legend(frameon=False)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

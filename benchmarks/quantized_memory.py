@@ -59,7 +59,7 @@ class Engine(EngineActor):
         extension = "QuantizedPeerExtension" if quantized else "PeerExtension"
         options = {"worker_extension_cls": f"peers.{extension}", "dtype": "bfloat16"}
         options, environment = llm_options(args.engine, model, EngineSetting(device, options=options), bundles)
-        await self.prepare(device)
+        await self.prepare(device, bundles)
         os.environ.update(environment)
         torchao_options, quantization = quantize_by_torchao(args.engine.quantization) if quantized else ({}, "")
         await self.load(model, torchao_options | options)

@@ -138,9 +138,9 @@ class BenchEngine(EngineActor):
         options |= {"dtype": "bfloat16"} if quantization else {}
         if device == "cuda":
             options |= {"weight_transfer_config": {"backend": args.topology}}
-        setting = EngineSetting(device, None, args.actors.engines, GPU_SHARE if ipc else 1, options=options)
+        setting = EngineSetting(device, None, args.actors.engines, options=options)
         options, environment = llm_options(args.engine, model, setting, bundles)
-        await self.prepare(device)
+        await self.prepare(device, bundles)
         os.environ.update(environment)
         torchao_options = quantize_by_torchao(quantization)[0] if quantization else {}
         await self.load(model, torchao_options | options)

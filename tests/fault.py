@@ -34,7 +34,7 @@ def wait_with_fault(session: RaySession, phase: str, *groups: dict) -> list:
     begin(phase, {name: ref for calls in groups for name, ref in calls.items()})
     results = wait(session, phase, *groups)
     if PHASE == "syncing" and (phase, seen.count(phase)) == ("learning", COUNT - 1) and not stopped:
-        stopped.extend(processes("VLLM::Worker") + processes("RayWorkerProc"))  # vLLM's own, or Ray's, as on GPUs
+        stopped.extend(processes("VLLM::Worker"))
         for worker in stopped:
             worker.suspend()
     return results

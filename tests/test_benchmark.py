@@ -74,23 +74,21 @@ def test_every_way_is_exact_on_gpus(script, tmp_path, topology, where):
     assert_every_way_is_exact(tmp_path / "run", [CEILINGS[topology], *NATIVE, "ours, reload", "ours, replay"])
 
 
-@pytest.mark.parametrize(
-    ("topology", "extension", "share"), [("nccl", "PeerExtension", "1"), ("ipc", "ColocatePeerExtension", "0.4")]
-)
-def test_engine_has_what_its_topology_needs(sync, monkeypatch, topology, extension, share):
+@pytest.mark.parametrize(("topology", "extension"), [("nccl", "PeerExtension"), ("ipc", "ColocatePeerExtension")])
+def test_engine_has_what_its_topology_needs(sync, monkeypatch, topology, extension):
     found = []
 
-    async def prepare(device):
+    async def prepare(device, bundles):
         monkeypatch.setattr(os, "environ", dict(os.environ))
 
     async def load(model, options):
         backend = options["weight_transfer_config"]["backend"]
-        found.append((options["worker_extension_cls"], backend, os.environ["VLLM_RAY_PER_WORKER_GPUS"]))
+        found.append((options["worker_extension_cls"], backend, options["distributed_executor_backend"]))
 
     engine = sync.BenchEngine(0)
     engine.prepare, engine.load, engine.llm = prepare, load, MagicMock()
     asyncio.run(engine.start("model", arguments_of(sync, topology=topology), "cuda", [1, 2]))
-    assert found == [(f"peers.{extension}", topology, share)]
+    assert found == [(f"peers.{extension}", topology, "mp")]
 
 
 def test_gpus_are_asked_by_the_fields_that_nvidia_smi_knows(sync, tmp_path, monkeypatch):

@@ -245,10 +245,10 @@ def test_teacher_starts_first_does_not_decode_and_is_no_engine_of_a_sync(placed,
     for name, model, engine, setting, _ in started:
         options, _ = llm_options(replace(engine, exact="off"), model, setting, [1])
         names = "worker_extension_cls", "enforce_eager", "gpu_memory_utilization", "kv_cache_memory_bytes"
-        asked.append((name, model, setting.gpu_share, *map(options.get, names)))
+        asked.append((name, model, *map(options.get, names)))
     assert asked == [
-        ("teacher", "teacher", 0.5, None, True, share, None),
-        ("engine", "student", 0.5, "rlhf_utils.WorkerExtension", None, share, share * 80e9 / 2),
+        ("teacher", "teacher", None, True, share, None),
+        ("engine", "student", "rlhf_utils.WorkerExtension", None, share, share * 80e9 / 2),
     ]
 
 

@@ -111,20 +111,23 @@ def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
 def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
     monkeypatch.setattr(engine, "import_vllm", lambda: None)
-    setting = EngineSetting("cuda", gpu_share=0.5)
-    two, one = (llm_options(args, "model", setting, bundles)[1] for bundles in ([1, 2], [1]))
+
+    async def gpus_of(bundles):
+        return ",".join(map(str, bundles))
+
+    monkeypatch.setattr(engine, "gpus_of", gpus_of)
+    gpu = llm_options(args, "model", EngineSetting("cuda"), [1, 2])[1]
     cpu = llm_options(args, "model", EngineSetting("cpu"), [0])[1]
-    assert two == {"VLLM_RAY_BUNDLE_INDICES": "1,2", "VLLM_RAY_PER_WORKER_GPUS": "0.5"}
-    assert one == {}  # its worker is a process of the engine's own
+    assert gpu == {}
     assert cpu.keys() == {"OMP_NUM_THREADS"}
     assert os.environ == {"CUDA_VISIBLE_DEVICES": ""}
-    for own, seen in ([], {}), (["3"], {"CUDA_VISIBLE_DEVICES": "3"}):
+    for own, seen in ([], "1,2"), (["3"], "3"):
         os.environ["CUDA_VISIBLE_DEVICES"] = "".join(own)
         monkeypatch.setattr(engine.ray, "get_gpu_ids", lambda own=own: own)
-        asyncio.run(EngineActor(0).prepare("cuda"))
-        assert os.environ == seen  # an actor without GPUs of its own sees those of vLLM's workers
-    asyncio.run(EngineActor(0).prepare("cpu"))
-    assert os.environ == seen | {"TORCH_COMPILE_DISABLE": "1"}
+        asyncio.run(EngineActor(0).prepare("cuda", [1, 2]))
+        assert os.environ == {"CUDA_VISIBLE_DEVICES": seen}  # an actor that reserves none sees its workers'
+    asyncio.run(EngineActor(0).prepare("cpu", [1, 2]))
+    assert os.environ == {"CUDA_VISIBLE_DEVICES": "3", "TORCH_COMPILE_DISABLE": "1"}
 
 
 LATER = """
@@ -279,11 +282,9 @@ async def generated(llm, prompt: list[int], options: dict) -> list:
 
 @cpu_only
 def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, monkeypatch):
-    for name in (*llm_options(args, "model", EngineSetting("cpu"), [0])[1], "RAY_ADDRESS", "TORCH_COMPILE_DISABLE"):
+    for name in (*llm_options(args, "model", EngineSetting("cpu"), [0])[1], "TORCH_COMPILE_DISABLE"):
         monkeypatch.setenv(name, "")  # so that what the engine sets goes again
     monkeypatch.setattr(engine, "end_with_children", lambda unless: None)  # this process is not an actor
-    monkeypatch.setattr(engine.ray, "get_gpu_ids", list)
-    monkeypatch.setattr(engine.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
     monkeypatch.setattr(engine, "get_temp_dir", lambda: "none")  # other tests need theirs
 
     async def run():

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import ray
 from conftest import arguments_of
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from transformers import LlamaConfig
 
 import train_grpo
 from rlhf_utils import WeightSyncError
 from trainer.errors import RunError, TaskError
 from trainer.rollouts.engine import EngineActor
+from trainer.rollouts.engine_start import gpus_of
 from trainer.rollouts.options import EngineSetting
 from trainer.run.actors import StepClock
 from trainer.run.models import Models
@@ -26,7 +26,7 @@ from trainer.topologies.choose import choose_topology
 from trainer.topologies.link import TrainerActor, connect_by_memory, say_first_sync
 from trainer.topologies.separate import Separate
 from trainer.topologies.servers import Servers
-from trainer.topologies.shared import GPU_SHARE, Shared
+from trainer.topologies.shared import Shared
 
 
 def made(cls=Shared, **attributes):
@@ -133,25 +133,19 @@ def place(ray_with_four_gpus, monkeypatch):
 def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, ranks, given):
     @ray.remote
     class Actor:
-        def gpus(self):
-            return ray.get_runtime_context().get_accelerator_ids()["GPU"]
-
-    def start_worker(bundle):
-        """As vLLM's Ray executor does."""
-        where = PlacementGroupSchedulingStrategy(topology.placement, bundle)
-        return Actor.options(scheduling_strategy=where, num_gpus=GPU_SHARE, num_cpus=0).remote()
+        async def gpus(self, bundles):
+            return ray.get_runtime_context().get_accelerator_ids()["GPU"] or (await gpus_of(bundles)).split(",")
 
     topology = place(engines=1, tensor_parallel_size=ranks, **given)
     trainers = [Actor.options(**seat.options).remote() for seat in topology.trainer_seats]
-    if given:  # the only worker is on the GPU of the engine's actor
-        workers = [Actor.options(**seat.options).remote() for seat in topology.engine_seats]
-    else:
-        assert {seat.options["num_gpus"] for seat in topology.engine_seats} == {0}
-        workers = [start_worker(bundle) for seat in topology.engine_seats for bundle in seat.bundles]
-    seen = ray.get([actor.gpus.remote() for actor in trainers + workers], timeout=60)
+    assert {seat.options["num_gpus"] for seat in topology.engine_seats} == {0.2 if given else 0}
+    engines = [Actor.options(**seat.options).remote() for seat in topology.engine_seats]
+    seats = topology.trainer_seats + topology.engine_seats
+    calls = [actor.gpus.remote(seat.bundles) for actor, seat in zip(trainers + engines, seats, strict=True)]
+    seen = [gpu for gpus in ray.get(calls, timeout=60) for gpu in gpus]
     assert seen[ranks:] == seen[:ranks] * given.get("engines_per_gpu", 1)
-    assert len({gpu for (gpu,) in seen}) == ranks
-    for actor in trainers + workers:
+    assert len({*seen}) == ranks
+    for actor in trainers + engines:
         ray.kill(actor)
 
 

@@ -15,7 +15,7 @@ from rlhf_utils import WeightSyncError, end_with_children
 from ..errors import RunError
 from ..images import Images
 from ..learning.rollout import Rollout
-from .engine_start import engine_start, fork_engine_core, import_vllm
+from .engine_start import engine_start, fork_engine_core, gpus_of, import_vllm
 from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
 from .sampling import engine_prompt, rollouts_of, sampling_params
@@ -25,8 +25,9 @@ class Engine:
     """What a run calls of each of its engines, a Ray actor many of whose methods run at the same time: vLLM in the
     actor's own processes (EngineActor), or vLLM's servers (ServerPool in trainer/topologies/server_pool.py)."""
 
-    async def prepare(self, device: str) -> None:
-        """Import what takes long, while the run settles what to start. `device` is "cuda" or "cpu"."""
+    async def prepare(self, device: str, bundles: list[int]) -> None:
+        """Import what takes long, while the run settles what to start. `device` is "cuda" or "cpu"; the engine's
+        workers use these `bundles` of its placement group."""
 
     async def sample(
         self,
@@ -54,8 +55,7 @@ class Engine:
 
 
 class EngineActor(Engine):
-    """A Ray actor around vllm.AsyncLLM. One worker computes in a child of the actor; several are Ray's actors, in
-    bundles of its placement group."""
+    """A Ray actor around vllm.AsyncLLM, whose processes are children of the actor."""
 
     def __init__(self, number: int):
         self.request_ids, self.leaving = itertools.count(), False
@@ -66,9 +66,9 @@ class EngineActor(Engine):
         self.idle = 0.0  # seconds since the last sync in which nothing was generated
         self.last_idle_share = 0.0
 
-    async def prepare(self, device: str) -> None:
-        if not ray.get_gpu_ids():
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from an actor that asked for none
+    async def prepare(self, device: str, bundles: list[int]) -> None:
+        if device == "cuda" and not ray.get_gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = await gpus_of(bundles)
         if device == "cpu":
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
         import_vllm()
@@ -85,7 +85,7 @@ class EngineActor(Engine):
         """Start the engine, whose workers use these `bundles` of its placement group. It sleeps at this level until the
         first sync. `before` is what another engine has returned for which it was to wait. Returns the tokens that a
         prompt and its completion may have."""
-        await self.prepare(setting.device)
+        await self.prepare(setting.device, bundles)
         options, environment = llm_options(args, model, setting, bundles)
         os.environ.update(environment)  # for the engine's processes
         if args.quantization and setting.extension:

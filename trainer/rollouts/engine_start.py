@@ -1,5 +1,6 @@
 """How an engine's processes start, and why they cannot, as vLLM has logged it."""
 
+import asyncio
 import multiprocessing
 import os
 import re
@@ -15,6 +16,7 @@ import psutil
 import ray
 import torch
 from pydantic import ValidationError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..errors import EngineError, RunError
 
@@ -43,6 +45,22 @@ class EngineCoreContext(ForkServerContext):
     Process = EngineCoreProcess
 
 
+async def gpus_of(bundles: list[int]) -> str:
+    """The GPUs of these bundles of this actor's placement group, as CUDA_VISIBLE_DEVICES names them. Ray says it only
+    to a process that has some of a GPU: here, to a task in each bundle. Raises RunError if they are on several nodes.
+    """
+
+    def place() -> tuple[str, str]:
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+    placement, task = ray.util.get_current_placement_group(), ray.remote(num_cpus=0, num_gpus=0.01)(place)
+    where = (PlacementGroupSchedulingStrategy(placement, bundle) for bundle in bundles)
+    places = await asyncio.gather(*(task.options(scheduling_strategy=each).remote() for each in where))
+    if len({node for node, _ in places}) > 1:
+        raise RunError("an engine has GPUs on two nodes: choose --trainers and --tensor-parallel-size that fill nodes")
+    return ",".join(gpu for _, gpu in places)
+
+
 def import_vllm() -> None:
     """Import vLLM, here and in this actor's fork server at the same time."""
     own = os.environ.get("PYTHONPATH", "")
@@ -60,7 +78,6 @@ def fork_engine_core() -> None:
     from vllm.v1.engine import utils
 
     def context() -> EngineCoreContext:
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # the core may have Ray's actors as workers
         return EngineCoreContext()
 
     probe = EngineCoreContext().Process(target=_use_cuda)

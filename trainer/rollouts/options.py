@@ -85,7 +85,6 @@ class EngineSetting:
     device: str  # "cuda" or "cpu"
     extension: str | None = None  # of rlhf_utils; None: no weights are sent to this engine
     engines: int = 1  # of this size, which share the cores of a CPU
-    gpu_share: float = 1.0  # the share of a GPU that Ray counts for a worker
     sequences: int = LARGEST_GRAPH  # that it generates at a time, at most
     kv_cache_bytes: int | None = None  # of each worker; None: vLLM measures what is free
     options: dict = field(default_factory=dict)  # more options of vLLM
@@ -110,13 +109,9 @@ def llm_options(
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     }
     if setting.device == "cuda":
-        # One worker is a process of the engine's own, which starts sooner than Ray's actors. In the engine's process,
-        # it would wait for vLLM's scheduler: rollouts of a small model took a quarter longer (135M, one H200).
+        # Workers are processes of the engine's own. Ray's actors start later, and would wait for vLLM's scheduler, as
+        # would a worker in the engine's process: rollouts of a small model took a quarter longer (135M, one H200).
         environment, options["distributed_executor_backend"] = {}, "mp"
-        if len(bundles) > 1:
-            options["distributed_executor_backend"] = "ray"
-            environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
-            environment["VLLM_RAY_PER_WORKER_GPUS"] = str(setting.gpu_share)
         options |= {"dtype": "bfloat16", "gpu_memory_utilization": args.gpu_memory_utilization}
         options["kv_cache_memory_bytes"] = setting.kv_cache_bytes
         options["compilation_config"] = DECODE_GRAPHS | {"cudagraph_capture_sizes": graph_sizes(setting.sequences)}

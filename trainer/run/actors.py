@@ -73,13 +73,13 @@ def by_node(placement) -> list[int]:
 def seat(placement, bundle: int, workers: list[int] | None = None, **resources) -> Seat:
     """The seat of an actor that gets these resources in this bundle. `workers` are the bundles of the processes that it
     starts, if these use others."""
-    strategy = PlacementGroupSchedulingStrategy(placement, bundle, placement_group_capture_child_tasks=True)
+    strategy = PlacementGroupSchedulingStrategy(placement, bundle)
     return Seat({"scheduling_strategy": strategy, "num_cpus": 0, **resources}, workers or [bundle])
 
 
 def engine_seat(placement, workers: list[int], gpu_share: float) -> Seat:
-    """The seat of an engine's actor, whose workers use these bundles. One worker computes in a child of the actor,
-    which gets this share of the GPU; several are Ray's own actors."""
+    """The seat of an engine's actor, whose workers use these bundles. Ray counts this share of one worker's GPU. It
+    gives no process shares of several: then the actor reserves none, and asks for their names (`gpus_of`)."""
     return seat(placement, workers[0], workers, num_gpus=gpu_share if len(workers) == 1 else 0)
 
 

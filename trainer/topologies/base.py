@@ -79,7 +79,7 @@ class Topology:
         """Start the actors of trainer ranks and engines of this model. They import what they need, and load nothing."""
         self.trainers = ActorGroup(self.session, "trainer", cls, self.trainer_seats)
         self.engines = ActorGroup(self.session, self.engine_name, self.engine_class, self.engine_seats)
-        self.preparing = self.engines.begin(Engine.prepare, self.device)
+        self.preparing = self.engines.begin(Engine.prepare, self.device, each=self.engines.bundles)
         self.gpu: GPU | None = None
         if self.device == "cuda":
             self.size = ModelSize.of(model)

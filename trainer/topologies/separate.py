@@ -17,7 +17,7 @@ MEMORY_SHARE = 0.8  # of its GPUs' memory that an engine takes unless a flag say
 class Separate(Topology):
     """Each trainer rank and each engine worker has a GPU of its own."""
 
-    gpu_share = 1.0  # the share of a GPU that Ray counts for an engine's worker
+    gpu_share = 1.0  # the share of its GPU that Ray counts for an engine with one worker
 
     def place(self) -> None:
         args, gpus = self.args, int(ray.cluster_resources().get("GPU", 0))
@@ -62,7 +62,7 @@ class Separate(Topology):
 
     def start_actors(self, cls: type[TrainerActor], model: str) -> None:
         engines = self.args.placement.engines
-        self.setting = EngineSetting(self.device, "WorkerExtension", engines, self.gpu_share, self.sequences(engines))
+        self.setting = EngineSetting(self.device, "WorkerExtension", engines, self.sequences(engines))
         super().start_actors(cls, model)
 
     def connect(self) -> None:

@@ -60,9 +60,8 @@ class Shared(Topology):
         share, engines = GPU_SHARE / per_gpu if self.device == "cuda" else 0, args.placement.engines * per_gpu
         self.memory_share = args.engine.gpu_memory_utilization / per_gpu
         options = {"enable_sleep_mode": self.level != "none"}
-        self.setting = EngineSetting(
-            self.device, "ColocateWorkerExtension", engines, share, self.sequences(engines), options=options
-        )
+        sequences = self.sequences(engines)
+        self.setting = EngineSetting(self.device, "ColocateWorkerExtension", engines, sequences, options=options)
         engine_bundles = [self.bundles[begin : begin + tp] for begin in range(0, len(self.bundles), tp)]
         self.engine_seats = [engine_seat(self.placement, workers, share) for workers in engine_bundles] * per_gpu
         super().start_actors(cls, model)
