@@ -192,8 +192,10 @@ def test_signal_ends_a_run_that_waits_for_no_actor(tmp_path, number, to):
     family, told, memory = run.descendants(), time.monotonic(), "/dev/shm/" + re.search(r"psm_\w+", run.text())[0]
     assert os.path.exists(memory)
     raylet = next(process for process in family if process.name() == "raylet")
-    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
-    orphan = subprocess.Popen(sleeping, env={"RAY_RAYLET_PID": str(raylet.pid)})  # as a worker is if the raylet dies
+    sleeping = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    environment = {"RAY_RAYLET_PID": str(raylet.pid)}  # as a worker is if the raylet dies
+    orphan = subprocess.Popen(sleeping, env=environment, stdout=subprocess.PIPE)
+    orphan.stdout.readline()  # by then, others can read its environment
     to(run.process.pid, number)
     text = run.finish(FAULT_SECONDS)
     run.assert_failed_cleanly(text, family)
