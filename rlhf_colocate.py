@@ -5,7 +5,8 @@
 
     GPU 0, 1  Trainer, ranks 0 and 1: shards of transformers' model in fp32, AdamW, rlhf_utils.WeightSender
               Engine 0: vllm.LLM with two workers, extended by rlhf_utils.ColocateWorkerExtension
-    GPU 2, 3  Trainer, ranks 2 and 3; Engine 1. With one GPU there is one rank, and an engine with one worker
+    GPU 2, 3  Trainer, ranks 2 and 3; Engine 1
+    One GPU   Trainer, one rank; Engines 0 and 1, with one worker each
 
 In a sync, each worker reads the weights from the GPU memory of all ranks. The engines' KV cache sleeps while the
 trainer learns. A parameter takes 16 bytes, over all ranks; while a rank loads, its GPU holds the whole model in fp32
@@ -20,6 +21,7 @@ import json
 import os
 import random
 import re
+import socket
 import sys
 import time
 from typing import NamedTuple
@@ -37,7 +39,7 @@ from rlhf_utils import SharedMemoryChannel, WeightSender, end_with_children, wai
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
 MISMATCH_GROWTH = 3  # the run ends if the mismatch exceeds so many times the first one
-GPU_SHARE = 0.4  # of each GPU, for the engine; the trainer takes what is left
+KV_CACHE_BYTES = 8 << 30  # of each engine's worker; vLLM wants room for the model's longest sequence
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
@@ -85,7 +87,8 @@ class Engine:
         options = {
             "distributed_executor_backend": "mp",  # Ray's workers would wait for vLLM's scheduler
             "dtype": "bfloat16",
-            "gpu_memory_utilization": GPU_SHARE,
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
+            "gpu_memory_utilization": 0.1,  # that must be free at the start; vLLM measures nothing
             "enable_sleep_mode": True,
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # no torch.compile: starts sooner
         }
@@ -153,18 +156,17 @@ class Engine:
 class Trainer:
     """One rank of the policy, in a Ray actor on a GPU that it shares."""
 
-    def gpu(self) -> str:
-        """This rank's GPU, as CUDA_VISIBLE_DEVICES names it."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    def place(self) -> tuple[str, str]:
+        """This rank's GPU, as CUDA_VISIBLE_DEVICES names it, and a URL at which other ranks can join this one."""
+        with socket.socket() as unused:
+            unused.bind(("", 0))  # to a free port
+            url = f"tcp://{ray.util.get_node_ip_address()}:{unused.getsockname()[1]}"
+        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), url
 
-    def address(self) -> tuple[str, int]:
-        """The address of this node and a free port, at which the other ranks can join."""
-        from vllm.utils.network_utils import get_open_port
-
-        return ray.util.get_node_ip_address(), get_open_port()
-
-    def load(self, model: str, learning_rate: float, device: str, url: str, ranks: int, rank: int) -> dict[str, str]:
-        """Join the other ranks at the URL, load this one's shard of the model, and open the channel to the workers
+    def load(
+        self, model: str, learning_rate: float, device: str, workers: int, url: str, ranks: int, rank: int
+    ) -> dict[str, str]:
+        """Join the other ranks at the URL, load this one's shard of the model, and open the channel to so many workers
         beside it. Returns its handle."""
         from transformers import AutoModelForCausalLM
 
@@ -179,7 +181,7 @@ class Trainer:
             fully_shard(self.model, mp_policy=precision)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
         torch.cuda.empty_cache()  # of what is sharded now
-        channel = SharedMemoryChannel(self.device if cuda else torch.device("cpu", rank))
+        channel = SharedMemoryChannel(self.device if cuda else torch.device("cpu", rank), workers)
         self.sender = WeightSender(channel)
         return channel.handles
 
@@ -242,10 +244,11 @@ def main(args: argparse.Namespace) -> str:
         rlhf_cpu.complete(args)
     tensor_parallel_size = args.tensor_parallel_size or (1 if gpus % 2 else 2)
     ranks = gpus or tensor_parallel_size
-    if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % ranks:
+    engines_per_gpu = 2 if gpus and tensor_parallel_size == 1 else 1  # with one, a GPU would often wait for the CPU
+    if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % (ranks * engines_per_gpu):
         raise RuntimeError(
             f"--tensor-parallel-size {tensor_parallel_size} must divide the {ranks} ranks, one for each GPU, and"
-            f" {ranks} the completions of a step, {args.prompts_per_step} x {args.group_size}"
+            f" {ranks * engines_per_gpu} the completions of a step, {args.prompts_per_step} x {args.group_size}"
         )
     placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")  # of a node
     if not placement.wait(timeout_seconds=20):
@@ -258,19 +261,20 @@ def main(args: argparse.Namespace) -> str:
         return ray.remote(cls).options(num_cpus=0, num_gpus=num_gpus, scheduling_strategy=where).remote()
 
     trainers = [start(Trainer, rank, int(gpus > 0)) for rank in range(ranks)]
-    engines = [start(Engine, rank, 0) for rank in range(0, ranks, tensor_parallel_size)]
+    first_ranks = [*range(0, ranks, tensor_parallel_size)] * engines_per_gpu  # beside each engine
+    engines = [start(Engine, rank, 0) for rank in first_ranks]
     actors = trainers + engines
 
-    # 2. Load; the engines first: vLLM measures the free memory
+    # 2. Load
     model = args.model or "facebook/opt-125m"
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
-    n, of_ranks = tensor_parallel_size, wait_for(actors, *(trainer.gpu.remote() for trainer in trainers))
-    parts = enumerate(of_ranks[begin : begin + n] for begin in range(0, ranks, n))
-    loading = [engine.load.remote(model, own, device, i) for engine, (i, own) in zip(engines, parts, strict=True)]
-    (address, port), *_ = wait_for(actors, trainers[0].address.remote(), *loading)
-    arguments = model, learning_rate, device, f"tcp://{address}:{port}", ranks
+    of_ranks, urls = zip(*wait_for(actors, *(trainer.place.remote() for trainer in trainers)), strict=True)
+    arguments = model, learning_rate, device, engines_per_gpu, urls[0], ranks
+    loading = [trainer.load.remote(*arguments, rank) for rank, trainer in enumerate(trainers)]
+    for i, rank in enumerate(first_ranks):
+        loading.append(engines[i].load.remote(model, of_ranks[rank : rank + tensor_parallel_size], device, i))
     handles = {}
-    for of_rank in wait_for(actors, *(trainer.load.remote(*arguments, rank) for rank, trainer in enumerate(trainers))):
+    for of_rank in wait_for(actors, *loading)[:ranks]:
         handles |= of_rank
 
     # 3. Sync, generate, reward, learn

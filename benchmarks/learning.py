@@ -278,6 +278,7 @@ def check(runs: dict[str, list[Run]]) -> None:
 
 def draw(runs: dict[str, list[Run]], title: str, path: Path) -> None:
     """Draw the share of held-out problems that is right, by step and by seconds: means, and bands of the seeds."""
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4))
@@ -295,9 +296,9 @@ def draw(runs: dict[str, list[Run]], title: str, path: Path) -> None:
                 axes.plot(x, middle, marker=".", color=color, label=f"{way} ({len(shown)})")
                 axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     by_step.set(xlabel="step", ylabel="held-out problems right")
-    by_step.legend(frameon=False)
     by_seconds.set(xlabel="seconds from the command")
-    by_seconds.legend(frameon=False)
+    for axes in filter(Axes.get_lines, (by_step, by_seconds)):
+        axes.legend(frameon=False)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
@@ -324,7 +325,8 @@ def main(args: Arguments) -> None:
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda each: run(*each), todo))
     if runs := load_runs(args):
-        title = f"{args.prompts} prompts x {args.completions} completions of {args.tokens} tokens, {device}"
+        devices = ", ".join(sorted({run.device for of_way in runs.values() for run in of_way}))
+        title = f"{args.prompts} prompts x {args.completions} completions of {args.tokens} tokens, {devices}"
         print(f"{title}\n{table(runs)}")
         if importlib.util.find_spec("matplotlib"):
             draw(runs, title, args.folder / "learning.png")
