@@ -24,7 +24,7 @@ from trainer.errors import EngineError, RunError
 from trainer.learning.config import SamplingConfig
 from trainer.rollouts import engine
 from trainer.rollouts.engine import EngineActor
-from trainer.rollouts.engine_start import EngineCoreProcess, engine_start
+from trainer.rollouts.engine_start import EngineCoreProcess, engine_start, gpus_of
 from trainer.rollouts.options import EngineArguments, EngineSetting, llm_options
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.sampling import rollouts_of, sampling_options
@@ -128,6 +128,25 @@ def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
         assert os.environ == {"CUDA_VISIBLE_DEVICES": seen}  # an actor that reserves none sees its workers'
     asyncio.run(EngineActor(0).prepare("cpu", [1, 2]))
     assert os.environ == {"CUDA_VISIBLE_DEVICES": "3", "TORCH_COMPILE_DISABLE": "1"}
+
+
+def test_an_engine_on_two_nodes_is_an_error(monkeypatch):
+    places = {1: ("node a", "3"), 2: ("node a", "0"), 4: ("node b", "0")}
+
+    async def task(bundle):
+        return places[bundle]
+
+    def remote(**resources):
+        by_bundle = lambda scheduling_strategy: SimpleNamespace(remote=lambda: task(scheduling_strategy))  # noqa: E731
+        return lambda function: SimpleNamespace(options=by_bundle)
+
+    fake = SimpleNamespace(remote=remote, util=SimpleNamespace(get_current_placement_group=lambda: "placement"))
+    monkeypatch.setattr("trainer.rollouts.engine_start.ray", fake)
+    where = "trainer.rollouts.engine_start.PlacementGroupSchedulingStrategy"
+    monkeypatch.setattr(where, lambda placement, bundle: bundle)
+    assert asyncio.run(gpus_of([1, 2])) == "3,0"
+    with pytest.raises(RunError, match="on two nodes"):
+        asyncio.run(gpus_of([2, 4]))
 
 
 LATER = """
