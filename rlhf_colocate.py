@@ -1,4 +1,4 @@
-"""RLHF on shared GPUs: each has a rank of the trainer (FSDP2) and a worker of a vLLM engine, CUDA IPC between them.
+"""RLHF on shared GPUs: each has a rank of the trainer (FSDP2) and workers of vLLM engines, CUDA IPC between them.
 
     python rlhf_colocate.py    # all GPUs: facebook/opt-125m; no GPU: a small model made on the spot, shared memory
     python rlhf_colocate.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts sums.jsonl --max-tokens 256 --steps 200
@@ -6,12 +6,13 @@
     GPU 0, 1  Trainer, ranks 0 and 1: shards of transformers' model in fp32, AdamW, rlhf_utils.WeightSender
               Engine 0: vllm.LLM with two workers, extended by rlhf_utils.ColocateWorkerExtension
     GPU 2, 3  Trainer, ranks 2 and 3; Engine 1
-    One GPU   Trainer, one rank; Engines 0 and 1, with one worker each
+
+With --tensor-parallel-size 1, as on one GPU, each GPU has two engines, which generate one half each.
 
 In a sync, each worker reads the weights from the GPU memory of all ranks. The engines' KV cache sleeps while the
-trainer learns. A parameter takes 16 bytes, over all ranks; while a rank loads, its GPU holds the whole model in fp32
-beside the engine. The algorithm is rlhf.py's, whose docstring explains it. The model must be dense: a mixture of
-experts has other names in transformers than in its checkpoint.
+trainer learns. A parameter takes 16 bytes, over all ranks, and 2 in each engine; while a rank loads, its GPU holds the
+whole model in fp32 beside the engines. The algorithm is rlhf.py's, whose docstring explains it. The model must be
+dense: a mixture of experts has other names in transformers than in its checkpoint.
 
 To copy this file, take rlhf_utils.py and weight_sync/ along, and for machines without a GPU rlhf_cpu.py.
 """
@@ -39,7 +40,7 @@ from rlhf_utils import SharedMemoryChannel, WeightSender, end_with_children, wai
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
 MISMATCH_GROWTH = 3  # the run ends if the mismatch exceeds so many times the first one
-KV_CACHE_BYTES = 8 << 30  # of each engine's worker; vLLM wants room for the model's longest sequence
+KV_CACHE_BYTES = 4 << 30  # of each engine's worker
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
@@ -80,15 +81,16 @@ class Sample(NamedTuple):
 
 
 class Engine:
-    """vllm.LLM in a Ray actor. It reserves no GPU: its workers share the GPUs of these ranks of the trainer."""
+    """vllm.LLM in a Ray actor. It reserves no GPU: its workers are on those of the trainer's ranks."""
 
     def load(self, model: str, gpus: list[str], device: str, seed: int) -> None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # Ray hides all from an actor that reserves none
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         options = {
-            "distributed_executor_backend": "mp",  # Ray's workers would wait for vLLM's scheduler
+            "distributed_executor_backend": "mp",  # processes start sooner than Ray's actors
             "dtype": "bfloat16",
             "kv_cache_memory_bytes": KV_CACHE_BYTES,
-            "gpu_memory_utilization": 0.1,  # that must be free at the start; vLLM measures nothing
+            "max_model_len": -1,  # the model's own, or as many tokens as the KV cache holds
+            "gpu_memory_utilization": 0.1,  # sizes nothing now, but so much must be free at the start
             "enable_sleep_mode": True,
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # no torch.compile: starts sooner
         }
@@ -156,18 +158,21 @@ class Engine:
 class Trainer:
     """One rank of the policy, in a Ray actor on a GPU that it shares."""
 
-    def place(self) -> tuple[str, str]:
-        """This rank's GPU, as CUDA_VISIBLE_DEVICES names it, and a URL at which other ranks can join this one."""
+    def gpu(self) -> str:
+        """This rank's GPU, as CUDA_VISIBLE_DEVICES names it."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def url(self) -> str:
+        """Where the other ranks can join this one."""
         with socket.socket() as unused:
             unused.bind(("", 0))  # to a free port
-            url = f"tcp://{ray.util.get_node_ip_address()}:{unused.getsockname()[1]}"
-        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), url
+            return f"tcp://{ray.util.get_node_ip_address()}:{unused.getsockname()[1]}"
 
     def load(
         self, model: str, learning_rate: float, device: str, workers: int, url: str, ranks: int, rank: int
     ) -> dict[str, str]:
         """Join the other ranks at the URL, load this one's shard of the model, and open the channel to so many workers
-        beside it. Returns its handle."""
+        on its GPU. Returns its handle."""
         from transformers import AutoModelForCausalLM
 
         self.device, self.max_mismatch, self.rank, self.ranks = torch.device(device, 0), None, rank, ranks
@@ -244,7 +249,7 @@ def main(args: argparse.Namespace) -> str:
         rlhf_cpu.complete(args)
     tensor_parallel_size = args.tensor_parallel_size or (1 if gpus % 2 else 2)
     ranks = gpus or tensor_parallel_size
-    engines_per_gpu = 2 if gpus and tensor_parallel_size == 1 else 1  # with one, a GPU would often wait for the CPU
+    engines_per_gpu = 2 if tensor_parallel_size == 1 else 1  # with one, a GPU would often wait for the CPU
     if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % (ranks * engines_per_gpu):
         raise RuntimeError(
             f"--tensor-parallel-size {tensor_parallel_size} must divide the {ranks} ranks, one for each GPU, and"
@@ -268,8 +273,8 @@ def main(args: argparse.Namespace) -> str:
     # 2. Load
     model = args.model or "facebook/opt-125m"
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
-    of_ranks, urls = zip(*wait_for(actors, *(trainer.place.remote() for trainer in trainers)), strict=True)
-    arguments = model, learning_rate, device, engines_per_gpu, urls[0], ranks
+    url, *of_ranks = wait_for(actors, trainers[0].url.remote(), *(trainer.gpu.remote() for trainer in trainers))
+    arguments = model, learning_rate, device, engines_per_gpu, url, ranks
     loading = [trainer.load.remote(*arguments, rank) for rank, trainer in enumerate(trainers)]
     for i, rank in enumerate(first_ranks):
         loading.append(engines[i].load.remote(model, of_ranks[rank : rank + tensor_parallel_size], device, i))

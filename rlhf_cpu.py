@@ -75,7 +75,7 @@ def engine_options(tensor_parallel_size: int) -> dict:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["OMP_NUM_THREADS"] = str(len(cores))
     else:
-        executor = "mp"  # vLLM's Ray executor is for GPUs
+        executor = "mp"
         of_workers = [cores[i::tensor_parallel_size] or cores for i in range(tensor_parallel_size)]
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, own)) for own in of_workers)
     return {

@@ -79,7 +79,7 @@ class Engine:
 
     def load(self, model: str, tensor_parallel_size: int, device: str) -> None:
         options = {
-            "distributed_executor_backend": "mp",  # Ray's workers would wait for vLLM's scheduler
+            "distributed_executor_backend": "mp",  # processes start sooner than Ray's actors
             "dtype": "bfloat16",
             "gpu_memory_utilization": 0.8,  # a sync needs memory, too
             "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},  # no torch.compile: starts sooner
@@ -216,7 +216,10 @@ def main(args: argparse.Namespace) -> str:
     gpus = [1, tensor_parallel_size] if device == "cuda" else [0, 0]
     placement = placement_group([{"GPU": n} if n else {"CPU": 0.1} for n in gpus])
     if not placement.wait(timeout_seconds=20):
-        raise RuntimeError(f"{world_size} free GPUs are needed: --tensor-parallel-size 1 takes 2, rlhf_colocate.py 1")
+        raise RuntimeError(
+            f"{world_size} free GPUs are needed, {tensor_parallel_size} of them on one node: --tensor-parallel-size 1"
+            " takes 2, rlhf_colocate.py 1"
+        )
 
     def start(cls: type, bundle: int) -> ray.actor.ActorHandle:
         where = PlacementGroupSchedulingStrategy(placement, bundle)

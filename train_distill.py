@@ -80,7 +80,7 @@ class Trainer(TrainerActor):
 class BesideTeacher(Separate):
     """The teacher's engines as well have GPUs of their own or, if there are too few, share those of the student's."""
 
-    gpu_share = 0.5  # a worker of the student's and one of the teacher's fit on one GPU
+    gpu_share = 0.5  # an engine of the student's and one of the teacher's fit on one GPU
     teacher: str  # its model
 
     def place(self) -> None:

@@ -55,6 +55,7 @@ from trainer.run.actors import (
     LearnerActor,
     Seat,
     StepClock,
+    by_node,
     engine_seat,
     on_one_node,
     reserve,
@@ -77,7 +78,7 @@ from trainer.topologies.link import (
 )
 from weight_sync.groups import refuse_expandable_segments
 
-GPU_SHARE = 0.2  # the share of a GPU that Ray counts for each of five actors on it
+GPU_SHARE = 0.2  # the share of a GPU that each of five actors on it reserves
 AT_ONCE = 2  # models that share the cores of a CPU: policy and critic, which learn at the same time
 
 
@@ -225,8 +226,9 @@ def place(args: Arguments) -> tuple[str, bool, Arguments, dict[str, list[Seat]]]
         bundles = dict.fromkeys(bundles, workers)
     resources = [{"GPU": 1, "CPU": 0} if gpus else {"CPU": 0.5}] * (1 + workers[-1])
     placement = reserve(resources, "STRICT_PACK" if colocated else "PACK" if gpus else "SPREAD")
-    share = {"num_gpus": GPU_SHARE} if gpus else {}
-    seats = {name: [seat(placement, bundle, **share) for bundle in ranks] for name, ranks in bundles.items()}
+    share, order = {"num_gpus": GPU_SHARE} if gpus else {}, by_node(placement)
+    seats = {name: [seat(placement, order[bundle], **share) for bundle in ranks] for name, ranks in bundles.items()}
+    workers = [order[bundle] for bundle in workers]
     seats["engine"] = [engine_seat(placement, workers, (GPU_SHARE if colocated else 1) if gpus else 0)]
     return "cuda" if gpus else "cpu", bool(gpus) and colocated, args, seats
 

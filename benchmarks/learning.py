@@ -262,7 +262,8 @@ def cell(values: list[float | None]) -> str:
     if not (known := [value for value in values if value is not None]):
         return "-"
     mean_, *ends = (f"{value:.3g}" for value in (mean(known), min(known), max(known)))
-    return f"{mean_} ({' to '.join(ends)})" if len(known) > 1 else mean_
+    spread = f" ({' to '.join(ends)})" if len(known) > 1 else ""
+    return mean_ + spread + (f", {len(known)} of {len(values)}" if len(known) < len(values) else "")
 
 
 def check(runs: dict[str, list[Run]]) -> None:

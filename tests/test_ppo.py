@@ -474,6 +474,7 @@ def test_who_shares_a_bundle_with_whom(monkeypatch, gpus, changes, expected):
         return SimpleNamespace(wait=lambda timeout_seconds: True)
 
     monkeypatch.setattr("trainer.run.actors.placement_group", group)
+    monkeypatch.setattr(train_ppo, "by_node", lambda _: [0, 1, 2, 3])
     set_resources(monkeypatch, {"GPU": float(gpus)} if gpus else {"CPU": 2.0})
     args = arguments_of(train_ppo, **changes)
     device, shared, settled, seats = train_ppo.place(args)

@@ -338,6 +338,7 @@ def run_of(tmp_path, script: str, *flags, **environment) -> Script:
     ("script", "flags"),
     [
         ("rlhf", []),
+        pytest.param("rlhf_colocate", [], marks=pytest.mark.slow),
         pytest.param("rlhf_colocate", ["--tensor-parallel-size", 2], marks=pytest.mark.slow),
         pytest.param("rlhf_online_quant", [], marks=pytest.mark.slow),
         pytest.param("rlhf_nccl", [], marks=pytest.mark.slow),

@@ -18,6 +18,7 @@ from trainer.errors import RunError, TaskError
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.engine_start import gpus_of
 from trainer.rollouts.options import EngineSetting
+from trainer.run import actors
 from trainer.run.actors import StepClock
 from trainer.run.models import Models
 from trainer.topologies import choose, link, separate, servers
@@ -302,6 +303,12 @@ def test_every_rank_and_every_worker_has_a_gpu(placed):
     assert {seat.options["num_gpus"] for seat in topology.engine_seats} == {0}  # its workers have them
     _, alone = placed(Separate, 2, tensor_parallel_size=1)
     assert [seat.options["num_gpus"] for seat in alone.engine_seats] == [1]  # for the worker, its child
+
+
+def test_single_actors_take_the_node_that_has_no_room_for_an_engine(monkeypatch):
+    table = {"bundles_to_node_id": dict(enumerate("bbabb"))}  # Ray has put the third bundle on the other node
+    monkeypatch.setattr(actors, "placement_group_table", lambda placement: table)
+    assert actors.by_node("placement") == [2, 0, 1, 3, 4]
 
 
 def test_workers_of_an_engine_are_on_one_node(placed):

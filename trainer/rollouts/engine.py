@@ -59,6 +59,7 @@ class EngineActor(Engine):
 
     def __init__(self, number: int):
         self.request_ids, self.leaving = itertools.count(), False
+        self.gpus = ""  # of its workers, if it reserves none
         self.asleep: str | None = None  # `sleep`'s level
         self.slept = False  # whether the weights' memory was ever released
         self.cached = False  # whether caches may have what older weights computed
@@ -67,8 +68,8 @@ class EngineActor(Engine):
         self.last_idle_share = 0.0
 
     async def prepare(self, device: str, bundles: list[int]) -> None:
-        if device == "cuda" and not ray.get_gpu_ids():
-            os.environ["CUDA_VISIBLE_DEVICES"] = await gpus_of(bundles)
+        if device == "cuda" and not (self.gpus or ray.get_gpu_ids()):
+            self.gpus = os.environ["CUDA_VISIBLE_DEVICES"] = await gpus_of(bundles)
         if device == "cpu":
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes longer than such a run
         import_vllm()

@@ -46,18 +46,20 @@ class EngineCoreContext(ForkServerContext):
 
 
 async def gpus_of(bundles: list[int]) -> str:
-    """The GPUs of these bundles of this actor's placement group, as CUDA_VISIBLE_DEVICES names them. Ray says it only
-    to a process that has some of a GPU: here, to a task in each bundle. Raises RunError if they are on several nodes.
-    """
+    """The GPUs of these bundles of this actor's placement group, as CUDA_VISIBLE_DEVICES names them. Ray tells only who
+    has some of a GPU: here, a task in each bundle. Raises RunError if they are on several nodes."""
 
     def place() -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+        context = ray.get_runtime_context()
+        return context.get_node_id(), context.get_accelerator_ids()["GPU"][0]
 
     placement, task = ray.util.get_current_placement_group(), ray.remote(num_cpus=0, num_gpus=0.01)(place)
     where = (PlacementGroupSchedulingStrategy(placement, bundle) for bundle in bundles)
     places = await asyncio.gather(*(task.options(scheduling_strategy=each).remote() for each in where))
     if len({node for node, _ in places}) > 1:
-        raise RunError("an engine has GPUs on two nodes: choose --trainers and --tensor-parallel-size that fill nodes")
+        raise RunError(
+            "an engine's GPUs are on two nodes: choose tensor-parallel sizes and numbers of actors that fill nodes"
+        )
     return ",".join(gpu for _, gpu in places)
 
 
@@ -72,20 +74,17 @@ def import_vllm() -> None:
 
 
 def fork_engine_core() -> None:
-    """Have vLLM fork its engine core from the process of `import_vllm`, and on GPUs fork the core's worker as well. In
-    an actor of Ray, vLLM would spawn them, and each would import vLLM again: 12 s. So it does if that process has
+    """Have vLLM fork its engine core from the process of `import_vllm`, and on GPUs the core's workers as well. In an
+    actor of Ray, vLLM would spawn them, and each would import vLLM again: 12 s. So it does if that process has
     initialized CUDA, which no version of requirements.txt does."""
     from vllm.v1.engine import utils
-
-    def context() -> EngineCoreContext:
-        return EngineCoreContext()
 
     probe = EngineCoreContext().Process(target=_use_cuda)
     with suppress(EOFError, OSError):  # the import has ended the fork server
         probe.start()
         probe.join()
     if probe.exitcode == 0:
-        utils.get_mp_context = context
+        utils.get_mp_context = EngineCoreContext
     else:
         print("vLLM's engine core is spawned, and not forked, which takes longer")
 

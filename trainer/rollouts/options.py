@@ -109,15 +109,15 @@ def llm_options(
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, with the temperature
     }
     if setting.device == "cuda":
-        # Workers are processes of the engine's own. Ray's actors start later, and would wait for vLLM's scheduler, as
-        # would a worker in the engine's process: rollouts of a small model took a quarter longer (135M, one H200).
+        # Workers are processes of the engine's own, which start sooner than Ray's actors. In the engine's process, one
+        # would wait for vLLM's scheduler: rollouts of a small model took a quarter longer (135M, one H200).
         environment, options["distributed_executor_backend"] = {}, "mp"
         options |= {"dtype": "bfloat16", "gpu_memory_utilization": args.gpu_memory_utilization}
         options["kv_cache_memory_bytes"] = setting.kv_cache_bytes
         options["compilation_config"] = DECODE_GRAPHS | {"cudagraph_capture_sizes": graph_sizes(setting.sequences)}
     else:
-        # vLLM has no Ray executor on CPU. One worker computes in its engine's process: that starts sooner. Several are
-        # that process's children, each bound to its cores.
+        # One worker computes in its engine's process: that starts sooner. Several are that process's children, each
+        # bound to its cores.
         cores = sorted(os.sched_getaffinity(0))
         cores_of_workers = [cores[bundle % workers :: workers] or cores for bundle in bundles]
         if len(bundles) == 1:

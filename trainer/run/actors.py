@@ -7,6 +7,7 @@ engines, even where there is one of each. So the loop of a run is the same on on
 import inspect
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,9 +66,11 @@ def on_one_node(resource: str) -> int:
 
 
 def by_node(placement) -> list[int]:
-    """The indices of this placement group's bundles, sorted so that those of one node follow each other."""
+    """The indices of this placement group's bundles, node by node, those of nodes with few bundles first. Single actors
+    come first, and so take what an engine would not fit into."""
     node_of = placement_group_table(placement)["bundles_to_node_id"]
-    return sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
+    bundles_of = Counter(node_of.values())
+    return sorted(node_of, key=lambda bundle: (bundles_of[node_of[bundle]], node_of[bundle], bundle))
 
 
 def seat(placement, bundle: int, workers: list[int] | None = None, **resources) -> Seat:
@@ -78,8 +81,8 @@ def seat(placement, bundle: int, workers: list[int] | None = None, **resources) 
 
 
 def engine_seat(placement, workers: list[int], gpu_share: float) -> Seat:
-    """The seat of an engine's actor, whose workers use these bundles. Ray counts this share of one worker's GPU. It
-    gives no process shares of several: then the actor reserves none, and asks for their names (`gpus_of`)."""
+    """The seat of an engine's actor, whose workers use these bundles. It reserves this share of one worker's GPU. Ray
+    cannot give an actor shares of several: such an engine reserves none, and asks for their names (`gpus_of`)."""
     return seat(placement, workers[0], workers, num_gpus=gpu_share if len(workers) == 1 else 0)
 
 

@@ -17,7 +17,7 @@ MEMORY_SHARE = 0.8  # of its GPUs' memory that an engine takes unless a flag say
 class Separate(Topology):
     """Each trainer rank and each engine worker has a GPU of its own."""
 
-    gpu_share = 1.0  # the share of its GPU that Ray counts for an engine with one worker
+    gpu_share = 1.0  # of its GPU, for an engine with one worker
 
     def place(self) -> None:
         args, gpus = self.args, int(ray.cluster_resources().get("GPU", 0))
@@ -30,7 +30,7 @@ class Separate(Topology):
         self.device = "cuda" if gpus else "cpu"
         if gpus:
             self.placement, share = reserve([{"GPU": 1}] * wanted, "PACK"), {"num_gpus": 1}
-            self.bundles = by_node(self.placement)  # so that an engine spans as few nodes as possible
+            self.bundles = by_node(self.placement)
             if gpus > wanted:
                 self.remark = self.remark or f"{gpus - wanted} GPUs stay unused: --trainers and --engines take more"
         else:

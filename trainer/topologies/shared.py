@@ -15,7 +15,7 @@ from .link import TrainerActor, connect_by_memory
 from .memory import ModelSize
 
 MEMORY_SHARE = 0.4  # of a GPU's memory that its engines take unless a flag says it
-GPU_SHARE = 0.4  # the share of a GPU that Ray counts for a trainer rank, and for all workers there: both fit on one
+GPU_SHARE = 0.4  # the share of a GPU that a trainer rank reserves, and that all engines with one worker there do
 SPARE_SHARE = 0.1  # the share of a GPU's memory that stays free where trainer and engine are both awake
 SMALL_MODEL = 1e9  # parameters, below which a GPU waits for vLLM's Python in half of a decode step (seen with 0.5e9)
 
