@@ -7,12 +7,14 @@
               Engine 0: vllm.LLM with two workers, extended by rlhf_utils.ColocateWorkerExtension
     GPU 2, 3  Trainer, ranks 2 and 3; Engine 1
 
-With --tensor-parallel-size 1, as on one GPU, each GPU has two engines, which generate one half each.
+With --tensor-parallel-size 1, the default for an odd number of GPUs, each GPU has two engines. All engines generate
+equally many completions.
 
-In a sync, each worker reads the weights from the GPU memory of all ranks. The engines' KV cache sleeps while the
-trainer learns. A parameter takes 16 bytes, over all ranks, and 2 in each engine; while a rank loads, its GPU holds the
-whole model in fp32 beside the engines. The algorithm is rlhf.py's, whose docstring explains it. The model must be
-dense: a mixture of experts has other names in transformers than in its checkpoint.
+In a sync, each worker reads the weights from the GPU memory of all ranks: several GPUs need access to each other's
+memory, as over NVLink. The engines' KV cache sleeps while the trainer learns. A parameter takes 16 bytes over all ranks
+(18, if there are several), and 2 in each engine; while a rank loads, its GPU holds the whole model in fp32 beside the
+engines. The algorithm is rlhf.py's, whose docstring explains it. The model must be dense: a mixture of experts has
+other names in transformers than in its checkpoint.
 
 To copy this file, take rlhf_utils.py and weight_sync/ along, and for machines without a GPU rlhf_cpu.py.
 """
@@ -40,7 +42,8 @@ from rlhf_utils import SharedMemoryChannel, WeightSender, end_with_children, wai
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
 MISMATCH_GROWTH = 3  # the run ends if the mismatch exceeds so many times the first one
-KV_CACHE_BYTES = 4 << 30  # of each engine's worker
+KV_CACHE_BYTES = 4 << 30  # of each engine's worker; if it is too small, vLLM computes again what did not fit
+ENGINES_PER_GPU = 2  # with TP=1. For models above a billion parameters, 1: they keep a GPU busy, and take memory
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
@@ -241,7 +244,7 @@ class Trainer:
 
 def main(args: argparse.Namespace) -> str:
     # 1. Place: a GPU for each rank; engines reserve none
-    gpus = int(ray.cluster_resources().get("GPU", 0))
+    gpus = int(max(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]))  # of one node
     device = "cuda" if gpus else "cpu"
     if device == "cpu":
         import rlhf_cpu
@@ -249,16 +252,16 @@ def main(args: argparse.Namespace) -> str:
         rlhf_cpu.complete(args)
     tensor_parallel_size = args.tensor_parallel_size or (1 if gpus % 2 else 2)
     ranks = gpus or tensor_parallel_size
-    engines_per_gpu = 2 if tensor_parallel_size == 1 else 1  # with one, a GPU would often wait for the CPU
+    engines_per_gpu = ENGINES_PER_GPU if tensor_parallel_size == 1 else 1
     if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % (ranks * engines_per_gpu):
         raise RuntimeError(
             f"--tensor-parallel-size {tensor_parallel_size} must divide the {ranks} ranks, one for each GPU, and"
-            f" {ranks * engines_per_gpu} the completions of a step, {args.prompts_per_step} x {args.group_size}"
+            f" {ranks * engines_per_gpu} the {args.prompts_per_step} x {args.group_size} completions of a step"
         )
-    placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")  # of a node
+    placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")
     if not placement.wait(timeout_seconds=20):
         raise RuntimeError(
-            f"this takes all {ranks} GPUs of Ray, free and on one node: CUDA_VISIBLE_DEVICES hides others"
+            f"this takes {ranks} GPUs of one node, all free: CUDA_VISIBLE_DEVICES hides others from a Ray started here"
         )
 
     def start(cls: type, bundle: int, num_gpus: int) -> ray.actor.ActorHandle:

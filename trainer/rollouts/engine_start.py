@@ -46,8 +46,8 @@ class EngineCoreContext(ForkServerContext):
 
 
 async def gpus_of(bundles: list[int]) -> str:
-    """The GPUs of these bundles of this actor's placement group, as CUDA_VISIBLE_DEVICES names them. Ray tells only who
-    has some of a GPU: here, a task in each bundle. Raises RunError if they are on several nodes."""
+    """The GPUs of these bundles of this actor's placement group, as CUDA_VISIBLE_DEVICES names them. Raises RunError if
+    they are on several nodes. Ray names a GPU only to who reserves a part of it, so a task in each bundle asks."""
 
     def place() -> tuple[str, str]:
         context = ray.get_runtime_context()
