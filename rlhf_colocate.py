@@ -255,8 +255,9 @@ def main(args: argparse.Namespace) -> str:
     engines_per_gpu = ENGINES_PER_GPU if tensor_parallel_size == 1 else 1
     if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % (ranks * engines_per_gpu):
         raise RuntimeError(
-            f"--tensor-parallel-size {tensor_parallel_size} must divide the {ranks} ranks, one for each GPU, and"
-            f" {ranks * engines_per_gpu} the {args.prompts_per_step} x {args.group_size} completions of a step"
+            f"the {args.prompts_per_step} x {args.group_size} completions of a step must be a multiple of"
+            f" {ranks * engines_per_gpu}, and the {ranks} ranks, one for each GPU, one of --tensor-parallel-size"
+            f" {tensor_parallel_size}"
         )
     placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")
     if not placement.wait(timeout_seconds=20):
@@ -276,11 +277,11 @@ def main(args: argparse.Namespace) -> str:
     # 2. Load
     model = args.model or "facebook/opt-125m"
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
-    url, *of_ranks = wait_for(actors, trainers[0].url.remote(), *(trainer.gpu.remote() for trainer in trainers))
+    url, *gpu_of = wait_for(actors, trainers[0].url.remote(), *(trainer.gpu.remote() for trainer in trainers))
     arguments = model, learning_rate, device, engines_per_gpu, url, ranks
     loading = [trainer.load.remote(*arguments, rank) for rank, trainer in enumerate(trainers)]
     for i, rank in enumerate(first_ranks):
-        loading.append(engines[i].load.remote(model, of_ranks[rank : rank + tensor_parallel_size], device, i))
+        loading.append(engines[i].load.remote(model, gpu_of[rank : rank + tensor_parallel_size], device, i))
     handles = {}
     for of_rank in wait_for(actors, *loading)[:ranks]:
         handles |= of_rank
