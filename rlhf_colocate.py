@@ -253,12 +253,10 @@ def main(args: argparse.Namespace) -> str:
     tensor_parallel_size = args.tensor_parallel_size or (1 if gpus % 2 else 2)
     ranks = gpus or tensor_parallel_size
     engines_per_gpu = ENGINES_PER_GPU if tensor_parallel_size == 1 else 1
-    if ranks % tensor_parallel_size or args.prompts_per_step * args.group_size % (ranks * engines_per_gpu):
-        raise RuntimeError(
-            f"the {args.prompts_per_step} x {args.group_size} completions of a step must be a multiple of"
-            f" {ranks * engines_per_gpu}, and the {ranks} ranks, one for each GPU, one of --tensor-parallel-size"
-            f" {tensor_parallel_size}"
-        )
+    if ranks % tensor_parallel_size:
+        raise RuntimeError(f"--tensor-parallel-size {tensor_parallel_size} does not divide the {ranks} GPUs")
+    if (completions := args.prompts_per_step * args.group_size) % (ranks * engines_per_gpu):
+        raise RuntimeError(f"a step's {completions} completions are no multiple of {ranks * engines_per_gpu}")
     placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")
     if not placement.wait(timeout_seconds=20):
         raise RuntimeError(
