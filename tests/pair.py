@@ -38,7 +38,6 @@ DEFAULTS = {"dtype": DTYPE, "enforce_eager": True}  # of vLLM's options
 if DEVICE.type == "cpu":
     DEFAULTS["worker_cls"] = PLAIN_WORKER
 MAX_MISMATCH = link.MAX_MISMATCH[DEVICE.type]
-QUANTIZED_MISMATCH = 0.1  # more than int8 and FP8 do to the built-in model
 # Bytes by which 200 syncs may let grow what is counted in pages or segments: 200 of the smallest weights of the
 # built-in model are more than 8 MiB of host memory, 200 times all of a worker's weights more than 32 MiB of a GPU.
 MAX_GROWTH = {"host": 8 << 20, "driver": 32 << 20}

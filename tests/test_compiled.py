@@ -5,10 +5,11 @@ pytest -m slow tests/test_compiled.py
 
 import pytest
 from conftest import cpu_only
-from pair import MAX_MISMATCH, QUANTIZED_MISMATCH, Pair, assert_syncs_are_exact, compare
+from pair import MAX_MISMATCH, Pair, assert_syncs_are_exact, compare
 
 from trainer.rollouts.quantization import quantize_by_torchao
 from trainer.tasks.tiny_model import build_tiny_model
+from trainer.topologies.link import MAX_QUANTIZED_MISMATCH
 
 
 @cpu_only
@@ -18,7 +19,7 @@ from trainer.tasks.tiny_model import build_tiny_model
 def test_compiled_engine_computes_with_what_was_sent(tmp_path, quantized):
     options, bound = {}, MAX_MISMATCH
     if quantized:
-        options, bound = quantize_by_torchao()[0], QUANTIZED_MISMATCH
+        options, bound = quantize_by_torchao()[0], MAX_QUANTIZED_MISMATCH
         options |= {"dtype": "bfloat16"}
     with Pair(build_tiny_model(tmp_path), 1, max_mismatch=bound, enforce_eager=False, **options) as pair:
         config = pair.llm.llm_engine.vllm_config.compilation_config

@@ -15,15 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, arguments_of, metrics_of, settings_of
 from learners import build
-from pair import (
-    QUANTIZED_MISMATCH,
-    Pair,
-    assert_adapters_are_exact,
-    assert_memory_is_flat,
-    assert_syncs_are_exact,
-    compare,
-    gpus,
-)
+from pair import Pair, assert_adapters_are_exact, assert_memory_is_flat, assert_syncs_are_exact, compare, gpus
 from test_multimodal import build as build_multimodal
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
@@ -37,6 +29,7 @@ from trainer.learning.rollout import Rollout
 from trainer.rollouts.options import DECODE_GRAPHS
 from trainer.rollouts.quantization import quantize_by_torchao
 from trainer.tasks.tiny_model import build_tiny_base, build_tiny_model, byte_tokenizer
+from trainer.topologies.link import MAX_QUANTIZED_MISMATCH as MAX_MISMATCH
 from weight_sync.copies import digest
 from weight_sync.lora import LoRAWeight, Merge
 from weight_sync.staging import COMPARED_SYNCS
@@ -465,7 +458,7 @@ def test_memory_is_flat_over_200_syncs(pair):
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
     options, _ = quantize_by_torchao()
-    with start(tmp_path_factory.mktemp("model"), APART, max_mismatch=QUANTIZED_MISMATCH, **GRAPHS, **options) as pair:
+    with start(tmp_path_factory.mktemp("model"), APART, max_mismatch=MAX_MISMATCH, **GRAPHS, **options) as pair:
         yield pair
 
 

@@ -355,6 +355,23 @@ def test_mismatch_over_the_bound_updates_nothing(model, updates):
         learner.mismatch(batch)
 
 
+@pytest.mark.parametrize(("first", "bound"), [(0.02, 0.1), (0.1, 0.3), (0.4, 0.5), (0.6, None)])
+def test_first_batch_of_a_quantized_engine_sets_the_bound(model, first, bound):
+    learner = GRPOLearner(model, config(), CPU, proof=Proof(0.1, first_mismatch=0.5))
+    sums = lambda mismatch: torch.tensor([10 * mismatch, 10.0, 10.0])  # noqa: E731
+    if bound is None:
+        with pytest.raises(MismatchError, match=r"over the bound of 0\.5"):
+            learner._check_mismatch(sums(first))
+        return
+    learner._check_mismatch(sums(first))
+    learner._check_mismatch(sums(bound - 0.001))  # does not move it
+    with pytest.raises(MismatchError, match=f"over the bound of {bound}"):
+        learner._check_mismatch(sums(bound + 0.001))
+    given = GRPOLearner(model, config(max_mismatch=0.05), CPU, proof=Proof(0.1, first_mismatch=0.5))
+    with pytest.raises(MismatchError, match=r"over the bound of 0\.05"):
+        given._check_mismatch(sums(0.06))
+
+
 def test_gradient_that_is_not_finite_updates_nothing(model):
     learner = GRPOLearner(model, config(advantage="dr_grpo"), CPU)
     before = vector_of(learner)

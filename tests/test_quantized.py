@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import arguments_of, cpu_only, metrics_of
-from pair import QUANTIZED_MISMATCH, Pair, compare
+from pair import Pair, compare
 
 import train_grpo
 from rlhf_utils import Comparison, WeightSyncError
@@ -24,6 +24,7 @@ from trainer.rollouts.extensions import fuse_quantization
 from trainer.run.arguments import parse
 from trainer.tasks.tiny_model import build_tiny_model
 from trainer.topologies.base import Topology
+from trainer.topologies.link import MAX_QUANTIZED_MISMATCH as MAX_MISMATCH
 from weight_sync.comparison import ROUNDING_SLACK, compare_quantized, comparison_of, rounding_errors
 from weight_sync.lora import LoRAWeight
 from weight_sync.trace import Write
@@ -68,7 +69,7 @@ def pair(tmp_path_factory):
     with Pair(
         build_tiny_model(tmp_path_factory.mktemp("model")),
         dtype="bfloat16",
-        max_mismatch=QUANTIZED_MISMATCH,
+        max_mismatch=MAX_MISMATCH,
         quantization="torchao",
         hf_overrides={"quantization_config_dict_json": json.dumps(config_to_dict(config))},
     ) as pair:
@@ -85,7 +86,7 @@ def test_weights_are_quantized_again_at_every_sync(pair):
     with pytest.raises(MismatchError):
         pair.mismatch()
     pair.sync()
-    assert pair.mismatch() < QUANTIZED_MISMATCH
+    assert pair.mismatch() < MAX_MISMATCH
     assert pair.rpc("check_weights_changed") == [True, True]
     whole = pair.rpc("digest")
     assert whole != from_disk
@@ -121,7 +122,7 @@ def test_comparison_sees_what_changes(pair):
 def test_adapters_are_quantized_with_what_they_adapt(pair):
     pair.set(pair.original)
     pair.sync()
-    path, changes = pair.learner.model.module.name_or_path, {"lora_rank": 4, "max_mismatch": QUANTIZED_MISMATCH}
+    path, changes = pair.learner.model.module.name_or_path, {"lora_rank": 4, "max_mismatch": MAX_MISMATCH}
     learner = GRPOLearner(
         path, arguments_of(train_grpo, group_size=2, max_tokens=8, **changes), pair.learner.model.device
     )
@@ -131,7 +132,7 @@ def test_adapters_are_quantized_with_what_they_adapt(pair):
             torch.nn.init.normal_(weight.lora_B, std=0.02)
     pair.sync(weights.items())
     assert compare(pair, weights.items())[0] == 16
-    assert learner.mismatch(pair.generate(seed=1)) < QUANTIZED_MISMATCH
+    assert learner.mismatch(pair.generate(seed=1)) < MAX_MISMATCH
     with pytest.raises(WeightSyncError, match="quantized weights are not what was sent"):
         compare(pair)  # with the base alone
     pair.connect()
@@ -146,7 +147,7 @@ def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
     pair.set({name: growth * tensor for name, tensor in pair.original.items()})
     pair.sync()
     assert pair.rpc("check_weights_changed") == [True, True]
-    assert pair.mismatch() < QUANTIZED_MISMATCH  # scales that are wrong by so little hardly move a log-probability
+    assert pair.mismatch() < MAX_MISMATCH  # scales that are wrong by so little hardly move a log-probability
     with pytest.raises(WeightSyncError, match="16 of 16 quantized weights are not what was sent"):
         compare(pair)
     pair.rpc("keep_scales", False)
@@ -184,7 +185,7 @@ def test_run_quantizes_learns_and_proves_every_sync(script, tmp_path, topology):
     assert metrics[-1]["reward/mean"] > 0.75
     mismatch = [row["logprobs/mismatch"] for row in metrics]
     assert min(mismatch) > 1e-4  # not by chance an engine that is not quantized
-    assert max(mismatch) < QUANTIZED_MISMATCH
+    assert max(mismatch) < MAX_MISMATCH
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from .model import Model
 from .objectives import PolicyLossConfig, importance_weights, kl_estimate, loss_weights, token_losses
 from .rollout import Rollout, SamplingMask, samples_of
 
+MISMATCH_GROWTH = 3
 WARM_UP_ROWS, WARM_UP_LENGTHS = 8, (24, 40)  # made-up rollouts, and two sizes of them: kernels are for any size
 
 
@@ -28,6 +29,7 @@ class Proof:
     max_mismatch: float | None = None  # the largest that rounding explains in the script's precision
     exact: Literal["on", "auto", "off"] = "off"  # whether every token must have the engine's bits, or may
     workers: int = 1  # of an engine, which an exact trainer adds up as
+    first_mismatch: float | None = None  # the largest of the first batch; later ones may have MISMATCH_GROWTH times its
 
 
 @dataclass(eq=False)
@@ -77,6 +79,7 @@ class PolicyLearner(Learner):
         self.reported = ""  # what was said of exactness: "equal", "different"
         if self.exact != "off":
             self.model.make_exact(self.proof.workers)
+        self.first_mismatch = self.proof.first_mismatch if config.loss.max_mismatch is None else None
         self.max_mismatch, self.bound_remark = config.loss.max_mismatch or self.proof.max_mismatch, ""
         if config.loss.max_mismatch is None and self.max_mismatch and 2 * rounding > self.max_mismatch:
             self.max_mismatch = 2 * rounding
@@ -158,13 +161,17 @@ class PolicyLearner(Learner):
         mismatch = total / tokens
         if self.max_mismatch and math.isnan(mismatch):
             raise MismatchError(f"log-probabilities of engine or trainer are not numbers: {OVERFLOW}")
-        if self.max_mismatch and mismatch > self.max_mismatch:
+        bound = max(self.first_mismatch or 0, self.max_mismatch or 0)
+        if bound and mismatch > bound:
             raise MismatchError(
                 f"the engine's log-probabilities are {mismatch:.3g} from the trainer's on average, over the bound of"
-                f" {self.max_mismatch:g}. The two compute different functions: these usually differ by the attention's"
+                f" {bound:g}. The two compute different functions: these usually differ by the attention's"
                 " implementation or soft-capping, the variant of GELU, or a scale that one side leaves out. If"
                 " docs/guarantees.md says so of this family of models, --max-mismatch raises the bound"
             )
+        if self.first_mismatch:
+            self.max_mismatch = max(self.max_mismatch, min(self.first_mismatch, MISMATCH_GROWTH * mismatch))
+            self.first_mismatch = None
         if self.exact == "off":
             return {"logprobs/mismatch": mismatch}
         self._report_exactness(tokens, different)
