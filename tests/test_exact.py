@@ -25,6 +25,7 @@ from trainer.learning.grpo import GRPOLearner
 from trainer.learning.model import Model
 from trainer.learning.policy import Proof
 from trainer.rollouts.exactness import settle_exactness
+from trainer.rollouts.extensions import scores_of_dense_rows
 from weight_sync.lora import LoRAWeight
 
 pytestmark = pytest.mark.usefixtures("torch_arithmetic")
@@ -266,6 +267,18 @@ def test_logits_have_the_stride_of_an_engines(monkeypatch):
         expected = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         torch.testing.assert_close(exact.logprob_kernel(logits, targets, 1.0), expected)
     assert strides == [320, 320]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_engine_adds_up_one_row_of_its_copied_logits_as_it_does_many(rows):
+    """vLLM makes the copy in this way. Of one row it keeps the stride, which has the vocabulary's padding."""
+    logits = torch.randn(rows, 320)[:, :258]
+    copied = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+    assert copied.stride(0) == {1: 320, 3: 258}[rows]
+    seen = scores_of_dense_rows(lambda logits, *rest: (logits, *rest), copied, 5)
+    assert seen[0].equal(logits) and seen[0].stride() == (258, 1) and seen[1:] == (5,)
+    uncut = logits.bfloat16()[:, :258]
+    assert scores_of_dense_rows(lambda logits: logits, uncut) is uncut
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
