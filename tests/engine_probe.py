@@ -31,9 +31,9 @@ class _Probe:
         self.graph_replays = 0
         return counted
 
-    def digest(self) -> int:
-        """Of what is served now, whether or not a sync brought it."""
-        return self.weight_model.weights_digest()
+    def digest(self, buffers: bool = True) -> int:
+        """Of what is served now, whether or not a sync brought it; with the buffers that syncs have written, or not."""
+        return self.weight_model.weights_digest(buffers)
 
     def gpu_memory(self) -> tuple[int, int]:
         return gpu_memory(self.device)

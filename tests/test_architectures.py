@@ -68,9 +68,10 @@ SIZES |= dict.fromkeys(["Olmoe", "DeepseekV3", *DIFFERENCES], 1)
 
 @pytest.mark.parametrize(("architecture", "tensor_parallel_size"), [case(*each) for each in SIZES.items()])
 def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_size):
-    build(architecture, tmp_path)
+    louder = {"logit_scale": 1.0} if architecture == "Cohere2" else {}  # its own hides from bf16 what changes
+    build(architecture, tmp_path, **louder)
     with Pair(tmp_path, tensor_parallel_size, **ENGINE_OPTIONS.get(architecture, {})) as pair:
-        from_disk = pair.rpc("digest"), pair.generate()
+        from_disk = pair.rpc("digest", False), pair.generate()
         assert pair.mismatch() >= 0  # raises if the engine did not load the trainer's weights
 
         pair.set(pair.perturbed(1))
@@ -89,7 +90,7 @@ def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_si
 
         pair.set(pair.original)
         pair.sync()
-        assert (pair.rpc("digest"), pair.generate()) == from_disk  # weights, tokens, log-probabilities: to the last bit
+        assert (pair.rpc("digest", False), pair.generate()) == from_disk  # weights, log-probabilities: to the last bit
 
 
 @pytest.mark.long

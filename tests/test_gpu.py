@@ -37,7 +37,7 @@ from weight_sync.staging import COMPARED_SYNCS
 # --- The scripts, as a user runs them ---------------------------------------------------------------------------------
 
 REPLAY = r"from now on by replay"
-COMPARED = r"[1-9]\d* quantized weights are what was sent, but for rounding; scales and values of [1-9]\d* have changed"
+COMPARED = r"[1-9]\d* quantized weights are what was sent, but for rounding$"
 FP8 = r"torchao's Float8DynamicActivationFloat8WeightConfig$"
 SETTLED = r"^--sleep (none|kv) from now on: learning takes"
 NEIGHBOURS = r"^GPU-\S+ +{} +{} +{}$"  # trainer rank, engine, worker
@@ -167,10 +167,10 @@ def small_qwen2(folder, head_dim: int = 64):
 DIFFER = r"\d+ of \d+ log-probabilities are not the engine's bit for bit"
 FLIPS = [
     # topology, GPUs, after which sync, --exact, exit status, what the run says
-    ("shared", 1, 1, "auto", 0, rf"step 1: not exact: {DIFFER} .*correct for that$"),
-    ("shared", 1, 3, "auto", 0, rf"step 3: not exact: {DIFFER} .*correct for that$"),
-    ("shared", 1, 3, "on", 1, rf"error: .*--exact on: at step 3 {DIFFER} "),
-    ("separate", 3, 3, "auto", 0, rf"step 3: not exact: {DIFFER} .*correct for that$"),
+    ("shared", 1, 1, "auto", 0, rf"step 1: not exact: {DIFFER}; .*correct for that$"),
+    ("shared", 1, 3, "auto", 0, rf"step 3: not exact: {DIFFER}; .*correct for that$"),
+    ("shared", 1, 3, "on", 1, rf"error: .*--exact on: at step 3 {DIFFER}$"),
+    ("separate", 3, 3, "auto", 0, rf"step 3: not exact: {DIFFER}; .*correct for that$"),
 ]
 
 
@@ -251,7 +251,8 @@ def test_trainer_normalizes_over_the_tokens_that_its_engine_has_left(script, tmp
 @pytest.mark.gpu(1)
 def test_images_are_the_same_to_engine_and_trainer(script, tmp_path):
     flags = "--task colour --steps 5 --save-every 0 --gpu-memory-utilization 0.2 --output run"
-    environment = {"CUDA_VISIBLE_DEVICES": gpus(slice(1)), "PYTHONPATH": str(ROOT / "tests")}
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {"CUDA_VISIBLE_DEVICES": gpus(slice(1)), "PYTHONPATH": path}
     text = script("train_grpo.py", *flags.split(), **environment).finish()
     assert text.splitlines()[-1].startswith("OK: reward "), text  # a mismatch above its bound would have ended the run
     assert re.search(REPLAY, text), text
@@ -466,7 +467,7 @@ def quantized(tmp_path_factory):
 def test_scales_that_a_replay_left_behind_fail_the_comparison(quantized):
     for seed in range(2):
         assert_replayed(quantized, seed)
-        assert compare(quantized)[0] == 8 * APART  # fused and split linear layers of each worker
+        assert compare(quantized) == 8 * APART  # fused and split linear layers of each worker
     quantized.rpc("keep_scales", True)
     quantized.set({name: 1.03 * tensor for name, tensor in quantized.perturbed(1).items()})
     assert quantized.sync().loader == "replay"
@@ -475,7 +476,7 @@ def test_scales_that_a_replay_left_behind_fail_the_comparison(quantized):
         compare(quantized)
     quantized.rpc("keep_scales", False)
     assert_replayed(quantized, seed=2)
-    assert compare(quantized)[0] == 8 * APART
+    assert compare(quantized) == 8 * APART
 
 
 @pytest.mark.gpu(1)
