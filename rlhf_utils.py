@@ -51,7 +51,6 @@ from collections.abc import Callable
 import torch
 
 from weight_sync.channels import SharedMemoryChannel, connect_group, connect_paths
-from weight_sync.comparison import Comparison
 from weight_sync.example_protocols import BroadcastProtocol, SharedMemoryProtocols
 from weight_sync.groups import Wire, rebuild_ipc, share_tensor, stateless_init_process_group
 from weight_sync.link import Link, WeightSyncError
@@ -61,7 +60,6 @@ from weight_sync.staging import Staging, TrainerMemory, WiredStaging
 
 __all__ = [
     "ColocateWorkerExtension",
-    "Comparison",
     "LoRAWeight",
     "SharedMemoryChannel",
     "SyncReport",

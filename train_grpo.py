@@ -114,9 +114,7 @@ def main(args: Arguments) -> None:
                 metrics |= topology.after_step(step, metrics)
                 run.log_step(step, batch, report, metrics)
                 if args.engine.quantization and (run.saves(step) or step in (steps_done + 1, args.run.steps)):
-                    # Adam's first update is as large as the learning rate. Later ones may be too small for a scale.
-                    updated = all(metrics.get(name) for name in ("grad_norm", "learning_rate"))  # a warm-up begins at 0
-                    topology.compare(must_change=step == 1 and updated)
+                    topology.compare()
 
             # 5. Generate again, and prove the last sync
             batch = rollouts.take(args.run.steps + 1)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -252,10 +252,10 @@ def assert_syncs_are_exact(pair: Pair) -> None:
     assert pair.rpc("digest") == from_disk
 
 
-def compare(pair: Pair, weights=None) -> tuple[int, int]:
+def compare(pair: Pair, weights=None) -> int:
     comparing = pair.start("compare_weights")
     try:
-        return astuple(pair.sender.compare_weights(weights or pair.learner.model.module.named_parameters()))
+        return pair.sender.compare_weights(weights or pair.learner.model.module.named_parameters())
     finally:
         comparing.result()
 

@@ -17,15 +17,14 @@ from conftest import arguments_of, cpu_only, metrics_of
 from pair import Pair, compare
 
 import train_grpo
-from rlhf_utils import Comparison, WeightSyncError
+from rlhf_utils import WeightSyncError
 from trainer.errors import MismatchError
 from trainer.learning.grpo import GRPOLearner
 from trainer.rollouts.extensions import fuse_quantization
 from trainer.run.arguments import parse
 from trainer.tasks.tiny_model import build_tiny_model
-from trainer.topologies.base import Topology
 from trainer.topologies.link import MAX_QUANTIZED_MISMATCH as MAX_MISMATCH
-from weight_sync.comparison import ROUNDING_SLACK, compare_quantized, comparison_of, rounding_errors
+from weight_sync.comparison import ROUNDING_SLACK, check_errors, compare_quantized, rounding_errors
 from weight_sync.lora import LoRAWeight
 from weight_sync.trace import Write
 
@@ -102,23 +101,6 @@ def test_weights_are_quantized_again_at_every_sync(pair):
 
 
 @pytest.mark.slow
-def test_comparison_sees_what_changes(pair):
-    pair.set(pair.original)
-    pair.sync()
-    compare(pair)
-    assert compare(pair) == (16, 0)  # fused and split linear layers of two workers
-    changed = pair.perturbed(5)
-    pair.set(changed)
-    pair.sync()
-    assert compare(pair) == (16, 16)
-    weight = changed["model.decoder.layers.1.fc2.weight"]  # its values change, the scale of all its elements does not
-    weight[weight.abs() < weight.abs().max() / 2] *= 1.5
-    pair.set(changed)
-    pair.sync()
-    assert compare(pair) == (16, 2)
-
-
-@pytest.mark.slow
 def test_adapters_are_quantized_with_what_they_adapt(pair):
     pair.set(pair.original)
     pair.sync()
@@ -131,7 +113,7 @@ def test_adapters_are_quantized_with_what_they_adapt(pair):
         if isinstance(weight, LoRAWeight):
             torch.nn.init.normal_(weight.lora_B, std=0.02)
     pair.sync(weights.items())
-    assert compare(pair, weights.items())[0] == 16
+    assert compare(pair, weights.items()) == 16
     assert learner.mismatch(pair.generate(seed=1)) < MAX_MISMATCH
     with pytest.raises(WeightSyncError, match="quantized weights are not what was sent"):
         compare(pair)  # with the base alone
@@ -152,7 +134,7 @@ def test_scales_that_a_sync_left_behind_fail_the_comparison(pair, growth):
         compare(pair)
     pair.rpc("keep_scales", False)
     pair.sync()
-    assert compare(pair)[0] == 16
+    assert compare(pair) == 16
 
 
 @pytest.mark.slow
@@ -164,7 +146,7 @@ def test_layer_that_a_sync_left_behind_fails_the_comparison(pair):
     with pytest.raises(WeightSyncError, match=f"2 of 16 quantized weights are not what was sent: {FC1} of engine"):
         compare(pair)
     pair.sync()
-    assert compare(pair)[0] == 16
+    assert compare(pair) == 16
 
 
 @pytest.mark.parametrize(
@@ -176,10 +158,7 @@ def test_run_quantizes_learns_and_proves_every_sync(script, tmp_path, topology):
     assert text.splitlines()[-1].startswith("OK: reward "), text
     assert "engine weights by torchao's Int8DynamicActivationInt8WeightConfig: FP8 takes a GPU of compute" in text
     weights = {"separate": "16", "shared": "8"}[topology]  # of two workers, and of one
-    pattern = (
-        f"{weights} quantized weights are what was sent, but for rounding; scales and values of (\\d+) have changed"
-    )
-    assert re.findall(pattern, text) == ["0", weights, weights, weights]
+    assert text.count(f"{weights} quantized weights are what was sent, but for rounding\n") == 4
     metrics = metrics_of(tmp_path / "run")
     assert metrics[0]["reward/mean"] < 0.25
     assert metrics[-1]["reward/mean"] > 0.75
@@ -204,16 +183,15 @@ def test_memory_table_of_a_configuration(script, tmp_path):
         name: re.search(rf"^{name} +([\d.]+) GiB +([\d,]+) +(\d+) +([\d,]+) tokens/s$", text, re.M).groups()
         for name in ("bf16", "quantized")
     }
-    # The built-in model, in bytes. CPUs differ: some keep packed copies of embedding and head, or of linear layers.
+    # The built-in model, in bytes. Some CPUs keep packed copies of embedding and head; what they keep of bf16's linear
+    # layers differs more.
     plain, ends, elements, channels = 941_568, 2 * 81_920, 393_216, 2_304
     size = {name: float(cell[0]) for name, cell in cells.items()}
-    packed = {plain + of_ends + of_layers: of_ends for of_ends in (0, ends) for of_layers in (0, 2 * elements)}
-    bf16 = min(packed, key=lambda each: abs(each / 2**30 - size["bf16"]))
-    quantized = plain + packed[bf16] - elements + 5 * channels
-    assert size["bf16"] == pytest.approx(bf16 / 2**30, rel=1e-3)
-    assert size["quantized"] == pytest.approx(quantized / 2**30, rel=1e-3)
-    share = quantized / bf16  # the table's sizes are rounded
-    assert f"OK: quantized, the weights take {share:.2f} of their memory in bf16" in text
+    sizes = [plain + packed - elements + 5 * channels for packed in (0, ends)]
+    assert size["quantized"] in [pytest.approx(each / 2**30, rel=1e-3) for each in sizes]
+    assert plain / 2**30 < 1.001 * size["bf16"] < (plain + ends + 2 * elements + 2 * channels) / 2**30 * 1.002
+    share = float(re.search(r"OK: quantized, the weights take ([\d.]+) of their memory in bf16", text)[1])
+    assert share == pytest.approx(size["quantized"] / size["bf16"], abs=0.006)
     assert cells["bf16"][1:3] == cells["quantized"][1:3]
     assert "on CPU the KV cache has a fixed size" in text
     assert all(float(speed.replace(",", "")) > 100 for *_, speed in cells.values())
@@ -266,54 +244,29 @@ def quantized_engine():
     model.weight = torch.nn.Parameter(Float8Tensor.from_hp(weight, granularity=PerRow()), requires_grad=False)
     whole = torch.empty(16, 32, device="meta")
     write = Write("weight", whole, whole, whole)
-    engine = SimpleNamespace(model=model, compared_digests={}, trace=lambda wire: ({"w": [write]}, []))
+    engine = SimpleNamespace(model=model, trace=lambda wire: ({"w": [write]}, []))
     return engine, weight, [("w", "float32", (16, 32))]
 
 
 @pytest.mark.parametrize("part", ["scale", "value"])
 def test_weight_that_is_nan_is_not_what_was_sent(quantized_engine, part):
     engine, weight, wire = quantized_engine
-    assert comparison_of(compare_quantized(engine, wire, [("w", weight)])) == Comparison(1, 0)
+    check_errors(compare_quantized(engine, wire, [("w", weight)]))
     if part == "scale":
         engine.model.weight.scale[3] = math.nan
     else:
         engine.model.weight.qdata[3, 4] = math.nan
     with pytest.raises(WeightSyncError, match="1 of 1 quantized weights are not what was sent: weight is off by inf"):
-        comparison_of(compare_quantized(engine, wire, [("w", weight)]))
+        check_errors(compare_quantized(engine, wire, [("w", weight)]))
 
 
 def test_weight_for_which_nothing_arrives_is_not_what_was_sent(quantized_engine):
     engine, _, wire = quantized_engine
     with pytest.raises(WeightSyncError, match="weight is off by inf times"):
-        comparison_of(compare_quantized(engine, wire, []))
+        check_errors(compare_quantized(engine, wire, []))
 
 
-def test_weight_has_changed_if_its_scales_and_its_values_have(quantized_engine):
+def test_small_update_that_did_not_arrive_is_found(quantized_engine):
     engine, weight, wire = quantized_engine
-    scale, values = engine.model.weight.scale, engine.model.weight.qdata
-    for change, expected in ((lambda: None, 0), (lambda: scale.mul_(2), 0), (lambda: None, 0)):
-        change()
-        assert sum(changed for _, changed in compare_quantized(engine, wire, [("w", weight)]).values()) == expected
-    scale.mul_(2)
-    values.copy_((values.float() / 2).to(values.dtype))
-    assert comparison_of(compare_quantized(engine, wire, [("w", 2 * weight)])) == Comparison(1, 1)
-
-
-def test_run_ends_if_learning_changed_no_weight():
-    def run_compare(changed: int, learned: bool) -> None:
-        topology, found = object.__new__(Topology), Comparison(weights=16, changed=changed)
-        topology.run = SimpleNamespace(say=said.append)
-        topology.session = SimpleNamespace(wait=lambda phase, *groups: [[*calls.values()] for calls in groups])
-        topology.trainers = SimpleNamespace(begin=lambda method: {"trainer 0": found, "trainer 1": found})
-        topology.engines = SimpleNamespace(begin=lambda method: {"engine": None})
-        topology.compare(learned)
-
-    said = []
-    run_compare(changed=0, learned=False)
-    run_compare(changed=1, learned=True)
-    assert [text.rpartition("of ")[2] for text in said] == [
-        "0 have changed since the last comparison",
-        "1 have changed since the last comparison",
-    ]
-    with pytest.raises(WeightSyncError, match="has learned, but none of the engine's quantized weights has changed"):
-        run_compare(changed=0, learned=True)
+    with pytest.raises(WeightSyncError, match=r"weight is off by 1\.72 times"):
+        check_errors(compare_quantized(engine, wire, [("w", weight + 1e-4)]))

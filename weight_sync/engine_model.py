@@ -42,7 +42,6 @@ class EngineModel:
         self.replay_steps: list[list] | None = None  # by bucket
         self.compared: list[tuple[Region, torch.Tensor]] = []  # of a replay: what it copies, and the served copy
         self.digest_total: torch.Tensor | None = None  # int64 [1]: the digest, if the steps of a replay add it up
-        self.compared_digests: dict[str, list] = {}  # by quantized weight: digests of its scales and values
 
     def preflight(self, metadata: list) -> tuple[list[str | None], list[str]]:
         """Check that these tensors, given as (name, name of the dtype, shape), load, and are all that the engine needs.

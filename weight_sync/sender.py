@@ -34,7 +34,7 @@ import torch
 
 from .buckets import seconds_allowed
 from .channels import GroupChannel, SharedMemoryChannel
-from .comparison import Comparison, comparison_of
+from .comparison import check_errors
 from .link import ANSWER_SECONDS, Link, WeightSyncError, reason_of, recv_all
 from .lora import LoRAWeight
 from .ranks import local_part
@@ -102,8 +102,9 @@ class WeightSender:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor | LoRAWeight]]) -> Comparison:
-        """Send the tensors of the last sync again. Every worker compares its quantized weights with them.
+    def compare_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor | LoRAWeight]]) -> int:
+        """Send the tensors of the last sync again. Every worker compares its quantized weights with them. Returns how
+        many there are, on all workers.
 
         Runs while `compare_weights` runs on every worker, on every rank that calls `send_weights`. Raises
         WeightSyncError if a weight differs from what was sent by more than rounding to its format explains; a scale
@@ -111,7 +112,9 @@ class WeightSender:
         """
         if not (self.loader or self.closed):
             raise WeightSyncError("compare_weights needs a sync before it")
-        return comparison_of(self._in_session(named_tensors, self._compare, again=True))
+        errors = self._in_session(named_tensors, self._compare, again=True)
+        check_errors(errors)
+        return len(errors)
 
     def close(self, error: str | None = None) -> None:
         """End the session, for good. With `error`, waiting workers raise it."""

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from rlhf_utils import Comparison, SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
+from rlhf_utils import SharedMemoryChannel, SyncReport, WeightSender, stateless_init_process_group
 from weight_sync.link import address_towards
 
 from ..errors import RunError
@@ -52,7 +52,7 @@ class SendingActor(LearnerActor):
     def send_weights(self) -> SyncReport:
         return self.sender.send_weights(self.model.named_tensors().items())
 
-    def compare_weights(self) -> Comparison:
+    def compare_weights(self) -> int:
         return self.sender.compare_weights(self.model.named_tensors().items())
 
     # To servers, each of which has a sender of its own, and may come and go
