@@ -278,15 +278,18 @@ def check(runs: dict[str, list[Run]]) -> None:
 
 
 def draw(runs: dict[str, list[Run]], title: str, path: Path) -> None:
-    """Draw the share of held-out problems that is right, by step and by seconds: means, and bands of the seeds."""
-    from matplotlib.axes import Axes
+    """Draw the share of held-out problems that is right, by step and, for runs with a GPU of their own, by seconds.
+    Lines are means, and bands reach from the least seed to the largest."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4))
-    by_step, by_seconds = figure.subplots(1, 2, sharey=True)
-    for way, of_way in runs.items():
-        alone = [run for run in of_way if run.alone]
-        for axes, name, shown in (by_step, "step", of_way), (by_seconds, "seconds", alone):
+    panels = {"step": "step"}
+    if any(run.alone for of_way in runs.values() for run in of_way):
+        panels["seconds"] = "seconds from the command"
+    figure = Figure(figsize=(5.5 * len(panels), 4))
+    columns = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, label) in zip(columns, panels.items(), strict=True):
+        for way, of_way in runs.items():
+            shown = [run for run in of_way if run.alone or name == "step"]
             evaluations = [*zip(*([step for step in run.steps if "eval" in step] for run in shown), strict=True)]
             if evaluations:
                 x = [mean(step[name] for step in same) for same in evaluations]
@@ -296,10 +299,10 @@ def draw(runs: dict[str, list[Run]], title: str, path: Path) -> None:
                 color = f"C{WAYS.index(way)}"
                 axes.plot(x, middle, marker=".", color=color, label=f"{way} ({len(shown)})")
                 axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-    by_step.set(xlabel="step", ylabel="held-out problems right")
-    by_seconds.set(xlabel="seconds from the command")
-    for axes in filter(Axes.get_lines, (by_step, by_seconds)):
-        axes.legend(frameon=False)
+        axes.set_xlabel(label)
+        if axes.lines:
+            axes.legend(frameon=False)
+    columns[0].set_ylabel("held-out problems right")
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
