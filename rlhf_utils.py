@@ -77,7 +77,7 @@ __all__ = [
 class WorkerExtension(BroadcastProtocol):
     """Methods for vLLM's workers, called by `collective_rpc`: `worker_extension_cls="rlhf_utils.WorkerExtension"`."""
 
-    channel, model_update_group = "broadcast", None
+    model_update_group = None
 
     def init_weight_update_group(self, master_address: str, master_port: int, rank_offset: int, world_size: int):
         """Join the group that the trainer opens as rank 0 with `stateless_init_process_group`.
@@ -137,7 +137,7 @@ class WorkerExtension(BroadcastProtocol):
 class ColocateWorkerExtension(SharedMemoryProtocols):
     """Methods for workers that share their device with a trainer rank. The weights are mapped, not broadcast."""
 
-    channel, weight_path = "shared memory", ""
+    weight_path = ""
 
     def receive_weights(self, handles: dict[str, str], timeout: float = 3600.0) -> dict:
         """As `WorkerExtension.receive_weights`. `handles` has `SharedMemoryChannel.handles` of the trainer rank on this
@@ -183,8 +183,8 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)  # what an actor raised
         reason = " ".join(str(cause).split())
-        if rest := reason[150:-350]:  # such as a traceback, which Ray gives of what it cannot pickle: the end says why
-            reason = reason.replace(rest, " ... ")
+        if reason[150:-350]:  # such as a traceback, which Ray gives of what it cannot pickle: the end says why
+            reason = f"{reason[:150]} ... {reason[-350:]}"
         calls_of_actors = re.findall(r"ray::(\w+\.\w+)\(\)", str(error))  # the last one is where it was raised
         where = f" in {calls_of_actors[-1]}" if calls_of_actors else ""
         raise RuntimeError(f"{type(cause).__name__}{where}: {reason}") from error

@@ -86,9 +86,6 @@ class BesideTeacher(Separate):
     def place(self) -> None:
         super().place()
         self.teacher_seats = self.seats(self.bundles[-self.teacher_workers :], self.args.teacher.teacher_engines)
-        if self.device == "cpu":
-            actors = f"the trainer, a TP={self.args.engine.tensor_parallel_size} engine and the teacher"
-            self.remark = f"no GPU: {actors} run on CPU, with gloo between trainer and engine"
 
     def settle_gpus(self, trainers: int, workers: int, gpus: int) -> int:
         self.teacher_workers = self.args.teacher.teacher_engines * self.args.teacher.teacher_tensor_parallel_size

@@ -249,7 +249,7 @@ def main(args: Arguments) -> None:
         # A policy with adapters is the reference without them.
         trainer, critic, reference = models["trainer"], models["critic"], models.get("reference", models["trainer"])
         engine = ActorGroup(session, "engine", EngineActor, seats["engine"])
-        gpu = trainer.call_rank_0("starting", LearnerActor.gpu)
+        gpu = trainer.call("starting", LearnerActor.gpu)[0]
         by_nccl = args.topology == "separate"
         args.engine = settle_exactness(run, args.engine, args.model, paths["trainer"], gpu, by_nccl)
         task.rewards = RewardWorkers(task.rewards, session, models.get(REWARD_MODEL))
@@ -332,16 +332,14 @@ def connect(run: RunFolder, trainer: ActorGroup, engine: ActorGroup, args: Argum
 
 def engine_setting(args: Arguments, device: str) -> EngineSetting:
     """How the engine runs: beside all models, or apart."""
-    if args.topology == "separate":
-        return EngineSetting(device, "WorkerExtension")
-    options = {"enable_sleep_mode": args.sleep != "none"}
-    return EngineSetting(device, "ColocateWorkerExtension", options=options)
+    extension = "WorkerExtension" if args.topology == "separate" else "ColocateWorkerExtension"
+    return EngineSetting(device, extension, options={"enable_sleep_mode": args.sleep != "none"})
 
 
 def load(models: dict[str, ActorGroup], paths: dict, states: dict, args: Arguments, device: str, shared: bool) -> tuple:
     """Load all models. Returns the number of steps done, and lines to print about the policy."""
     for model in models.values():  # before any loads, since nothing keeps an address's port free
-        address = model.call_rank_0("loading", Rank.address)
+        address = model.call("loading", Rank.address)[0]
         model.call("loading", Rank.join, address, len(model), device, args.engine.exact, AT_ONCE)
     turns = [(model, Rank.load, paths[name], states.get(name), args, device) for name, model in models.items()]
     return take_turns("loading", shared, turns)[0]

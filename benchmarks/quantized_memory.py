@@ -24,7 +24,6 @@ from trainer.flags import arg, section
 from trainer.rollouts.engine import EngineActor
 from trainer.rollouts.options import EngineSetting, llm_options
 from trainer.rollouts.quantization import AUTO, quantize_by_torchao
-from trainer.rollouts.sampling import engine_prompt
 from trainer.run.actors import ActorGroup, Seat, engine_seat, reserve
 from trainer.run.arguments import parse
 from trainer.run.folder import RunFolder
@@ -74,7 +73,7 @@ class Engine(EngineActor):
         options = {"n": completions, "max_tokens": tokens, "ignore_eos": True, "seed": 0}
         options |= {"logprobs": 0, "detokenize": False}  # as rollouts
         tokenizer = self.llm.get_tokenizer()
-        inputs = [engine_prompt(tokenizer.encode(prompt), None) for prompt in prompts]
+        inputs = [{"prompt_token_ids": tokenizer.encode(prompt)} for prompt in prompts]
 
         async def generate() -> int:
             requests = await asyncio.gather(*(self.generate(prompt, options) for prompt in inputs))

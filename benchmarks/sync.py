@@ -382,7 +382,7 @@ class Bench:
         return [answer for engine in self.engine.call(method, BenchEngine.rpc, method, *args) for answer in engine]
 
     def address(self) -> tuple[str, int]:
-        return self.trainer.call_rank_0("connecting", BenchTrainer.address)
+        return self.trainer.call("connecting", BenchTrainer.address)[0]
 
     @property
     def workers(self) -> int:

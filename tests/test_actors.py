@@ -216,7 +216,6 @@ def test_call_goes_to_all_actors_and_answers_keep_their_order(session):
     assert trainers.call("learning", Actor.answer, "a", [1]) == [(0, "a", [1]), (1, "a", [1])]
     assert trainers.call("learning", Actor.answer, "a", each=[("x",), ("y", 2)]) == [(0, "a", "x"), (1, "a", "y", 2)]
     assert trainers.agreed("learning", Actor.answer, "a") == (0, "a")
-    assert trainers.call_rank_0("learning", Actor.answer) == (0,)
     assert engine.call("learning", Actor.answer, each=[("own",)]) == [(0, "own")]
 
     slow, fast = engine.begin(Actor.sleep, 1), trainers.begin(Actor.answer)

@@ -74,6 +74,10 @@ class Ahead(Rollouts):
         )
         super().__init__(Engines(*[lambda *_: "A"] * engines), task, args.sampling, 0, args.ahead)
 
+    def nothing_is_left(self) -> bool:
+        """Whether all batches that have begun are complete."""
+        return all(request.result.done() for request in self.batches)
+
     def steps(self) -> list[int]:
         """The steps whose groups an engine has been given, in this order."""
         return [call.prompts[0][0] for call in self.engines.calls]
@@ -87,7 +91,7 @@ def test_engine_begins_only_what_will_not_be_too_old(max_staleness, begun):
     for step, last in enumerate(begun, 1):
         batch = ahead.take(step)
         assert {group.row.prompt_ids[0] for group in batch.groups} == {step}  # in the order of the data
-        wait_until(lambda: not any(ahead.in_flight.values()))
+        wait_until(ahead.nothing_is_left)
         assert ahead.steps() == [number for number in range(1, last + 1) for _ in range(2)]
         oldest = step - 1 - int(batch.rollouts[0].versions[0])
         metrics = {"async/staleness_mean": oldest, "async/staleness_max": oldest} if max_staleness else {}
@@ -145,7 +149,7 @@ def test_no_more_groups_are_in_flight_than_asked_for():
     for each in held[2:]:
         answer(*each)
     assert len(taking.result(timeout=30).rollouts) == 4
-    wait_until(lambda: not any(ahead.in_flight.values()))
+    wait_until(ahead.nothing_is_left)
     assert ahead.steps() == [1, 1, 2, 2, 3, 99, 99, 3]
 
 
@@ -289,7 +293,7 @@ def test_metrics_are_of_what_is_learned_from():
         ahead = Ahead(reward, max_staleness=1, dynamic_sampling=1, steps=2)
         ahead.task.draw_others = lambda step, *_: [Row("other", {}, "", [99])] * (rows if step == 2 else 0)
         ahead.take(1)
-        wait_until(lambda: not any(ahead.in_flight.values()))
+        wait_until(ahead.nothing_is_left)
         ahead.engines.version = version
         return ahead.take(2)
 
@@ -309,7 +313,7 @@ def test_end_of_a_run_does_not_start_ray_anew():
         beside(ahead.take, 1)
         wait_until(lambda: ahead.engines.calls)
     ahead.engines.free.set()
-    wait_until(lambda: not any(ahead.in_flight.values()))
+    wait_until(ahead.nothing_is_left)
     time.sleep(0.1)
     assert ahead.steps() == [1]  # of six groups
     assert not ray.is_initialized()
@@ -319,7 +323,7 @@ def test_batch_with_few_new_tokens_gets_more_as_proof(monkeypatch):
     monkeypatch.setattr("trainer.rollouts.rollouts.PROOF_TOKENS", 20)
     ahead = Ahead(max_staleness=1, engines=2)
     new, old = ahead.take(1), ahead.take(2)
-    wait_until(lambda: not any(ahead.in_flight.values()))
+    wait_until(ahead.nothing_is_left)
     ahead.engines.version, ahead.engines.calls = 1, []
     proof = ahead.proof(2, old)
     assert [rollout.versions.tolist() for rollout in proof] == [[1]] * 8  # of each engine, which has its own workers
@@ -433,12 +437,10 @@ class HeldLLM:
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """An engine actor around a `HeldLLM`, by its clock."""
+def held():
+    """An engine actor around a `HeldLLM`."""
     actor = EngineActor(0)
     actor.llm = HeldLLM()
-    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: actor.llm.clock))
-    actor.since = actor.resumed = 0.0
     return actor
 
 
@@ -519,52 +521,36 @@ def test_what_is_computed_while_caches_are_dropped_is_dropped_by_the_next_sync(h
     asyncio.run(run())
 
 
-def test_engine_is_idle_in_a_sync_and_without_requests(held):
-    async def run():
-        llm, shares = held.llm, []
-        await held.receive_weights(0)
-        call = asyncio.create_task(held.sample([[5]], [{}]))
-        while not llm.begun:
-            await asyncio.sleep(0)
-        for _ in range(2):
-            llm.clock += 2
-            await held.receive_weights(1)
-            shares.append(await held.idle_share())
-            llm.goes_on.set()
-            await call
-        return shares
-
-    assert asyncio.run(run()) == [1 / 4, 4 / 5]  # it generates in the first three seconds, then in one
-
-
-def test_idle_shares_are_of_each_engine_and_of_all():
-    ahead, on_policy = Ahead(engines=2, max_staleness=1), Ahead()
-    ahead.engines.call = lambda phase, method: [0.25, 0.75]
-    seconds = {"time/rollout": 1.0, "time/train": 2.0, "time/sync": 1.0}
-    assert on_policy.idle_shares(seconds) == {}
-    on_servers = Ahead(max_staleness=1)
-    on_servers.engines.call = lambda phase, method: [None]  # they do not say
-    assert on_servers.idle_shares(seconds) == {"async/trainer_idle": 0.25}
-    assert ahead.idle_shares(seconds) == {
-        "async/engine_idle": 0.5,
-        "async/engine_idle/0": 0.25,
-        "async/engine_idle/1": 0.75,
-        "async/trainer_idle": 0.25,
-    }
+def test_engines_are_idle_without_prompts_and_in_a_sync(monkeypatch):
+    now, seconds = [0.0], {"time/rollout": 1.0, "time/train": 2.0, "time/sync": 1.0}
+    assert Ahead().idle_shares(seconds) == {}  # on-policy
+    monkeypatch.setattr("trainer.rollouts.rollouts.time.perf_counter", lambda: now[0])
+    ahead = Ahead(engines=2, max_staleness=1)
+    first, second = ahead.in_flight
+    for name, until in (first, 2.0), (second, 6.0):
+        ahead._count(name, +1)
+        now[0] = until
+    # One of two engines had nothing for two seconds of six, and both were in a sync for one.
+    assert ahead.idle_shares(seconds) == {"async/engine_idle": 2 / 6, "async/trainer_idle": 0.25}
+    now[0] = 8.0
+    assert ahead.idle_shares(seconds)["async/engine_idle"] == 1 / 2  # since then
+    now[0] = 8.5
+    assert ahead.idle_shares(seconds)["async/engine_idle"] == 1.0  # the sync began before
 
 
 def test_timeline_has_the_prompts_that_are_generated_while_the_trainer_learns(tmp_path):
     ahead = Ahead(max_staleness=1, prompts_per_step=3)
     ahead.session.timeline = ahead.task.rewards.session.timeline = Timeline(tmp_path / "timeline.json")
     ahead.take(1)
-    wait_until(lambda: not any(ahead.in_flight.values()))
+    wait_until(ahead.nothing_is_left)
     ahead.engines.version = 1
     ahead.engines.free.clear()  # the prompts of step 3 take until it has learned
     ahead.take(2)
+    wait_until(lambda: ahead.steps().count(3) == 3)
     with ahead.session.timeline.span("trainer", "learn"):
         time.sleep(0.01)
     ahead.engines.free.set()
-    wait_until(lambda: not any(ahead.in_flight.values()))
+    wait_until(ahead.nothing_is_left)
     wait_until(lambda: (tmp_path / "timeline.json").read_text().count("reward_of_this_test") == 9)
     ahead.session.timeline.close()
     spans = timeline_of(tmp_path)

@@ -194,7 +194,7 @@ def test_runs_on_separate_devices_are_timed_with_lengths_that_vary(script, tmp_p
         for one in row["steps"]:
             assert one["rollout"] + one["learn"] + one["sync"] + one["rest"] == pytest.approx(one["whole"])
             assert min(one["rollout"], one["learn"], one["sync"], one["rest"]) > 0
-            assert 0 < one["engine_idle"] < 1
+            assert 0 < one["engine_idle"] <= 1
             assert 0 < one["trainer_idle"] < 1
         assert row["tokens_per_second"] == pytest.approx(sum(lengths) * 4 / row["whole"])
         assert row["MFU"] is None

@@ -211,7 +211,7 @@ def test_teacher_has_its_own_gpus_or_half_of_the_engines(placed):
 def test_without_gpus_teachers_have_the_engines_bundles(placed):
     topology, reserved = placed(0, trainers=2, engines=2, teacher_engines=3)
     assert reserved == 4
-    assert topology.remark.startswith("no GPU: the trainer, a TP=1 engine and the teacher run on CPU, with gloo")
+    assert topology.remark.startswith("no GPU: the trainer and a TP=1 engine run on CPU, with gloo")
     strategies = [seat.options["scheduling_strategy"] for seat in topology.engine_seats + topology.teacher_seats]
     assert [strategy.placement_group_bundle_index for strategy in strategies] == [2, 3, 2, 3, 2]
 
@@ -229,8 +229,11 @@ def test_teacher_starts_first_does_not_decode_and_is_no_engine_of_a_sync(placed,
             started.extend((name, *args) for name in self.seats if method is EngineActor.start)
             return {name: answers[name] for name in self.seats}
 
-        def call_rank_0(self, phase, method, *args):
-            return SimpleNamespace(memory=80e9) if method is LearnerActor.gpu else ("127.0.0.1", 1)
+        def call(self, phase, method, *args, **each):
+            answer = {LearnerActor.gpu: SimpleNamespace(memory=80e9), LearnerActor.address: ("127.0.0.1", 1)}.get(
+                method
+            )
+            return [answer] if answer else super().call(phase, method, *args, **each)
 
     for module in (base, train_distill):
         monkeypatch.setattr(module, "ActorGroup", Group)

@@ -234,7 +234,6 @@ def test_text_of_a_completion_is_what_follows_the_prompt():
         yield SimpleNamespace(prompt_token_ids=encode(prompt_text), outputs=outputs)
 
     actor = EngineActor(0)
-    actor.since = 0.0
     actor.llm = SimpleNamespace(get_tokenizer=lambda: tokenizer, generate=generate)
     for evaluation in (False, True):
         sampling = [sampling_options(args, 0, 0, 0, evaluation)]

@@ -115,20 +115,3 @@ def test_model_that_cannot_be_trained_is_refused_by_its_settings(model, tmp_path
             choose_models(tmp_path, args, "cpu")
     else:
         assert choose_models(tmp_path, args, "cpu")[0].loaded == str(folder)
-
-
-@pytest.mark.parametrize("letter", "[*?")
-@pytest.mark.parametrize("what", ["model", "checkpoint", "hub"])
-def test_path_that_an_engine_would_take_for_a_pattern_is_refused(model, tmp_path, monkeypatch, letter, what):
-    folder = shutil.copytree(model, tmp_path / f"{letter}b]" / "model")
-    args = arguments_of(train_grpo, model=model if what == "checkpoint" else str(folder))
-    if what == "hub":
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder.parent))
-        args.run.model = "some/model"
-    if what == "checkpoint":
-        shutil.copytree(model, folder.parent / "checkpoint-000003")
-        args.run.resume = folder.parent
-    with pytest.raises(
-        RunError, match=r"which vLLM takes for a pattern: use a path, or a link to it, without \[ \* \?"
-    ):
-        choose_models(folder.parent, args, "cpu")

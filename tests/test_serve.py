@@ -113,7 +113,7 @@ class FakeServer:
             answers[path] = {"success": self.resets and (resets_waiting or not self.paused)}
         if path == "/collective_rpc":
             results = {"receive_weights": {"version": 1}, "check_weights_changed": self.proof}
-            results["report_channel"] = "broadcast"
+            results["close_weight_update_group"] = None
             first = "True" if body["method"] == "check_weights_changed" else results.get(body["method"])
             answers[path] = {"results": [first, results.get(body["method"])]}
         return 401 if path == "/v1/models" and key != "Bearer secret" else 200, answers.get(path, {})
@@ -241,18 +241,13 @@ def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
     assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
 
 
-def test_servers_return_sampling_masks_or_are_refused_where_a_run_needs_them(servers):
-    with pytest.raises(RunError, match="--top-p, --top-k and --min-p want a server with --return-sampling-mask; start"):
-        pool_of(servers, sample, top_k=2)
+def test_servers_return_sampling_masks_where_a_run_needs_them(servers):
     for server in servers:
         server.masks = True
     rollouts, _ = pool_of(servers, sample, top_k=2)
     assert [own.sampling_mask.counts.tolist() for own in rollouts] == [[2] * len(ids) for ids in PROMPTS for _ in "ab"]
     bodies = [body for path, body in servers[0].calls if path.endswith("generate") and body]
-    assert {body["sampling_params"]["top_k"] for body in bodies} == {1, 2}  # the first one asks for masks
-
-    servers[0].paused, servers[0].masks = True, False  # by a sync in which it was lost: it would answer no probe
-    assert asyncio.run(Server("engine", servers[0].url, "secret", 5, True).check()) == 64
+    assert {body["sampling_params"]["top_k"] for body in bodies} == {2}
 
 
 def test_an_evaluation_leaves_nothing_in_servers_caches(servers):

@@ -481,7 +481,7 @@ def load_and_write(folder):
     safetensors.torch.save_file = save_and_look
     watching = threading.Thread(target=watch)
     watching.start()
-    module, _ = sharding.load_model(AutoModelForCausalLM, str(folder), config, CPU, False, dtype=torch.float32)
+    module, _ = sharding.load_model(AutoModelForCausalLM, str(folder), config, CPU)
     look()
     loading, peak[0] = peak[0], 0
     before = anonymous_memory()

@@ -157,7 +157,7 @@ class Engines(FakeEngines):
 
     def complete(self, engine, prompt_ids, options) -> list[Rollout]:
         *_, index, number = PLACES[options["seed"]]
-        turn = Turn(prompt_ids, None, number, index, options["max_tokens"])
+        turn = Turn(prompt_ids, number, index, options["max_tokens"])
         self.turns.append(turn)
         self.seeds.append(options["seed"])
         said = self.says(self.tokenizer.decode(prompt_ids), number)
@@ -846,7 +846,7 @@ def test_environment_of_the_documentation_runs_as_printed(converse, monkeypatch,
 
 def test_each_turn_of_a_completion_has_its_own_seed():
     """In 25 rounds of two steps, for two seeds of the run. An evaluation has others."""
-    turns = [Turn([1], None, number, index, 50) for number in range(32) for index in range(4)]
+    turns = [Turn([1], number, index, 50) for number in range(32) for index in range(4)]
     options = [
         sampling_options(SamplingConfig(group_size=4), seed, step, turn.number, evaluation, rounds, turn)
         for seed in (0, 1)

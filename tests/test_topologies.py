@@ -21,6 +21,7 @@ from trainer.rollouts.options import EngineSetting
 from trainer.run import actors
 from trainer.run.actors import StepClock
 from trainer.run.models import Models
+from trainer.run.timeline import Timeline
 from trainer.topologies import choose, link, separate, servers
 from trainer.topologies.base import Topology
 from trainer.topologies.choose import choose_topology
@@ -200,6 +201,7 @@ def shared_by_engines(kv_cache_bytes):
         setting=EngineSetting("cuda"),
         memory_share=0.2,
         level="kv",
+        session=SimpleNamespace(timeline=Timeline()),
     )
 
 

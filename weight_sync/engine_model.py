@@ -287,18 +287,17 @@ class EngineModel:
             yield self.model.get_buffer(name)
 
     @contextmanager
-    def _context(self):
+    def _context(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
         # vLLM warns of every layer that was not loaded in a bracket. A trace loads none.
         logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-        level = logger.level
-        logger.setLevel(logging.ERROR)
+        logger.disabled = True
         try:
             with torch.no_grad(), set_current_vllm_config(self.worker.vllm_config):
                 yield
         finally:
-            logger.setLevel(level)
+            logger.disabled = False
 
 
 def loadable_elements(parameter: torch.Tensor) -> int:

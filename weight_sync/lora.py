@@ -26,16 +26,9 @@ class LoRAWeight:
     scaling: float
     transposed: bool = False
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.base.shape
-
-    def numel(self) -> int:
-        return self.base.numel()
-
     def check(self, name: str) -> None:
         """Raise WeightSyncError, with this name, if the factors do not fit the base: the kernel would not notice."""
-        outputs, inputs = reversed(self.shape) if self.transposed else self.shape
+        outputs, inputs = reversed(self.base.shape) if self.transposed else self.base.shape
         factors, rank = (self.lora_A, self.lora_B), len(self.lora_A)
         if any(isinstance(factor, DTensor) for factor in factors):
             raise WeightSyncError(f"{name}: lora_A and lora_B must be whole on every rank, and not DTensors")

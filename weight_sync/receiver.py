@@ -21,7 +21,6 @@ from .staging import RANK_NUMBERS, Staging, WiredStaging, compares
 class WeightReceiver:
     """The worker's end of a `WeightSender`'s syncs. Subclasses add the channel."""
 
-    channel = ""  # how weights come: "broadcast" or "shared memory"
     weight_place: ClassVar[dict] = {"size": 1, "rank": 0}  # the engine's workers, and this one's rank in the group
     weight_links: Sequence[Link] = ()  # to the trainer's ranks
     weight_staging: Staging | None = None  # for whole buckets, or the trainer's memory
@@ -38,10 +37,6 @@ class WeightReceiver:
     def report_device_id(self) -> str:
         """The UUID of this worker's GPU, as nvidia-smi prints it; on CPU "cpu:" and the worker's rank in the engine."""
         return device_id_of(torch.device("cpu", self.rank) if self.device.type == "cpu" else self.device)
-
-    def report_channel(self) -> str:
-        """How weights come to this worker: by "broadcast", or through "shared memory" of the trainer's device."""
-        return self.channel
 
     def weight_digests(self) -> tuple[int | None, int | None]:
         """Two digests: of the parameters that this worker serves, and of all tensors that its model's layers keep."""

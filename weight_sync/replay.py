@@ -154,7 +154,7 @@ class _Graph:
 
     def __init__(self, steps: list, total: torch.Tensor, pool):
         self.kept_alive, self.graph = (steps, total), torch.cuda.CUDAGraph()  # the graph uses their memory
-        # torch.cuda.graph would collect garbage for each graph, and there may be a hundred.
+        # torch.cuda.graph would leave its stream as the current one if capture_end raised.
         with torch.cuda.stream(torch.cuda.Stream()):
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

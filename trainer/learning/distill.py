@@ -17,7 +17,7 @@ from annotated_types import Ge
 
 from ..flags import arg
 from .grpo import GRPOLearner
-from .layout import as_tensor
+from .layout import padded
 from .objectives import ObjectiveConfig, reverse_kl
 from .rollout import Rollout, known_rewards, samples_of
 
@@ -38,8 +38,7 @@ class DistillLearner(GRPOLearner):
         """As `GRPOLearner.learn`. `distill/reverse_kl` is the mean over the tokens that the student sampled."""
         samples, owners = samples_of(rollouts)
         tensors = self._completion_tensors(samples)
-        teacher = [as_tensor(own.teacher_logprobs).float() for own in samples]
-        teacher = torch.nn.utils.rnn.pad_sequence(teacher, batch_first=True)
+        teacher = padded([own.teacher_logprobs for own in samples]).float()
         distances = reverse_kl(tensors["engine_logprobs"], teacher, tensors["mask"])
         of_rewards = self.advantages(known_rewards(rollouts))[owners, None]
         advantage = self.config.loss.reward_coef * of_rewards - distances

@@ -67,7 +67,7 @@ def is_long(rollout: Rollout) -> bool:
 
 def separate_rows(rollouts: list[Rollout]) -> Layout:
     """A row for each rollout: its prompt and its completion."""
-    ids = _padded([np.concatenate([rollout.prompt_ids, rollout.completion_ids]) for rollout in rollouts])
+    ids = padded([np.concatenate([rollout.prompt_ids, rollout.completion_ids]) for rollout in rollouts]).long()
     prompt_lengths = torch.tensor([len(rollout.prompt_ids) for rollout in rollouts])
     first_tokens = torch.arange(len(ids)) * ids.shape[1] + prompt_lengths
     return Layout({"input_ids": ids}, first_tokens, first_tokens - 1)
@@ -78,7 +78,7 @@ def one_row(rollouts: list[Rollout]) -> Layout:
     ids, position_ids, first_tokens, first_states, shapes, end = [], [], [], [], [], 0
     for group in (list(group) for _, group in groupby(rollouts, prompt_key)):
         prompt = as_tensor(group[0].prompt_ids).long()
-        completions = _padded([rollout.completion_ids for rollout in group])
+        completions = padded([rollout.completion_ids for rollout in group]).long()
         count, length = completions.shape
         ids += [prompt, completions.flatten()]
         position_ids += [torch.arange(len(prompt)), torch.arange(len(prompt), len(prompt) + length).repeat(count)]
@@ -142,6 +142,6 @@ def as_tensor(numbers) -> torch.Tensor:
     return torch.from_numpy(np.array(numbers))
 
 
-def _padded(rows: list) -> torch.Tensor:
-    """Token ids [rows, S], padded on the right, where no earlier token attends to the padding."""
-    return torch.nn.utils.rnn.pad_sequence([as_tensor(row) for row in rows], batch_first=True).long()
+def padded(rows: list) -> torch.Tensor:
+    """Rows of numbers as a tensor [rows, S], padded with zeros on the right, where no earlier token attends to them."""
+    return torch.nn.utils.rnn.pad_sequence([as_tensor(row) for row in rows], batch_first=True)

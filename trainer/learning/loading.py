@@ -5,32 +5,10 @@ import torch
 from ..errors import RunError
 from .checkpointing import Checkpointing
 from .config import ModelConfig
-from .logprobs import token_scores
 from .lora import add_adapters
-from .multimodal import auto_class, is_multimodal, learning_modules
+from .multimodal import is_multimodal, learning_modules
 from .precision import freeze
-from .sharding import add_method, compile_blocks, load_model
-
-
-def load_language_model(path: str, device: torch.device, **loading: bool):
-    """A model, or this rank's shards of it, as `load_as` takes `loading`. Its method `score` is `token_scores`."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path)
-    module, _ = load_as(auto_class(config), path, config, device, **loading)
-    _make_savable(module.generation_config)
-    add_method(module, "score", token_scores)
-    return module
-
-
-def load_as(
-    auto_class, path: str, config, device: torch.device, mixed_precision: bool = False, frozen: bool = False
-) -> tuple:
-    """As `load_model`, with fp32 weights. With `mixed_precision`, a sharded model computes in bf16 on a GPU, and
-    `frozen` weights are bf16 there."""
-    mixed_precision = mixed_precision and device.type == "cuda"
-    dtype = torch.bfloat16 if mixed_precision and frozen else torch.float32
-    return load_model(auto_class, path, config, device, mixed_precision, dtype=dtype)
+from .sharding import compile_blocks
 
 
 def prepare(
@@ -56,7 +34,7 @@ def prepare(
     return Checkpointing(module, measures=config.gradient_checkpointing == "auto" and device.type == "cuda")
 
 
-def _make_savable(generation_config) -> None:
+def make_savable(generation_config) -> None:
     """Set `do_sample` if a temperature needs it: some models lack it, and transformers refuses to save them."""
     try:
         generation_config.validate(strict=True)

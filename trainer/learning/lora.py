@@ -22,7 +22,7 @@ from ..errors import RunError
 from ..flags import arg, setting
 from .multimodal import learning_modules
 from .precision import freeze
-from .sharding import fuses_weights, whole
+from .sharding import whole
 
 ADAPTER_NAME = "default"  # peft's name for a model's only adapter
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -95,7 +95,8 @@ def adapted_layers(model) -> str:
     from peft.tuners.lora import LoraLayer
 
     adapted = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    return ", ".join(sorted(adapted)) + ("; its fused experts have none" if fuses_weights(model) else "")
+    fused = any(".experts.down_proj" in name for name, _ in model.named_parameters())
+    return ", ".join(sorted(adapted)) + ("; its fused experts have none" if fused else "")
 
 
 def adapted_weights(model) -> list[LoRAWeight]:

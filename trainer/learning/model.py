@@ -19,16 +19,16 @@ from .batching import RankBatch, rank_batch, tokens
 from .checkpointing import Checkpointing, tokens_in_memory
 from .config import LearnerConfig
 from .flops import Work
-from .layout import SHARED, as_tensor, lay_out
-from .loading import load_language_model, prepare
-from .logprobs import Allowed, choose_head, scores_of_logits
+from .layout import SHARED, lay_out, padded
+from .loading import make_savable, prepare
+from .logprobs import Allowed, choose_head, scores_of_logits, token_scores
 from .lora import adapted_layers, adapter_parameters
-from .multimodal import image_inputs, load_tokenizer
+from .multimodal import auto_class, image_inputs, load_tokenizer
 from .named_tensors import NamedTensors
 from .precision import bf16_weights
 from .rollout import Rollout
 from .rounding import prompt_logprobs, random_prompts
-from .sharding import fits_gathered, keep_gathered, rank_and_ranks
+from .sharding import add_method, fits_gathered, keep_gathered, load_model, rank_and_ranks
 
 MIN_KEPT_TOKENS = 4096  # with smaller micro-batches, a GPU would gain less by computing nothing again
 
@@ -209,7 +209,13 @@ class Model:
             self.rounding = self.sum_over_ranks((fp32_logprobs.exp() * distances).sum(-1).mean())[0] / self.ranks
 
     def _from_pretrained(self, path: str, **loading: bool):
-        return load_language_model(path, self.device, **loading)
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(path)
+        module, _ = load_model(auto_class(config), path, config, self.device, **loading)
+        make_savable(module.generation_config)
+        add_method(module, "score", token_scores)
+        return module
 
     def _choose_computation(self, module) -> None:
         """Find out by which attention and which head this fp32 model, and all models `like` it, compute."""
@@ -232,10 +238,7 @@ class Model:
         """What a method of the module, such as `token_scores`, gives for the tokens that the policy sampled: tensors
         [b, width] with zeros elsewhere."""
         layout = lay_out(rollouts, self.shares_prompts)
-        masks = [
-            torch.nn.functional.pad(as_tensor(rollout.mask), (0, width - len(rollout.mask))) for rollout in rollouts
-        ]
-        rows, columns = torch.stack(masks).nonzero(as_tuple=True)
+        rows, columns = padded([rollout.mask for rollout in rollouts]).nonzero(as_tuple=True)
         if self.work:
             self.work.add(rollouts, layout.groups, len(rows))
         tensors = (*layout.tokens(rows, columns), rows, columns)

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import MismatchError
 from .config import LearnerConfig
-from .layout import as_tensor
+from .layout import padded
 from .learner import OVERFLOW, Learner
 from .lora import without_adapters
 from .model import Model
@@ -197,15 +197,11 @@ class PolicyLearner(Learner):
     def _completion_tensors(self, rollouts: list[Rollout]) -> dict[str, torch.Tensor]:
         """Tensors [B, T], right-padded with zeros. "mask" is 1 for tokens that the policy sampled, "current" for those
         that this learner's version of the weights sampled."""
-        logprobs = [as_tensor(rollout.logprobs).float() for rollout in rollouts]
-        masks = [as_tensor(rollout.mask).float() for rollout in rollouts]
         current = [
-            mask if rollout.versions is None else mask * as_tensor(rollout.versions).eq(self.step)
-            for mask, rollout in zip(masks, rollouts, strict=True)
+            own.mask if own.versions is None else own.mask & (np.asarray(own.versions) == self.step) for own in rollouts
         ]
-        tensors = {"mask": masks, "engine_logprobs": logprobs, "current": current}
-        pad = torch.nn.utils.rnn.pad_sequence
-        return {name: pad(rows, batch_first=True) for name, rows in tensors.items()}
+        rows = {"mask": [own.mask for own in rollouts], "engine_logprobs": [own.logprobs for own in rollouts]}
+        return {name: padded(each).float() for name, each in (rows | {"current": current}).items()}
 
     def _run_policy_updates(
         self,

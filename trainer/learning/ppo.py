@@ -21,6 +21,7 @@ from annotated_types import Ge, Gt, Le
 
 from ..flags import arg, with_values
 from .config import LearnerConfig
+from .layout import padded
 from .learner import Learner, learning_rate
 from .objectives import PolicyLossConfig
 from .policy import PolicyLearner, PolicyScores
@@ -122,8 +123,7 @@ def estimate(
 ) -> tuple[Experience, dict[str, float]]:
     """What the step learns from, and metrics. Takes B rollouts, the policy's log-probabilities, the reference's [B, T],
     and the critic's values [B, T]."""
-    ones = [torch.ones(len(rollout.completion_ids)) for rollout in rollouts]
-    mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)
+    mask = padded([rollout.mask for rollout in rollouts]).float()
     kl = (old_policy.logprobs - reference_logprobs) * mask
     rewards = torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32)
     rewards = token_rewards(rewards, kl, mask, config.kl_coef, config.reward_clip)

@@ -48,19 +48,24 @@ def wait_for_ranks() -> None:
         dist.barrier()
 
 
-def load_model(auto_class, path: str, config, device: torch.device, mixed_precision: bool, **options) -> tuple:
-    """Load a transformers model. Returns it, and the names of the parameters that its checkpoint lacks. Raises RunError
-    if a weight has a NaN or an infinity among this rank's rows.
+def load_model(
+    auto_class, path: str, config, device: torch.device, mixed_precision: bool = False, frozen: bool = False
+) -> tuple:
+    """Load a transformers model with fp32 weights. Returns it, and the names of the parameters that its checkpoint
+    lacks. Raises RunError if a weight has a NaN or an infinity among this rank's rows.
 
     On several ranks, FSDP2 shards each block, then the rest, and every rank reads its own rows. A block is gathered for
-    its own forward and backward pass only. A model that `fits_gathered` is gathered at once. With `mixed_precision`,
-    weights are gathered in bf16 and compute as on a single rank (precision.py); the weights themselves, the optimizer's
-    state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is not a parameter.
+    its own forward and backward pass only. A model that `fits_gathered` is gathered at once. With `mixed_precision`, on
+    a GPU, weights are gathered in bf16 and compute as on a single rank (precision.py), and `frozen` ones are bf16. What
+    learns, the optimizer's state and sums of gradients over the ranks stay fp32. Autocast remains necessary for what is
+    not a parameter.
     """
     from transformers.distributed import DistributedConfig
 
     _, ranks = rank_and_ranks()
-    with _own_groups(auto_class, config, device) if ranks > 1 else nullcontext():
+    mixed_precision = mixed_precision and device.type == "cuda"
+    options = {"dtype": torch.bfloat16 if mixed_precision and frozen else torch.float32}
+    with _own_groups(device) if ranks > 1 else nullcontext():
         if ranks > 1:
             options["distributed_config"] = DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=mixed_precision)
         model, report = auto_class.from_pretrained(path, config=config, output_loading_info=True, **options)
@@ -75,21 +80,17 @@ def load_model(auto_class, path: str, config, device: torch.device, mixed_precis
 
 
 @contextmanager
-def _own_groups(auto_class, config, device: torch.device) -> Iterator[None]:
-    """Inside, transformers shards each block of this model on its own, and the rest together: not by the plans that
+def _own_groups(device: torch.device) -> Iterator[None]:
+    """Inside, transformers shards each block of a model on its own, and the rest together: not by the plans that
     the model's class, its config and its sub-models have. A group of the head alone would gather it for each chunk of
     positions, and a final norm that is kept gathered would not learn."""
     from transformers import modeling_utils
     from transformers.distributed import fsdp
 
-    with torch.device("meta"):
-        model = auto_class.from_config(config)
-    # Of a model that fits, the hooks of each block would only delay the launches of every pass.
-    own = set() if fits_gathered(model, device) else set(blocks(model))
-    names = [name for name, module in model.named_modules() if module in own]
-
-    def groups_and_kept(model, plan) -> tuple[list[tuple[str, torch.nn.Module]], list]:
-        return [(name, model.get_submodule(name)) for name in names], []
+    def groups_and_kept(model, plan) -> tuple[list[tuple[str, torch.nn.Module]], list]:  # of a model without memory yet
+        # Of a model that fits, the hooks of each block would only delay the launches of every pass.
+        own = set() if fits_gathered(model, device) else set(blocks(model))
+        return [(name, module) for name, module in model.named_modules() if module in own], []
 
     # On a GPU, the warm-up would first allocate the whole model, if its config has no plan for tensor parallelism.
     with (
@@ -130,14 +131,6 @@ def stray_weights(model, held: list[torch.nn.Parameter]) -> list[str]:
                 copies.add(shard.sharded_param)
     lost = (weights.keys() - held) | (copies & weights.keys())
     return sorted(weights[parameter] for parameter in lost if parameter.requires_grad)
-
-
-def fuses_weights(model) -> bool:
-    """Whether the model fuses tensors that its checkpoint keeps separate, such as a mixture's experts."""
-    from transformers.core_model_loading import WeightConverter
-
-    conversions = getattr(model, "_weight_conversions", None) or ()
-    return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
 def add_method(model, name: str, function: Callable) -> None:

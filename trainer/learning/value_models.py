@@ -11,10 +11,9 @@ import torch
 
 from ..errors import RunError
 from .attention import choose_attention
-from .loading import load_as
 from .model import Model
 from .rollout import Rollout
-from .sharding import add_method
+from .sharding import add_method, load_model
 
 
 class ValueModel(Model):
@@ -33,7 +32,7 @@ class ValueModel(Model):
         from transformers import AutoConfig, AutoModelForSequenceClassification
 
         config = AutoConfig.from_pretrained(path, num_labels=1)
-        module, missing = load_as(AutoModelForSequenceClassification, path, config, self.device, **loading)
+        module, missing = load_model(AutoModelForSequenceClassification, path, config, self.device, **loading)
         if missing:
             if missing != [f"{self.new_head}.weight"] or not self.may_lack_head:
                 raise RunError(f"{path} lacks {missing[0]}, so it is no {type(module).__name__}")

@@ -66,7 +66,7 @@ class AgentRollout:
         most = min([room, *(request[name] for name in LIMITS if request[name])])
         options = {"logprobs": 0} if request["logprobs"] else {}  # which an evaluation goes without
         options |= {"stop": stop, "detokenize": True} if stop else {}
-        sampled = await self.sample(Turn(prompt_ids, None, self.number, index, most, options))
+        sampled = await self.sample(Turn(prompt_ids, self.number, index, most, options))
         message = sample.messages[-1] = _sent(sample.add_turn(sampled, stop), index)
         sample.truncated &= most == room  # by the run, and not by the agent's own limit
         last, until = sample.ids[-1] if sample.ended else None, [*sample.prompt, *sample.messages]

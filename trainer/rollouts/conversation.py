@@ -28,7 +28,6 @@ class Turn:
     """What an engine is to continue."""
 
     prompt_ids: list[int]
-    images: Images | None
     number: int  # of the completion in the step
     index: int  # of the turn in the completion
     max_tokens: int
@@ -133,7 +132,7 @@ class Conversation(Transcript):
     @property
     def turn(self) -> Turn:
         """The next turn."""
-        return Turn(self.prompt_ids + self.ids, self.images, self.number, self.turns, self.room)
+        return Turn(self.prompt_ids + self.ids, self.number, self.turns, self.room)
 
     @property
     def room(self) -> int:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from multiprocessing.util import get_temp_dir
 
@@ -18,44 +17,13 @@ from ..learning.rollout import Rollout
 from .engine_start import engine_start, fork_engine_core, gpus_of, import_vllm
 from .options import EngineArguments, EngineSetting, llm_options
 from .quantization import quantize_by_torchao
-from .sampling import engine_prompt, rollouts_of, sampling_params
+from .sampling import rollouts_of
 
 
-class Engine:
-    """What a run calls of each of its engines, a Ray actor many of whose methods run at the same time: vLLM in the
-    actor's own processes (EngineActor), or vLLM's servers (ServerPool in trainer/topologies/server_pool.py)."""
-
-    async def prepare(self, device: str, bundles: list[int]) -> None:
-        """Import what takes long, while the run settles what to start. `device` is "cuda" or "cpu"; the engine's
-        workers use these `bundles` of its placement group."""
-
-    async def sample(
-        self,
-        prompts: list[list[int]],
-        sampling: list[dict],
-        images: Sequence[Images | None] | None = None,
-        low_priority: bool = False,
-    ) -> list[Rollout]:
-        """The completions of prompts, given as token ids, in order and without rewards. `sampling` has the options of
-        each prompt, and `images` its images. The prompt has a token for each.
-
-        Prompts of `low_priority` wait behind all others in vLLM's queue.
-        """
-        raise NotImplementedError
-
-    async def drop_caches(self) -> None:
-        """Drop what was computed for earlier prompts; what is needed for prompts in flight may stay."""
-        raise NotImplementedError
-
-    async def sleep(self, level: str) -> None:
-        """Generate nothing until the next sync, if nobody else may ask for it, and release memory by this level."""
-
-    async def idle_share(self) -> float | None:
-        """The share of the time between the last two syncs in which nothing was generated; None if that is unknown."""
-
-
-class EngineActor(Engine):
-    """A Ray actor around vllm.AsyncLLM, whose processes are children of the actor."""
+class EngineActor:
+    """A Ray actor around vllm.AsyncLLM, whose processes are children of the actor. Many of its methods run at the same
+    time. `prepare`, `sample`, `drop_caches` and `sleep` are called of all engines: ServerPool has them, too
+    (trainer/topologies/server_pool.py)."""
 
     def __init__(self, number: int):
         self.request_ids, self.leaving = itertools.count(), False
@@ -63,11 +31,11 @@ class EngineActor(Engine):
         self.asleep: str | None = None  # `sleep`'s level
         self.slept = False  # whether the weights' memory was ever released
         self.cached = False  # whether caches may have what older weights computed
-        self.running, self.paused = 0, False  # requests in flight, and whether a sync holds them up
-        self.idle = 0.0  # seconds since the last sync in which nothing was generated
-        self.last_idle_share = 0.0
+        self.running = 0  # requests in flight
 
     async def prepare(self, device: str, bundles: list[int]) -> None:
+        """Import what takes long, while the run settles what to start. `device` is "cuda" or "cpu"; the engine's
+        workers use these `bundles` of its placement group."""
         if device == "cuda" and not (self.gpus or ray.get_gpu_ids()):
             self.gpus = os.environ["CUDA_VISIBLE_DEVICES"] = await gpus_of(bundles)
         if device == "cpu":
@@ -112,7 +80,6 @@ class EngineActor(Engine):
             # The usage context of vllm.LLM: with AsyncLLM's, batches are larger.
             self.llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
         end_with_children(unless=lambda: self.leaving)
-        self.since = self.resumed = time.perf_counter()
         return self.llm.model_config.max_model_len
 
     async def sample(
@@ -122,26 +89,34 @@ class EngineActor(Engine):
         images: Sequence[Images | None] | None = None,
         low_priority: bool = False,
     ) -> list[Rollout]:
-        inputs = map(engine_prompt, prompts, images or [None] * len(prompts))
-        calls = [self.generate(*request, low_priority) for request in zip(inputs, sampling, strict=True)]
+        """The completions of prompts, given as token ids, in order and without rewards. `sampling` has the options of
+        each prompt, and `images` its images. The prompt has a token for each.
+
+        Prompts of `low_priority` wait behind all others in vLLM's queue.
+        """
+        calls = []
+        for ids, options, own in zip(prompts, sampling, images or [None] * len(prompts), strict=True):
+            data = {"multi_modal_data": {"image": own.decoded()}} if own else {}
+            calls.append(self.generate({"prompt_token_ids": ids} | data, options, low_priority))
         return rollouts_of(await asyncio.gather(*calls), self.llm.get_tokenizer())
 
     async def generate(self, prompt: dict, options: dict, low_priority: bool = False):
         """The finished vllm.RequestOutput of a prompt with these sampling options."""
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = sampling_params(options)
-        params.output_kind = RequestOutputKind.FINAL_ONLY
+        # flat: lists instead of an object per token
+        params = SamplingParams(flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **options)
         self.cached = True
-        self._count(+1)
+        self.running += 1
         try:
             outputs = self.llm.generate(prompt, params, str(next(self.request_ids)), priority=int(low_priority))
             (request,) = [output async for output in outputs]
             return request
         finally:
-            self._count(-1)
+            self.running -= 1
 
     async def drop_caches(self) -> None:
+        """Drop what was computed for earlier prompts; what is needed for prompts in flight may stay."""
         if not self.running:  # else the next sync does
             await self._reset_caches()
 
@@ -155,7 +130,6 @@ class EngineActor(Engine):
         generation go on, with tokens of this version. Raises WeightSyncError if the sync fails."""
         if self.asleep is None:
             await self.llm.sleep(level=0, mode="keep")  # pause_generation would do no more, and wait for 20 ms
-            self._count(0, paused=True)
             await self._reset_caches()
         if self.asleep == "weights":
             await self.llm.wake_up(tags=["weights"])
@@ -171,9 +145,6 @@ class EngineActor(Engine):
                 raise RunError("vLLM did not wake up")
             await self.llm.resume_generation()
             self.asleep = None
-            self._count(0, paused=False)
-            self.last_idle_share = self.idle / (self.since - self.resumed)
-            self.idle, self.resumed = 0.0, self.since
         return served
 
     async def quantized_by(self) -> str:
@@ -194,23 +165,10 @@ class EngineActor(Engine):
         await self.llm.reset_mm_cache()
         await self.llm.reset_encoder_cache()
 
-    async def idle_share(self) -> float:
-        return self.last_idle_share
-
     async def shutdown(self) -> None:
         self.leaving = True
         self.llm.shutdown()
         shutil.rmtree(get_temp_dir(), ignore_errors=True)  # which has the fork server's socket: Ray kills this actor
-
-    def _count(self, requests: int, paused: bool | None = None) -> None:
-        """Add to the number of requests in flight. The time until now was idle if it was without any, or paused."""
-        now = time.perf_counter()
-        if self.paused or not self.running:
-            self.idle += now - self.since
-        self.since = now
-        self.running += requests
-        if paused is not None:
-            self.paused = paused
 
     # For engines that generate nothing while trainers learn
 

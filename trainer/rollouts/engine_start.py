@@ -90,11 +90,8 @@ def fork_engine_core() -> None:
 
 
 def _use_cuda() -> None:
-    with suppress(Exception):
-        if torch.cuda.is_available():
-            torch.cuda.init()
-        os._exit(0)
-    os._exit(1)
+    if torch.cuda.is_available():
+        torch.cuda.init()
 
 
 def _die_with_parent() -> None:

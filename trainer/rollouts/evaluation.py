@@ -5,7 +5,7 @@ import math
 import time
 
 from ..tasks.rewards import reward_metrics
-from .engine import Engine
+from .engine import EngineActor
 from .rollouts import Rollouts
 
 
@@ -32,7 +32,7 @@ def evaluate(rollouts: Rollouts, step: int) -> dict[str, float]:
     for part, first in enumerate(range(0, len(rows), at_once)):
         batch = rollouts.complete(rows[first : first + at_once], sampling, part)
         groups += task.rewards.compute(batch, step).groups
-    rollouts.engines.call("evaluating", Engine.drop_caches)  # a run that is resumed here has none
+    rollouts.engines.call("evaluating", EngineActor.drop_caches)  # a run that is resumed here has none
     known = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
     rewards = [reward for group in known for reward in group]
     metrics = {f"eval/{name}": value for name, value in reward_metrics(groups).items()}

@@ -118,7 +118,7 @@ class RewardWorkers:
         if self.session.ending:
             raise RunError("the run has ended")  # the call would start Ray anew
         answer = actor.call.remote(self.rewards.names[call.name], call)
-        return (await self.session.answers("rewarding", {f"reward {call.name}": answer}))[0]
+        return await self.session.answer("rewarding", f"reward {call.name}", answer)
 
     async def _by_thread(self, thread: UserThread, call: RewardCall) -> Returned:
         function = self.rewards.functions[call.name]

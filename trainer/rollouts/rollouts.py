@@ -19,9 +19,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
@@ -40,8 +40,8 @@ from ..tasks.rewards import AGENT_ERROR, Batch, Group, reward_metrics
 from ..tasks.task import Task
 from .agents import AgentRollout, AgentServer
 from .conversation import Conversation, Turn, group_of
-from .engine import Engine
-from .sampling import in_parts, sampling_options, with_images
+from .engine import EngineActor
+from .sampling import in_parts, sampling_options
 
 PROOF_TOKENS = 256  # a batch with fewer proves no sync: their mean varies too much to have a bound
 PROOF_LENGTH = 8  # of a completion that is only a proof: the trainer computes its prompt as well, which costs more
@@ -84,12 +84,13 @@ class Rollouts:
         self.engines, self.session, self.task, self.config = engines, engines.session, task, config
         self.args, self.rewarded, self.max_model_len = args or AheadArguments(), rewarded, max_model_len
         self.last_begun, self.batches = steps_done, deque()  # the batches of the steps begun and not taken
-        self.max_in_flight = self.args.in_flight or 2 * task.args.prompts_per_step
+        self.room = asyncio.Semaphore(self.args.in_flight or 2 * task.args.prompts_per_step)  # for later steps' groups
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
-        self.queued: deque[tuple[_Request, int]] = deque()  # groups that no engine has yet
-        self.lock, self.closed = threading.RLock(), False
+        self.lock, self.closed = threading.Lock(), False
         # Since the last metric: tokens, and seconds in which groups were in flight, which are counted until `since`.
-        self.generated, self.generating, self.since = 0, 0.0, time.perf_counter()
+        # Since `shared`, when idle shares were last asked for: seconds in which an engine had none.
+        self.generated, self.generating, self.idle = 0, 0.0, 0.0
+        self.shared = self.since = time.perf_counter()
         self.server = AgentServer(task.tools) if isinstance(task.tools, Agent) else None
 
     def __enter__(self) -> "Rollouts":
@@ -135,21 +136,20 @@ class Rollouts:
         size = math.ceil(count / len(groups))
         short = replace(self.config, group_size=size, max_tokens=length)
         sampling = [sampling_options(short, self.task.seed, step, number) for number in range(len(prompts))]
-        rollouts = itertools.chain(*self.engines.call("proving", Engine.sample, prompts, sampling, images))
+        rollouts = itertools.chain(*self.engines.call("proving", EngineActor.sample, prompts, sampling, images))
         return [replace(own, images=images[i // size % len(images)]) for i, own in enumerate(rollouts)]
 
     def idle_shares(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Metrics of a run ahead: the shares of a step in which engines generated nothing, if they measure it, and in
-        which the trainers had nothing to learn from, by the `seconds` of the step's phases."""
+        """Metrics of a run ahead, by the `seconds` of the step's phases: the share of the time since the last ones in
+        which engines had no prompts, or were paused for a sync; and the share of the step in which the trainers had
+        nothing to learn from."""
         if not self.args.max_staleness:
             return {}
-        metrics = {"async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
-        shares = self.engines.call("syncing", Engine.idle_share)
-        if None not in shares:
-            metrics["async/engine_idle"] = sum(shares) / len(shares)
-        if len(shares) > 1:
-            metrics |= {f"async/engine_idle/{i}": share for i, share in enumerate(shares)}
-        return metrics
+        with self.lock:
+            self._count_seconds()
+            engine = min(1.0, (self.idle + seconds["time/sync"]) / (self.since - self.shared))
+            self.idle, self.shared = 0.0, self.since
+        return {"async/engine_idle": engine, "async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
 
     def _resample(self, batch: Batch, step: int, rounds: int) -> Batch:
         """The batch, in which groups whose rewards are all equal are replaced by groups of other prompts, in at most so
@@ -198,44 +198,38 @@ class Rollouts:
 
     def _count_seconds(self) -> None:
         """Count the time until now, before the number of groups in flight changes."""
-        now = time.perf_counter()
-        self.generating += now - self.since if any(self.in_flight.values()) else 0.0
+        now, groups = time.perf_counter(), [*self.in_flight.values()]
+        self.generating += now - self.since if any(groups) else 0.0
+        self.idle += (now - self.since) * groups.count(0) / len(groups)
         self.since = now
+
+    def _count(self, engine: str, groups: int, tokens: int = 0) -> None:
+        """Add to the groups that this engine generates, and to the tokens of those completed."""
+        with self.lock:
+            self._count_seconds()
+            self.in_flight[engine] += groups
+            self.generated += tokens
 
     def _wait_for(self, request: "_Request") -> Batch:
         self.session.wait_for_thread(request.result, partial(self._phase, request))
-        return request.result.result()
+        groups = request.result.result()
+        return Batch(groups, reward_metrics(groups))
 
     def _phase(self, request: "_Request") -> str:
         """The phase to show."""
-        if any(self.in_flight.values()):
-            return "evaluating" if request.evaluation else "generating"
-        return "rewarding"
+        if not request.left:
+            return "rewarding"
+        return "evaluating" if request.evaluation else "generating"
 
     def _begin(self, request: "_Request") -> "_Request":
-        """Begin with this request's groups: at once or, if they are for a later step, when fewer are in flight."""
-        groups = [(request, i) for i in range(len(request.rows))]
-        if self._waits(request):
-            self.queued.extend(groups)
-            groups = []
-        self._dispatch(groups)
+        """Begin with this request's groups, side by side. Those for a later step may have to wait for room."""
+        request.left = len(request.rows)
+        request.result = together(self._complete(request, i) for i in range(request.left))
         return request
 
     def _waits(self, request: "_Request") -> bool:
         """Whether other groups go before those of this request: it may be for a later step."""
         return bool(self.args.max_staleness) and not request.evaluation and not request.round_number
-
-    def _dispatch(self, groups: list[tuple["_Request", int]]) -> None:
-        """Have engines generate these groups, and as many of those queued as there is room for."""
-        with self.lock:
-            while self.queued and sum(self.in_flight.values()) + len(groups) < self.max_in_flight:
-                groups = [*groups, self.queued.popleft()]
-            for request, i in groups if not self.closed else ():
-                engine = self._engine(request, i)
-                self._count_seconds()
-                self.in_flight[engine] += 1
-                completing = together([self._complete(request, i, engine)])
-                completing.add_done_callback(partial(request.settle, i))
 
     def _engine(self, request: "_Request", i: int) -> str:
         """The engine for the group of row `i`."""
@@ -244,38 +238,43 @@ class Rollouts:
         parts = in_parts(range(len(request.rows)), len(self.in_flight))  # the same in every run
         return next(engine for engine, part in zip(self.in_flight, parts, strict=True) if i in part)
 
-    async def _complete(self, request: "_Request", i: int, engine: str) -> Group:
-        """The group of row `i`, generated by this engine, with rewards if they are wanted."""
+    async def _complete(self, request: "_Request", i: int) -> Group:
+        """The group of row `i`, generated by one engine, with rewards if they are wanted."""
         part, tokens = "evaluation" if request.evaluation else f"step {request.step}", 0
-        try:
-            with self.session.timeline.span(f"{engine}: prompts", part):
-                group = await self._generate(request, i, engine)
-            tokens = sum(rollout.length for rollout in group.rollouts)
-        finally:
-            with self.lock:
-                self._count_seconds()
-                self.generated += tokens
-                self.in_flight[engine] -= 1
-                self._dispatch([])
+        async with self.room if self._waits(request) else nullcontext():
+            if self.closed:
+                raise RunError("the run has ended")
+            engine = self._engine(request, i)
+            self._count(engine, +1)
+            try:
+                with self.session.timeline.span(f"{engine}: prompts", part):
+                    group = await self._generate(request, i, engine)
+                tokens = sum(rollout.length for rollout in group.rollouts)
+            finally:
+                self._count(engine, -1, tokens)
+                request.left -= 1
         return await self.task.rewards.compute_group(group, request.step - 1) if request.rewarded else group
 
     async def _generate(self, request: "_Request", i: int, engine: str) -> Group:
         row, size, actor = request.rows[i], request.config.group_size, self.engines.actors[engine]
-        sampling, images = request.sampling(self.task.seed), row.images and row.images.read()
+        where = {"evaluation": request.evaluation, "round_number": request.round_number}
+        sampling = partial(sampling_options, request.config, self.task.seed, request.step, **where)
+        images = row.images and row.images.read()
 
         async def sample(prompt_ids: list[int], options: dict, low_priority: bool) -> list[Rollout]:
             with self.lock:
                 if self.closed:
                     raise RunError("the run has ended")
                 call = actor.sample.remote([prompt_ids], [options], [images], low_priority)
-            return (await self.session.answers("generating", {engine: call}))[0]
+            return await self.session.answer("generating", engine, call)
 
         async def sample_turn(turn: Turn) -> Rollout:
             low_priority = self._waits(request) and not turn.index  # what has begun goes before what has not
             return (await sample(turn.prompt_ids, sampling(turn.number, turn=turn), low_priority))[0]
 
         if not self.task.tools:
-            return Group(row, with_images(await sample(row.prompt_ids, sampling(i), self._waits(request)), images))
+            sampled = await sample(row.prompt_ids, sampling(i), self._waits(request))
+            return Group(row, [replace(own, images=images) for own in sampled])
         numbers, limits = range(i * size, (i + 1) * size), (request.config.max_tokens, self.max_model_len)
         if self.server:
             asked = [AgentRollout(self.task.tools, sample_turn, number, *limits) for number in numbers]
@@ -287,7 +286,7 @@ class Rollouts:
 
 @dataclass
 class _Request:
-    """Rows whose completions are generated and, if wanted, rewarded, group by group. `result` is their Batch."""
+    """Rows whose completions are generated and, if wanted, rewarded. `result` is of their groups, in order."""
 
     rows: list[Row]
     config: SamplingConfig
@@ -295,22 +294,5 @@ class _Request:
     round_number: int = 0  # of dynamic sampling, or the part of an evaluation; 0: the step's own prompts
     evaluation: bool = False
     rewarded: bool = True
-    result: Future = field(default_factory=Future)
-    groups: dict[int, Group] = field(default_factory=dict)  # complete groups, by row
-
-    def sampling(self, seed: int) -> Callable[..., dict]:
-        """`sampling_options` of one of its rows."""
-        where = {"evaluation": self.evaluation, "round_number": self.round_number}
-        return partial(sampling_options, self.config, seed, self.step, **where)
-
-    def settle(self, i: int, completing: Future) -> None:
-        """The group of row `i` is complete, or there was an error."""
-        if self.result.done():  # the first error counts
-            return
-        if error := completing.exception():  # for whoever waits for the batch
-            self.result.set_exception(error)
-            return
-        (self.groups[i],) = completing.result()
-        if len(self.groups) == len(self.rows):
-            groups = [self.groups[i] for i in range(len(self.rows))]
-            self.result.set_result(Batch(groups, reward_metrics(groups)))
+    result: Future | None = None
+    left: int = 0  # groups that are not generated yet

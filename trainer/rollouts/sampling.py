@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 
 from ..errors import RunError
-from ..images import Images
 from ..learning.config import SamplingConfig
 from ..learning.rollout import Rollout, SamplingMask
 from ..run.folder import RunFolder
@@ -77,21 +76,6 @@ def request_seed(*place: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=SEED_BYTES).digest())
 
 
-def sampling_params(options: dict):
-    """The vllm.SamplingParams with these options."""
-    from vllm import SamplingParams
-
-    return SamplingParams(flat_logprobs=True, **options)  # lists instead of an object per token
-
-
-def engine_prompt(ids: list[int], images: Images | None):
-    """The vllm.TokensPrompt of these ids. It has the `images` decoded."""
-    from vllm import TokensPrompt
-
-    data = {"multi_modal_data": {"image": images.decoded()}} if images else {}
-    return TokensPrompt(prompt_token_ids=ids, **data)
-
-
 def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
     """The completions of finished vllm.RequestOutputs, in order, without rewards. The engine has labelled each token
     with the version of its weights."""
@@ -141,8 +125,3 @@ def in_parts(items: list, count: int) -> list[list]:
     """These items, in order, in `count` parts whose sizes differ by 1 at most."""
     bounds = [i * len(items) // count for i in range(count + 1)]
     return [items[begin:end] for begin, end in itertools.pairwise(bounds)]
-
-
-def with_images(rollouts: list[Rollout], images: Images | None) -> list[Rollout]:
-    """These rollouts of one prompt, with its images."""
-    return [replace(rollout, images=images) for rollout in rollouts] if images else rollouts

@@ -43,13 +43,11 @@ class TeacherActor(EngineActor):
 
         vLLM computes each prompt anew: its prefix cache has keys and values, but no hidden states to score.
         """
-        from vllm import TokensPrompt
-
         prompts, options = [], []
         # Model Runner V2 can score from a position on. V1, which runs on a CPU, scores the prompt as well.
         from_position = self.llm.vllm_config.use_v2_model_runner
         for prompt_ids, completion_ids in completions:
-            prompts.append(TokensPrompt(prompt_token_ids=[*prompt_ids.tolist(), *completion_ids.tolist()]))
+            prompts.append({"prompt_token_ids": [*prompt_ids.tolist(), *completion_ids.tolist()]})
             ids = {"prompt_logprob_token_ids": completion_ids[:, None], "prompt_logprob_start": len(prompt_ids) - 1}
             scored = ids if from_position else {"prompt_logprobs": 0}
             options.append({"max_tokens": 1, "temperature": 0.0, "detokenize": False} | scored)  # vLLM samples a token

@@ -20,8 +20,6 @@ from annotated_types import Ge
 from ray.util.placement_group import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from weight_sync.groups import device_id_of
-
 from ..errors import RunError
 from ..flags import arg
 from ..learning.exact import GPU, match_engine
@@ -129,11 +127,6 @@ class ActorGroup:
         """As `call`, for a method that returns the same on all actors, such as a learner's ranks. Returns that."""
         return self.call(phase, method, *args, each=each)[0]
 
-    def call_rank_0(self, phase: str, method: Callable, *args):
-        """Call this method on the first actor alone. Returns its result."""
-        name, actor = next(iter(self.actors.items()))
-        return self.session.wait(phase, {name: getattr(actor, method.__name__).remote(*args)})[0][0]
-
 
 class SyncedModel(Protocol):
     """What a sync needs of a learner's model."""
@@ -236,9 +229,6 @@ class LearnerActor:
             self.model.module.to("cpu")
             self.model.named_tensors.views = {}  # they keep the GPU's memory
             self.model.release_memory()
-
-    def device_id(self) -> str:
-        return device_id_of(self.model.device)
 
     def memory(self) -> dict[str, float]:
         """Memory of this rank's GPU, in GB: the most that torch has reserved here since the last call ("trainer"), what

@@ -49,9 +49,8 @@ def end_checkpoint(run_folder: Path, step: int, save: Callable[[Path], None], ra
         save(unfinished)
     wait_for_ranks()
     if rank == 0:
-        with disk_errors(run_folder):
-            for path in [*unfinished.rglob("*"), unfinished]:
-                flush_to_disk(path)
+        for path in [*unfinished.rglob("*"), unfinished]:
+            flush_to_disk(path)
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
         flush_to_disk(run_folder)
@@ -66,8 +65,7 @@ def new_checkpoint(run_folder: Path, step: int, rank: int = 0) -> Path:
     folder = run_folder / f"unfinished-{step:06d}"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
-        with disk_errors(run_folder):
-            folder.mkdir(parents=True)
+        folder.mkdir(parents=True)
     wait_for_ranks()
     if not folder.is_dir():
         raise RunError(

@@ -23,7 +23,7 @@ import time
 import traceback
 import uuid
 from contextlib import redirect_stderr, suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -56,16 +56,6 @@ ON_SCREEN = {  # the metrics in a step's line
 }
 
 
-def new_folder(parent: Path, script: str) -> Path:
-    """A new folder for a run that begins now."""
-    while True:
-        path = parent / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-        with suppress(FileExistsError):  # of a run that began in the same second
-            path.mkdir()
-            return path
-        time.sleep(0.1)
-
-
 class RunFolder:
     """A run's folder. While it is open, sys.stderr is run.log.
 
@@ -74,16 +64,14 @@ class RunFolder:
     """
 
     def __init__(self, args: RunArguments, script: str):
-        folder = args.resume or args.output
-        self.path = (folder or Path("runs")).resolve()
+        name = f"{script}-{datetime.now():%Y%m%d-%H%M%S-%f}"  # several runs may begin in a second
+        self.path = (args.resume or args.output or Path("runs", name)).resolve()
         if not args.resume and checkpoints(self.path):
             raise RunError(f"{self.path} holds a run already: --resume it, or choose another --output")
         self.args, self.steps_done = args, None
         self.trackers = Trackers(args.report_to)  # first: if it raises, no folder is left behind
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if not folder:
-                self.path = new_folder(self.path, script)
             self.lock = (self.path / "lock").open("w")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.log = (self.path / "run.log").open("a", buffering=1, errors="backslashreplace")  # as stderr
@@ -91,8 +79,6 @@ class RunFolder:
             self.timeline = Timeline(self.path / "timeline.json" if args.timeline else None)
         except BlockingIOError as error:
             raise RunError(f"another run is using {self.path}") from error
-        except OSError as error:
-            raise RunError(f"cannot write to the run folder {self.path}: {error}") from error
         self.metrics_file, self.completions_file = self.path / "metrics.jsonl", self.path / "completions.jsonl"
         self.rows: list[dict] = []
         self.start_seconds: dict[str, float] = {}

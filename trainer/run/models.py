@@ -1,7 +1,5 @@
 """Which models a run starts or continues from, and whether they can be used."""
 
-import glob
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +46,6 @@ def choose_models(run_folder: Path, arguments, device: str) -> tuple[Models, Opt
     checkpoint = last_checkpoint(run_folder) if args.resume else None
     if checkpoint:
         check_adapters(checkpoint, config)
-        if not config.lora_rank and (reason := _pattern_in(str(checkpoint))):
-            raise RunError(f"the model {checkpoint} {reason}")
         if (done := int(checkpoint.name.rpartition("-")[2])) >= args.steps:
             raise RunError(f"that run has done its {done} steps: ask for more with --steps")
     return Models(initial, initial if config.lora_rank else str(checkpoint or initial), checkpoint), optimizer
@@ -144,8 +140,6 @@ def _problem(model: str, needs: str) -> str:
     from transformers.models.auto import modeling_auto as auto
     from transformers.utils import find_adapter_config_file
 
-    if needs != "ForSequenceClassification" and (reason := _pattern_in(model)):  # an engine loads it
-        return reason
     if adapters := find_adapter_config_file(model):
         return f"has adapters: give what they adapt, {adapted_model(Path(adapters).parent)}, or merge them into it"
     config, _ = PreTrainedConfig.get_config_dict(model)
@@ -162,16 +156,6 @@ def _problem(model: str, needs: str) -> str:
             " (trust_remote_code) is never run"
         )
     return ""
-
-
-def _pattern_in(model: str) -> str:
-    """Why an engine cannot load a model from its path; "" if it can."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    folder = model if os.path.isdir(model) else HF_HUB_CACHE
-    if glob.escape(folder) == folder:
-        return ""
-    return f"is in {folder}, which vLLM takes for a pattern: use a path, or a link to it, without [ * ?"
 
 
 def check_vocabulary(name: str, path: str, model: str, flag: str) -> None:

@@ -82,10 +82,7 @@ class RaySession:
             cause = error
             while cause.__cause__ or cause.__context__:  # the outermost error does not say why
                 cause = cause.__cause__ or cause.__context__
-            reason = one_line(cause)
-            if isinstance(cause, UnicodeEncodeError):  # of a path, whose bytes Python could not decode
-                reason = f"{cause.object!r} is not a text in this locale: set PYTHONUTF8=1"
-            raise RunError(f"cannot {what}: {reason}") from error
+            raise RunError(f"cannot {what}: {one_line(cause)}") from error
         finally:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # not Ray's
         return self
@@ -145,16 +142,12 @@ class RaySession:
                     self._check(phase, started, pending)
         return [[results[ref] for ref in calls.values()] for calls in groups]
 
-    async def answers(self, phase: str, calls: dict[str, ray.ObjectRef]) -> list:
-        """As `wait`, in the event loop of a thread for which the main thread waits by `wait_for_thread`."""
-
-        async def answer(actor: str, ref: ray.ObjectRef):
-            try:
-                return await asyncio.wrap_future(ref.future())
-            except Exception as error:  # whatever the actor raised
-                raise explain(phase, actor, error) from error
-
-        return await asyncio.gather(*(answer(*call) for call in calls.items()))
+    async def answer(self, phase: str, actor: str, call: ray.ObjectRef):
+        """As `wait`, for a call, in the event loop of a thread for which the main thread waits by `wait_for_thread`."""
+        try:
+            return await asyncio.wrap_future(call.future())
+        except Exception as error:  # whatever the actor raised
+            raise explain(phase, actor, error) from error
 
     def wait_for_thread(self, future: futures.Future, phase_of: Callable[[], str]) -> None:
         """As `wait`, for a thread of this process, whose error stays in the future. `phase_of` is called every second
@@ -266,8 +259,6 @@ def run_main(main: Callable, args) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the same as Ctrl-C
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is with nohup
         signal.signal(signal.SIGHUP, signal.default_int_handler)
-    if sys.stdout is None:  # closed, as by `>&-`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):  # and not a notebook's
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: what a terminal cannot show must not end the run
     try:

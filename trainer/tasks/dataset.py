@@ -177,6 +177,7 @@ def _records(name: str, config: str | None, split: str) -> list[dict]:
             raise failed(f"--dataset {name}", error) from error
     ending = file_ending(name)
     import datasets  # only where it is needed: importing it takes a second
+    from datasets.features.features import Image, _visit
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs is in the error that it raises, too
@@ -189,22 +190,12 @@ def _records(name: str, config: str | None, split: str) -> list[dict]:
             if files and all(file_ending(file) in AS_TEXT for of_split in files.values() for file in of_split):
                 return _read_split(files, split)
             rows = datasets.load_dataset(**source, split=split, **local)
-            return list(rows.cast(_encoded_images(rows.features)))
+            # Images as files have them: decoded, they are ten times as large.
+            as_in_files = _visit(rows.features, lambda own: Image(decode=False) if isinstance(own, Image) else own)
+            return list(rows.cast(as_in_files))
         except Exception as error:  # which errors `datasets` and its hub client raise depends on their versions
             cause = str(error.__cause__ or error).strip().partition("\n")[0]
             raise TaskError(f"cannot load the dataset {name}: {type(error).__name__}: {cause}") from error
-
-
-def _encoded_images(features):
-    """These features of a dataset, with images as files have them: decoded, they are ten times as large."""
-    from datasets import Features, Image, List
-
-    def encoded(feature):
-        if isinstance(feature, Image):
-            return Image(decode=False)
-        return List(encoded(feature.feature)) if isinstance(feature, List) else feature
-
-    return Features({name: encoded(feature) for name, feature in features.items()})
 
 
 def _read_split(files: dict[str, list[str]], split: str) -> list[dict]:

@@ -126,7 +126,7 @@ class Task:
         embeddings = config.get_text_config().vocab_size
         appends_end = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
         if is_multimodal(config.model_type):
-            self._check_images(model, [*filter(None, tokenizer.convert_ids_to_tokens(image_tokens(config)))])
+            self._refuse_tokens([*filter(None, tokenizer.convert_ids_to_tokens(image_tokens(config)))])
         else:
             self.refuse_images(f"{model} takes text alone")
 
@@ -174,25 +174,14 @@ class Task:
             if row.images:
                 raise TaskError(f"{row.origin}: the prompt has images, and {reason}: --map can drop them")
 
-    def _check_images(self, model: str, tokens: list[str]) -> None:
-        """Raise TaskError for the first row with an image whose size the model's processor refuses, or with one of the
-        `tokens` that stand for an image in a text."""
-        from transformers import AutoProcessor
-
-        processor = AutoProcessor.from_pretrained(model).image_processor if self.has_images else None
-        count_patches = getattr(processor, "get_number_of_image_patches", None)  # if it resizes by an image's own size
+    def _refuse_tokens(self, tokens: list[str]) -> None:
+        """Raise TaskError for the first row with one of the `tokens` that stand for an image in its text."""
         for row in [*self.rows, *self.eval_rows]:
             text = json.dumps(row.prompt, ensure_ascii=False)
             if found := [token for token in tokens if token in text]:
                 raise TaskError(
                     f"{row.origin}: the text of the prompt has {found[0]}, which stands for an image: --map can drop it"
                 )
-            for width, height in row.images.sizes() if row.images and count_patches else ():
-                try:
-                    count_patches(height, width)
-                except Exception as error:  # processors raise what they like
-                    size = f"an image of {width} x {height} pixels"
-                    raise TaskError(f"{row.origin}: the model's processor refuses {size}: {error}") from error
 
     def check_lengths(self, max_model_len: int) -> None:
         """Raise TaskError for the longest prompt if there is no room for a completion: the engine takes at most

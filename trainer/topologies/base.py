@@ -12,7 +12,7 @@ from rlhf_utils import SyncReport
 from ..flags import arg, setting
 from ..learning.exact import GPU
 from ..learning.rollout import Rollout
-from ..rollouts.engine import Engine, EngineActor
+from ..rollouts.engine import EngineActor
 from ..rollouts.options import EngineSetting
 from ..run.actors import ActorGroup, LearnerActor, Seat, StepClock
 from ..run.folder import RunFolder
@@ -79,11 +79,11 @@ class Topology:
         """Start the actors of trainer ranks and engines of this model. They import what they need, and load nothing."""
         self.trainers = ActorGroup(self.session, "trainer", cls, self.trainer_seats)
         self.engines = ActorGroup(self.session, self.engine_name, self.engine_class, self.engine_seats)
-        self.preparing = self.engines.begin(Engine.prepare, self.device, each=self.engines.bundles)
+        self.preparing = self.engines.begin(EngineActor.prepare, self.device, each=self.engines.bundles)
         self.gpu: GPU | None = None
         if self.device == "cuda":
             self.size = ModelSize.of(model)
-            self.gpu = self.trainers.call_rank_0("starting", LearnerActor.gpu)
+            self.gpu = self.trainers.call("starting", LearnerActor.gpu)[0]
 
     def start(self, models: Models) -> tuple[int, str, int]:
         """Start engines and trainers. Returns the number of steps done, lines to print, and the tokens that a prompt
@@ -94,7 +94,7 @@ class Topology:
 
     def load_trainers(self, models: Models) -> dict[str, ray.ObjectRef]:
         """Begin to load the trainer's ranks."""
-        address = self.trainers.call_rank_0("starting", LearnerActor.address)
+        address = self.trainers.call("starting", LearnerActor.address)[0]
         options = (len(self.trainers), models, self.args, self.device, self.frees_memory)
         return self.trainers.begin(TrainerActor.load, address, *options)
 
@@ -138,7 +138,7 @@ class Topology:
         """Begin to have the engines sleep until the next sync, unless they are to go on for later steps."""
         if self.args.ahead.max_staleness:
             return {}
-        resting = self.engines.begin(Engine.sleep, self.level)
+        resting = self.engines.begin(EngineActor.sleep, self.level)
         if self.level == "none":
             return resting
         self.session.wait("sleeping", resting)  # the trainers need the memory

@@ -123,7 +123,7 @@ class TrainerActor(SendingActor):
 
 def connect_by_group(trainers: ActorGroup, engines: ActorGroup, tensor_parallel_size: int) -> None:
     """Join the trainer's ranks and, after them, the workers of all engines in one group."""
-    address = trainers.call_rank_0("connecting", LearnerActor.address)
+    address = trainers.call("connecting", LearnerActor.address)[0]
     world_size = len(trainers) + len(engines) * tensor_parallel_size
     rank_offsets = [(len(trainers) + i * tensor_parallel_size,) for i in range(len(engines))]
     joining = trainers.begin(SendingActor.init_weight_update_group, *address, world_size)

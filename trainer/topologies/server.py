@@ -23,8 +23,8 @@ class ServerLost(Exception):
 class Server:
     """A vLLM server. Its methods raise ServerLost if it is lost, and RunError for what it refuses."""
 
-    def __init__(self, name: str, url: str, api_key: str | None, timeout: float, sampling_mask: bool = False):
-        self.name, self.url, self.timeout, self.sampling_mask = name, url, timeout, sampling_mask
+    def __init__(self, name: str, url: str, api_key: str | None, timeout: float):
+        self.name, self.url, self.timeout = name, url, timeout
         self.serving, self.in_flight = False, 0  # in_flight: requests
         self.workers = 0
         self.report: SyncReport | None = None  # of its last sync
@@ -48,7 +48,7 @@ class Server:
             answer = await self.client.request(method, path, json=body, **options)
         except httpx.TimeoutException as error:
             raise ServerLost(f"it did not answer {path} within {self.timeout:g} s") from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ServerLost(f"no answer: {error or type(error).__name__}") from error
         if answer.status_code in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
             raise RunError(f"{self.name} at {self.url} refuses {path}: {answer.text[:SHOWN_CHARS]}")
@@ -91,13 +91,7 @@ class Server:
             self.workers = (await self.call("/get_world_size", method="GET"))["world_size"]
             with suppress(RunError):
                 await self.call("/inference/v1/generate", {})  # which it refuses, if it has that path
-            await self.rpc("report_channel")
-            # One that a failed sync has left paused would not answer, and did when it was asked first.
-            if self.sampling_mask and not (await self.call("/is_paused", method="GET"))["is_paused"]:
-                probe = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "top_k": 1}}
-                (choice,) = (await self.call("/inference/v1/generate", probe))["choices"]
-                if not choice.get("sampling_mask"):
-                    raise ServerLost("--top-p, --top-k and --min-p want a server with --return-sampling-mask")
+            await self.rpc("close_weight_update_group")  # which only WorkerExtension has, and which ends an old session
             return models["data"][0]["max_model_len"]
         except (ServerLost, LookupError, TypeError) as error:
             reason = error if isinstance(error, ServerLost) else "what answers there is no server of vLLM"

@@ -27,7 +27,6 @@ from rlhf_utils import SyncReport
 from ..errors import RunError
 from ..flags import arg, setting
 from ..learning.rollout import Rollout
-from ..rollouts.engine import Engine
 from ..rollouts.options import EngineArguments
 from ..rollouts.sampling import rollouts_of
 from ..run.session import one_line
@@ -47,7 +46,7 @@ class ServerArguments:
     )
 
 
-class ServerPool(Engine):
+class ServerPool:
     """A Ray actor that is one engine to a run, and speaks with all servers. Many of its methods run at the same
     time."""
 
@@ -58,6 +57,12 @@ class ServerPool(Engine):
         self.return_seconds: list[float] = []  # from "answers again" to "serves again", since the last `metrics`
         self.watching: list[asyncio.Future] = []
 
+    async def prepare(self, device: str, bundles: list[int]) -> None:
+        """Nothing: servers have started."""
+
+    async def sleep(self, level: str) -> None:
+        """Nothing: others may ask for completions."""
+
     async def start(self, model: str, args: ServerArguments, engine: EngineArguments, timeout: float, trainer) -> int:
         """Reach the servers at --engine-url. Syncs are with this `trainer`, and take at most `timeout` seconds. Returns
         the tokens that a prompt and its completion may have."""
@@ -65,8 +70,7 @@ class ServerPool(Engine):
 
         self.trainer, self.timeout, self.engine_timeout = trainer, timeout, args.engine_timeout
         urls, key = dict.fromkeys(url.rstrip("/") for url in args.engine_url), os.environ.get("VLLM_API_KEY")
-        options = key, args.engine_timeout, engine.sampling_mask
-        self.servers = [Server(f"engine {i}", url, *options) for i, url in enumerate(urls)]
+        self.servers = [Server(f"engine {i}", url, key, args.engine_timeout) for i, url in enumerate(urls)]
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         lengths = await asyncio.gather(*(server.check() for server in self.servers))
         self.max_model_len = min(*lengths, engine.max_model_len or math.inf)

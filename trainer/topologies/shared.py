@@ -85,6 +85,7 @@ class Shared(Topology):
         for (name, actor), (bundles,) in zip(self.engines.actors.items(), self.engines.bundles, strict=True):
             starting[name] = actor.start.remote(*self.start_arguments(model), bundles, last.get(bundles[0]))
             last[bundles[0]] = starting[name]
+            self.session.timeline.begin(starting[name], name, "start")
         return starting
 
     def connect(self) -> None:
