@@ -38,6 +38,7 @@ trainer/rollouts/preload.py
 trainer/rollouts/extensions.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant
+! vllm.v1.worker.gpu.sample.sampler: compute_topk_scores
 ! torchao.quantization.quantize_.workflows.float8.float8_tensor: _choose_scale_float8; _quantize_affine_float8
 weight_sync/engine_model.py
 ! vllm.model_executor.model_loader.reload.meta: SKIP_LOAD_TENSORS
@@ -111,7 +112,6 @@ trainer/learning/exact_mlp.py
 trainer/learning/sharding.py
 ! transformers.modeling_utils: caching_allocator_warmup
 ! transformers.modeling_utils.PreTrainedModel: _no_split_modules
-! transformers.core_model_loading: _weight_conversions
   transformers.distributed.fsdp: expand_fsdp_plan(model, fsdp_plan)
   transformers.distributed.configuration_utils.DistributedConfig: fsdp_size; fsdp_mixed_precision
   torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule: _get_fsdp_state()

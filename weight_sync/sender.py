@@ -69,6 +69,11 @@ class WeightSender:
     """
 
     def __init__(self, channel, replay: bool = True, timeout: float = math.inf):
+        if channel is None:
+            raise WeightSyncError(
+                "this trainer rank has no communicator: each rank calls stateless_init_process_group with its own rank,"
+                " and the workers' rank_offset is the number of ranks"
+            )
         if getattr(channel, "has_sender", False):
             raise WeightSyncError("this channel has a WeightSender: call that one, or make a new channel on both sides")
         channel.has_sender = True
