@@ -30,7 +30,6 @@ def test_compiled_engine_computes_with_what_was_sent(tmp_path, quantized):
         pair.llm.reset_prefix_cache()
         assert pair.generate() == tokens  # and their log-probabilities, to the last bit
         if quantized:
-            compare(pair)
             pair.set(pair.perturbed(3))
             pair.sync()
-            assert compare(pair) == (8, 8)  # fused and split linear layers
+            assert compare(pair) == 8  # fused and split linear layers
