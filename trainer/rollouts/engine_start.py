@@ -90,8 +90,11 @@ def fork_engine_core() -> None:
 
 
 def _use_cuda() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.init()
+    with suppress(Exception):
+        if torch.cuda.is_available():
+            torch.cuda.init()
+        os._exit(0)
+    os._exit(1)
 
 
 def _die_with_parent() -> None:
