@@ -260,16 +260,19 @@ def test_rewards_have_their_own_images(monkeypatch):
             own[0].putpixel((0, 0), 0)
         return [float(len(images))] * len(images[:9])
 
-    def scored(*functions):
+    def sees_none(completions, images, **_):
+        return [float(images == [None] * 3)] * 3
+
+    def scored(*functions, images):
         names = [function.__name__ for function in functions]
         monkeypatch.setitem(sys.modules, "graded", SimpleNamespace(**dict(zip(names, functions, strict=True))))
-        images = Images(("red.png", "blue.png"), "row 1")
-        row = Row([user(PLACE, PLACE)], {"images": images}, "row 1", [], images)
+        row = Row([user(PLACE, PLACE)], {"images": images}, "row 1", [], images or None)
         rewards = Rewards([f"graded:{name}" for name in names], None, [row])
         group = Group(row, [Rollout([1], [2], [], None, "") for _ in range(3)])
         return [own.reward for own in local_rewards(rewards).compute(Batch([group]), 0).rollouts]
 
-    assert scored(blind, painter) == [3.0] * 3
+    assert scored(blind, painter, images=Images(("red.png", "blue.png"), "row 1")) == [3.0] * 3
+    assert scored(sees_none, images=[]) == [1.0] * 3  # as rows of a dataset that has images in others
     assert RED.getpixel((0, 0)) == (255, 0, 0)
 
 

@@ -239,6 +239,15 @@ def test_reason_names_the_call_that_raised(actors):
         rlhf_utils.wait_for(actors, Call(error.as_instanceof_cause()))
 
 
+def test_long_reason_keeps_its_beginning_and_its_end(actors):
+    error = ray.exceptions.RayTaskError("Engine.load", "a traceback", ValueError("a" * 150 + "b" + "a" * 350))
+    with pytest.raises(RuntimeError, match=rf"^ValueError: {'a' * 150} \.\.\. {'a' * 350}$"):
+        rlhf_utils.wait_for(actors, Call(), Call(error.as_instanceof_cause()))
+    error = ray.exceptions.RayTaskError("Engine.load", "a traceback", ValueError("a" * 501))
+    with pytest.raises(RuntimeError, match=rf"^ValueError: {'a' * 150} \.\.\. {'a' * 350}$"):
+        rlhf_utils.wait_for(actors, Call(), Call(error.as_instanceof_cause()))
+
+
 FEW = "--prompts-per-step, --max-tokens and --steps are at least 1"
 
 

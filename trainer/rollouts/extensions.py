@@ -28,9 +28,9 @@ class ExactArithmetic:
 
 
 def scores_of_dense_rows(compute_topk_scores: Callable, logits: torch.Tensor, *args, **options):
-    """Before it cuts logits [B, V] or divides them by a temperature, vLLM copies them to fp32, without the padding of
-    the vocabulary. Only the copy of a single row keeps the padding's stride, and the kernel then adds in another order,
-    if 16 does not divide V."""
+    """vLLM copies logits [B, V] to fp32, without the vocabulary's padding, before it cuts them or divides them by a
+    temperature. The copy of a single row keeps the padding's stride. If 16 does not divide V, the kernel then adds in
+    another order than for several rows."""
     if logits.dtype == torch.float32:
         logits = logits.flatten().unflatten(0, logits.shape)
     return compute_topk_scores(logits, *args, **options)

@@ -88,9 +88,9 @@ class Rollouts:
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
         self.lock, self.closed = threading.Lock(), False
         # Since the last metric: tokens, and seconds in which groups were in flight, which are counted until `since`.
-        # Since `shared`, when idle shares were last asked for: seconds in which an engine had none.
+        # Since `idle_since`, when idle shares were last asked for: seconds in which an engine had none.
         self.generated, self.generating, self.idle = 0, 0.0, 0.0
-        self.shared = self.since = time.perf_counter()
+        self.idle_since = self.since = time.perf_counter()
         self.server = AgentServer(task.tools) if isinstance(task.tools, Agent) else None
 
     def __enter__(self) -> "Rollouts":
@@ -147,8 +147,8 @@ class Rollouts:
             return {}
         with self.lock:
             self._count_seconds()
-            engine = min(1.0, (self.idle + seconds["time/sync"]) / (self.since - self.shared))
-            self.idle, self.shared = 0.0, self.since
+            engine = min(1.0, (self.idle + seconds["time/sync"]) / (self.since - self.idle_since))
+            self.idle, self.idle_since = 0.0, self.since
         return {"async/engine_idle": engine, "async/trainer_idle": seconds["time/rollout"] / sum(seconds.values())}
 
     def _resample(self, batch: Batch, step: int, rounds: int) -> Batch:
