@@ -247,8 +247,9 @@ def test_images_of_datasets_stay_as_files_have_them(tmp_path, paths):
     assert colours(row.images) == [(255, 0, 0), (0, 0, 255)]
 
 
-def test_rewards_have_their_own_images(monkeypatch):
-    monkeypatch.setattr(Images, "decoded", lambda self: [RED, BLUE])
+def test_rewards_that_take_no_images_decode_none_and_others_have_their_own(monkeypatch):
+    opened = []
+    monkeypatch.setattr(Images, "decoded", lambda self: opened.append(self) or [RED, BLUE])
 
     def blind(completions, **_):
         return [0.0] * len(completions)
@@ -261,7 +262,7 @@ def test_rewards_have_their_own_images(monkeypatch):
         return [float(len(images))] * len(images[:9])
 
     def sees_none(completions, images, **_):
-        return [float(images == [None] * 3)] * 3
+        return [float([*images] == [None] * 3)] * 3
 
     def scored(*functions, images):
         names = [function.__name__ for function in functions]
@@ -271,7 +272,11 @@ def test_rewards_have_their_own_images(monkeypatch):
         group = Group(row, [Rollout([1], [2], [], None, "") for _ in range(3)])
         return [own.reward for own in local_rewards(rewards).compute(Batch([group]), 0).rollouts]
 
-    assert scored(blind, painter, images=Images(("red.png", "blue.png"), "row 1")) == [3.0] * 3
+    images = Images(("red.png", "blue.png"), "row 1")
+    assert scored(blind, images=images) == [0.0] * 3
+    assert not opened
+    assert scored(blind, painter, images=images) == [3.0] * 3
+    assert len(opened) == 1
     assert scored(sees_none, images=[]) == [1.0] * 3  # as rows of a dataset that has images in others
     assert RED.getpixel((0, 0)) == (255, 0, 0)
 

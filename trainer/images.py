@@ -6,7 +6,7 @@ They stay compressed, as files have them, on their way to engines and trainers, 
 import hashlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -63,6 +63,26 @@ class Images:
                 return use(image)
         except Exception as error:  # which errors there are depends on the decoder
             raise _unreadable(self.origin, file, error) from error
+
+
+class ImagesOfCompletions(Sequence):
+    """For each completion, its prompt's images: a list of PIL.Image.Images, in RGB; None for a prompt without. They are
+    decoded, once for a prompt, if somebody takes them, and are copies each time."""
+
+    def __init__(self, images: list["Images | None"]):
+        self.images, self.decoded = images, {}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        if not (images := self.images[index]):  # a dataset may have an empty list there
+            return None
+        if images.key not in self.decoded:
+            self.decoded[images.key] = images.decoded()
+        return [image.copy() for image in self.decoded[images.key]]
 
 
 def take_images(record: dict, origin: str) -> tuple[list[dict], Images | None]:

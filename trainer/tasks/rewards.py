@@ -27,6 +27,7 @@ import numpy as np
 
 from ..errors import TaskError
 from ..functions import failed, named_function
+from ..images import ImagesOfCompletions
 from .dataset import Row, content_text
 from .environment import Environment
 
@@ -165,9 +166,8 @@ class RewardCall:
         other reward and no later step."""
         own = self.arguments | {"log_extra": returned.log_extra, "log_metric": returned.log_metric}
         for name, entries in self.arguments.items():
-            if name == "images":  # of one prompt: PIL's, or None
-                decoded = entries[0].decoded() if entries[0] else None
-                own[name] = [decoded and [image.copy() for image in decoded] for _ in entries]
+            if name == "images":
+                own[name] = ImagesOfCompletions(entries)
             elif isinstance(entries, list) and name != "environments":
                 copy_of = np.ndarray.tolist if name == "completion_ids" else copy.deepcopy  # which would take longer
                 own[name] = [*map(copy_of, entries)]
