@@ -1,0 +1,87 @@
+"""What leaves an engine core: a request's tokens together, in order, and nothing late that somebody waits for.
+
+pytest tests/test_joined_outputs.py
+"""
+
+import queue
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason, UtilityOutput
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.metrics.stats import PrefillStats
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
+
+from trainer.rollouts.joined_outputs import TOKENS, JoinedOutputs
+
+
+def core_output(request_id: str, *tokens: int, finish_reason=None, **more) -> EngineCoreOutput:
+    """What a core says of a request's new tokens. The log-probability of token n is -n, and n + 1 tokens were left."""
+    if tokens:
+        column, one = np.array(tokens)[:, None], len(tokens) == 1
+        logprobs = LogprobsLists(column, -column.astype(np.float32), np.ones(len(tokens), int))
+        left = np.concatenate([np.arange(token + 1) for token in tokens])
+        mask = SamplingMaskLists(left, None if one else np.cumsum([0, *(token + 1 for token in tokens)]))
+        more |= {"new_logprobs": logprobs, "new_sampling_mask": mask}
+    return EngineCoreOutput(request_id, list(tokens), finish_reason=finish_reason, **more)
+
+
+@pytest.fixture
+def joining():
+    """The queue of a core with requests a and b, and c, whose tokens are decoded."""
+    params = {name: SimpleNamespace(detokenize=name == "c") for name in "abc"}
+    requests = {name: SimpleNamespace(sampling_params=own) for name, own in params.items()}
+    core = SimpleNamespace(output_queue=queue.Queue(), scheduler=SimpleNamespace(requests=requests))
+    return JoinedOutputs(core)
+
+
+def put(joining: JoinedOutputs, version: str | None, *outputs: EngineCoreOutput) -> None:
+    joining.put_nowait((0, EngineCoreOutputs(outputs=[*outputs], weight_version=version)))
+
+
+def sent(joining: JoinedOutputs) -> list[tuple]:
+    """The version and the tokens, by request, of all messages until the core's end."""
+    joining.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)
+    messages = [message for _, message in iter(joining.get, EngineCoreProc.ENGINE_CORE_DEAD)]
+    return [(each.weight_version, {own.request_id: own.new_token_ids for own in each.outputs}) for each in messages]
+
+
+def test_tokens_of_a_request_leave_the_core_together(joining):
+    for token in range(TOKENS + 1):
+        put(joining, "0", core_output("a", token), core_output("b", token, token))
+    put(joining, "0", core_output("a", 1, finish_reason=FinishReason.STOP), core_output("b", 2))
+    put(joining, "0", core_output("b", finish_reason=FinishReason.LENGTH))
+    first, *rest = (joining.get()[1] for _ in range(3))
+    assert [own.new_token_ids for own in first.outputs] == [
+        [*range(TOKENS)],
+        [token for token in range(TOKENS) for _ in range(2)],
+    ]
+    (last_of_a,), (last_of_b,) = (message.outputs for message in rest)
+    assert (last_of_a.new_token_ids, last_of_a.finish_reason) == ([TOKENS, 1], FinishReason.STOP)
+    assert last_of_b.new_token_ids == [TOKENS] * 2 + [2]
+    for own in (*first.outputs, last_of_a, last_of_b):
+        assert own.new_logprobs.logprob_token_ids[:, 0].tolist() == own.new_token_ids
+        assert own.new_logprobs.logprobs[:, 0].tolist() == [-token for token in own.new_token_ids]
+        assert len(own.new_logprobs.sampled_token_ranks) == len(own.new_token_ids)
+        assert own.new_sampling_mask.to_nested_list() == [[*range(token + 1)] for token in own.new_token_ids]
+
+
+def test_joined_tokens_have_the_version_that_sampled_them(joining):
+    put(joining, "0", core_output("a", 1), core_output("b", 2))
+    put(joining, "1", core_output("a", 3), core_output("b", 4, finish_reason=FinishReason.STOP))
+    put(joining, "1", core_output("a", 5, finish_reason=FinishReason.STOP))
+    assert sent(joining) == [("0", {"a": [1], "b": [2]}), ("1", {"b": [4]}), ("1", {"a": [3, 5]})]
+
+
+def test_what_others_wait_for_leaves_the_core_at_once(joining):
+    prefill = core_output("a", 1, prefill_stats=PrefillStats())
+    answer = EngineCoreOutputs(utility_output=UtilityOutput(7))
+    put(joining, "0", prefill, core_output("b", 2), core_output("c", 3), core_output("gone", 4))
+    joining.put_nowait((0, answer))
+    put(joining, None, core_output("b", finish_reason=FinishReason.ABORT))
+    (_, first), (_, second), (_, third) = (joining.get() for _ in range(3))
+    assert {own.request_id: own.new_token_ids for own in first.outputs} == {"a": [1], "c": [3], "gone": [4]}
+    assert second is answer
+    assert [own.new_token_ids for own in third.outputs] == [[2]]
+    assert not joining.held
