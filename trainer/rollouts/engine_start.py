@@ -27,7 +27,7 @@ RAISED = re.compile(r"^([\w.]*(?:Error|Exception): .*(?:\n  (?!File ).*)*)", re.
 
 class EngineCoreProcess(ForkServerProcess):
     """A process that is forked from this actor's fork server, with the environment that the actor has by then. It ends
-    with the actor."""
+    with the actor. A core joins its outputs."""
 
     def start(self) -> None:
         self.environment = dict(os.environ)
@@ -38,6 +38,9 @@ class EngineCoreProcess(ForkServerProcess):
         os.environ.update(self.environment)
         if threads := os.environ.get("OMP_NUM_THREADS"):  # which torch has read already
             torch.set_num_threads(int(threads))
+        from .joined_outputs import join_outputs  # which imports vLLM: not before the environment is set
+
+        join_outputs()
         super().run()
 
 

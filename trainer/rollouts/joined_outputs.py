@@ -77,7 +77,7 @@ def joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def join_outputs() -> None:
-    """Have engine cores of this process and those forked from it join their outputs."""
+    """Have an engine core in this process join its outputs."""
     send = EngineCoreProc.process_output_sockets
 
     def send_joined(core: EngineCoreProc, *args) -> None:

@@ -1,7 +1,7 @@
 """vLLM, imported once for an engine's processes: the fork server of its actor imports this module, and forks them.
 
 A process that has initialized CUDA can fork none that uses it. vLLM imports torchao, which asks torch for the GPU's
-capability and so would initialize CUDA. NVML answers instead, by way of vLLM. The engine's core joins its outputs.
+capability and so would initialize CUDA. NVML answers instead, by way of vLLM.
 """
 
 from unittest.mock import patch
@@ -28,7 +28,3 @@ with (
     patch.object(CudaInterface, "is_triton_capable", has_triton),
 ):
     import vllm.v1.engine.async_llm  # noqa: F401
-
-    from .joined_outputs import join_outputs
-
-join_outputs()
