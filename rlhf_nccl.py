@@ -159,14 +159,17 @@ class Client:
 class Trainer:
     """The policy, in a Ray actor with a GPU of its own."""
 
-    def load(self, model: str, learning_rate: float, device: str) -> tuple[str, int]:
-        """Returns the address of this node and a free port, at which the workers can join."""
+    def load(self, model: str, learning_rate: float, device: str) -> None:
         from transformers import AutoModelForCausalLM
-        from vllm.utils.network_utils import get_open_port
 
         self.device, self.max_mismatch = torch.device(device, 0), None
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+
+    def address(self) -> tuple[str, int]:
+        """The address of this node and a free port, at which the workers can join."""
+        from vllm.utils.network_utils import get_open_port
+
         return ray.util.get_node_ip_address(), get_open_port()
 
     def connect(self, engine: ray.actor.ActorHandle, address: str, port: int, world_size: int) -> None:
@@ -277,10 +280,11 @@ def main(args: argparse.Namespace) -> str:
     model = args.model or "facebook/opt-125m"
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
-    (address, port), _ = wait_for(actors, *loading)
+    wait_for(actors, *loading)
     (samples,) = wait_for(actors, engine.generate.remote([args.prompts[0]["prompt"]], args.max_tokens))
     (nonsense,) = wait_for(actors, trainer.mismatch.remote(samples))
     print(f"dummy weights: mismatch {nonsense:.1e}  {args.prompts[0]['prompt']!r} -> {samples[0].text!r}")
+    ((address, port),) = wait_for(actors, trainer.address.remote())  # now, or another process may take the port
     wait_for(actors, trainer.connect.remote(engine, address, port, world_size))
 
     # 3. Sync, generate, reward, learn

@@ -147,14 +147,17 @@ class Engine:
 class Trainer:
     """The policy, in a Ray actor with a GPU of its own."""
 
-    def load(self, model: str, learning_rate: float, device: str) -> tuple[str, int]:
-        """Returns the address of this node and a free port, at which the workers can join."""
+    def load(self, model: str, learning_rate: float, device: str) -> None:
         from transformers import AutoModelForCausalLM
-        from vllm.utils.network_utils import get_open_port
 
         self.device, self.max_mismatch = torch.device(device, 0), None
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
+
+    def address(self) -> tuple[str, int]:
+        """The address of this node and a free port, at which the workers can join."""
+        from vllm.utils.network_utils import get_open_port
+
         return ray.util.get_node_ip_address(), get_open_port()
 
     def connect(self, address: str, port: int, world_size: int) -> None:
@@ -231,7 +234,8 @@ def main(args: argparse.Namespace) -> str:
     model = args.model or "facebook/opt-125m"
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
-    (address, port), _ = wait_for(actors, *loading)
+    wait_for(actors, *loading)
+    ((address, port),) = wait_for(actors, trainer.address.remote())  # now, or another process may take the port
     wait_for(actors, *(actor.connect.remote(address, port, world_size) for actor in actors))
     ((quantized, plain), *_), *_ = wait_for(actors, engine.weight_bytes.remote())
     print(f"weights of an engine's worker: {quantized / 1e6:.1f} MB; without quantization, {plain / 1e6:.1f} MB")
