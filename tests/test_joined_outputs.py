@@ -13,7 +13,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
-from trainer.rollouts.joined_outputs import TOKENS, JoinedOutputs
+from trainer.rollouts.joined_outputs import STEPS, JoinedOutputs
 
 
 def core_output(request_id: str, *tokens: int, finish_reason=None, **more) -> EngineCoreOutput:
@@ -48,18 +48,18 @@ def sent(joining: JoinedOutputs) -> list[tuple]:
 
 
 def test_tokens_of_a_request_leave_the_core_together(joining):
-    for token in range(TOKENS + 1):
+    for token in range(STEPS + 1):
         put(joining, "0", core_output("a", token), core_output("b", token, token))
     put(joining, "0", core_output("a", 1, finish_reason=FinishReason.STOP), core_output("b", 2))
     put(joining, "0", core_output("b", finish_reason=FinishReason.LENGTH))
     first, *rest = (joining.get()[1] for _ in range(3))
     assert [own.new_token_ids for own in first.outputs] == [
-        [*range(TOKENS)],
-        [token for token in range(TOKENS) for _ in range(2)],
+        [*range(STEPS)],
+        [token for token in range(STEPS) for _ in range(2)],
     ]
     (last_of_a,), (last_of_b,) = (message.outputs for message in rest)
-    assert (last_of_a.new_token_ids, last_of_a.finish_reason) == ([TOKENS, 1], FinishReason.STOP)
-    assert last_of_b.new_token_ids == [TOKENS] * 2 + [2]
+    assert (last_of_a.new_token_ids, last_of_a.finish_reason) == ([STEPS, 1], FinishReason.STOP)
+    assert last_of_b.new_token_ids == [STEPS] * 2 + [2]
     for own in (*first.outputs, last_of_a, last_of_b):
         assert own.new_logprobs.logprob_token_ids[:, 0].tolist() == own.new_token_ids
         assert own.new_logprobs.logprobs[:, 0].tolist() == [-token for token in own.new_token_ids]
@@ -84,4 +84,5 @@ def test_what_others_wait_for_leaves_the_core_at_once(joining):
     assert {own.request_id: own.new_token_ids for own in first.outputs} == {"a": [1], "c": [3], "gone": [4]}
     assert second is answer
     assert [own.new_token_ids for own in third.outputs] == [[2]]
+    assert third.weight_version == "0"
     assert not joining.held

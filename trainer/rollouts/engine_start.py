@@ -38,7 +38,7 @@ class EngineCoreProcess(ForkServerProcess):
         os.environ.update(self.environment)
         if threads := os.environ.get("OMP_NUM_THREADS"):  # which torch has read already
             torch.set_num_threads(int(threads))
-        from .joined_outputs import join_outputs  # which imports vLLM: not before the environment is set
+        from .joined_outputs import join_outputs  # which imports vLLM, as the driver, which imports this, does not
 
         join_outputs()
         super().run()
