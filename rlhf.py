@@ -224,7 +224,7 @@ def main(args: argparse.Namespace) -> str:
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
     wait_for(actors, *loading)
-    ((address, port),) = wait_for(actors, trainer.address.remote())  # now, or another process may take the port
+    ((address, port),) = wait_for(actors, trainer.address.remote())  # late, or others may take the port
     wait_for(actors, *(actor.connect.remote(address, port, world_size) for actor in actors))
 
     # 3. Sync, generate, reward, learn

@@ -284,7 +284,7 @@ def main(args: argparse.Namespace) -> str:
     (samples,) = wait_for(actors, engine.generate.remote([args.prompts[0]["prompt"]], args.max_tokens))
     (nonsense,) = wait_for(actors, trainer.mismatch.remote(samples))
     print(f"dummy weights: mismatch {nonsense:.1e}  {args.prompts[0]['prompt']!r} -> {samples[0].text!r}")
-    ((address, port),) = wait_for(actors, trainer.address.remote())  # now, or another process may take the port
+    ((address, port),) = wait_for(actors, trainer.address.remote())  # late, or others may take the port
     wait_for(actors, trainer.connect.remote(engine, address, port, world_size))
 
     # 3. Sync, generate, reward, learn

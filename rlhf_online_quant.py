@@ -235,7 +235,7 @@ def main(args: argparse.Namespace) -> str:
     learning_rate = 1e-5 if args.learning_rate is None else args.learning_rate
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
     wait_for(actors, *loading)
-    ((address, port),) = wait_for(actors, trainer.address.remote())  # now, or another process may take the port
+    ((address, port),) = wait_for(actors, trainer.address.remote())  # late, or others may take the port
     wait_for(actors, *(actor.connect.remote(address, port, world_size) for actor in actors))
     ((quantized, plain), *_), *_ = wait_for(actors, engine.weight_bytes.remote())
     print(f"weights of an engine's worker: {quantized / 1e6:.1f} MB; without quantization, {plain / 1e6:.1f} MB")

@@ -40,11 +40,14 @@ def put(joining: JoinedOutputs, version: str | None, *outputs: EngineCoreOutput)
     joining.put_nowait((0, EngineCoreOutputs(outputs=[*outputs], weight_version=version)))
 
 
-def sent(joining: JoinedOutputs) -> list[tuple]:
-    """The version and the tokens, by request, of all messages until the core's end."""
+def sent(joining: JoinedOutputs) -> list[EngineCoreOutputs]:
+    """All messages until the core's end."""
     joining.put_nowait(EngineCoreProc.ENGINE_CORE_DEAD)
-    messages = [message for _, message in iter(joining.get, EngineCoreProc.ENGINE_CORE_DEAD)]
-    return [(each.weight_version, {own.request_id: own.new_token_ids for own in each.outputs}) for each in messages]
+    return [message for _, message in iter(joining.get, EngineCoreProc.ENGINE_CORE_DEAD)]
+
+
+def tokens_of(message: EngineCoreOutputs) -> dict[str, list[int]]:
+    return {own.request_id: own.new_token_ids for own in message.outputs}
 
 
 def test_tokens_of_a_request_leave_the_core_together(joining):
@@ -52,15 +55,12 @@ def test_tokens_of_a_request_leave_the_core_together(joining):
         put(joining, "0", core_output("a", token), core_output("b", token, token))
     put(joining, "0", core_output("a", 1, finish_reason=FinishReason.STOP), core_output("b", 2))
     put(joining, "0", core_output("b", finish_reason=FinishReason.LENGTH))
-    first, *rest = (joining.get()[1] for _ in range(3))
-    assert [own.new_token_ids for own in first.outputs] == [
-        [*range(STEPS)],
-        [token for token in range(STEPS) for _ in range(2)],
-    ]
-    (last_of_a,), (last_of_b,) = (message.outputs for message in rest)
-    assert (last_of_a.new_token_ids, last_of_a.finish_reason) == ([STEPS, 1], FinishReason.STOP)
-    assert last_of_b.new_token_ids == [STEPS] * 2 + [2]
-    for own in (*first.outputs, last_of_a, last_of_b):
+    first, second, third = sent(joining)
+    assert tokens_of(first) == {"a": [*range(STEPS)], "b": [token for token in range(STEPS) for _ in range(2)]}
+    assert tokens_of(second) == {"a": [STEPS, 1]}
+    assert tokens_of(third) == {"b": [STEPS, STEPS, 2]}
+    assert [own.finish_reason for own in (*second.outputs, *third.outputs)] == [FinishReason.STOP, FinishReason.LENGTH]
+    for own in (*first.outputs, *second.outputs, *third.outputs):
         assert own.new_logprobs.logprob_token_ids[:, 0].tolist() == own.new_token_ids
         assert own.new_logprobs.logprobs[:, 0].tolist() == [-token for token in own.new_token_ids]
         assert len(own.new_logprobs.sampled_token_ranks) == len(own.new_token_ids)
@@ -71,7 +71,8 @@ def test_joined_tokens_have_the_version_that_sampled_them(joining):
     put(joining, "0", core_output("a", 1), core_output("b", 2))
     put(joining, "1", core_output("a", 3), core_output("b", 4, finish_reason=FinishReason.STOP))
     put(joining, "1", core_output("a", 5, finish_reason=FinishReason.STOP))
-    assert sent(joining) == [("0", {"a": [1], "b": [2]}), ("1", {"b": [4]}), ("1", {"a": [3, 5]})]
+    messages = [(message.weight_version, tokens_of(message)) for message in sent(joining)]
+    assert messages == [("0", {"a": [1], "b": [2]}), ("1", {"b": [4]}), ("1", {"a": [3, 5]})]
 
 
 def test_what_others_wait_for_leaves_the_core_at_once(joining):
@@ -80,9 +81,8 @@ def test_what_others_wait_for_leaves_the_core_at_once(joining):
     put(joining, "0", prefill, core_output("b", 2), core_output("c", 3), core_output("gone", 4))
     joining.put_nowait((0, answer))
     put(joining, None, core_output("b", finish_reason=FinishReason.ABORT))
-    (_, first), (_, second), (_, third) = (joining.get() for _ in range(3))
-    assert {own.request_id: own.new_token_ids for own in first.outputs} == {"a": [1], "c": [3], "gone": [4]}
+    first, second, third = sent(joining)
+    assert tokens_of(first) == {"a": [1], "c": [3], "gone": [4]}
     assert second is answer
-    assert [own.new_token_ids for own in third.outputs] == [[2]]
-    assert third.weight_version == "0"
+    assert (third.weight_version, tokens_of(third)) == ("0", {"b": [2]})
     assert not joining.held
