@@ -642,6 +642,7 @@ def pair(model):
         patch.setattr(engine, "fork_engine_core", lambda: None)
         patch.setattr(engine, "get_temp_dir", lambda: "none")
         patch.setattr(engine.ray, "get_gpu_ids", list)
+        patch.setattr(engine.gc, "freeze", lambda: None)
         pair = Pair(model)
         yield pair
         asyncio.run(pair.engine.shutdown())

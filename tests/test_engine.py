@@ -4,6 +4,7 @@ pytest tests/test_engine.py
 """
 
 import asyncio
+import gc
 import importlib.util
 import os
 import re
@@ -11,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
 
 import numpy as np
 import psutil
@@ -299,13 +299,6 @@ async def generated(llm, prompt: list[int], options: dict) -> list:
     return request.outputs
 
 
-async def counted(llm, sampling) -> tuple[list, int]:
-    """What `sampling` returns, and how many outputs of requests the engine's core has sent for it."""
-    processor = llm.output_processor
-    with patch.object(processor, "process_outputs", Mock(wraps=processor.process_outputs)) as processed:
-        return await sampling, sum(len(call.args[0]) for call in processed.call_args_list)
-
-
 @cpu_only
 def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, monkeypatch):
     for name in (*llm_options(args, "model", EngineSetting("cpu"), [0])[1], "TORCH_COMPILE_DISABLE"):
@@ -319,9 +312,11 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, 
         try:
             (core,) = actor.llm.engine_core.resources.engine_manager.processes
             assert isinstance(core, EngineCoreProcess)
+            assert gc.get_freeze_count()  # collecting garbage is short
             await actor.llm.update_weight_version("7")  # as a sync does
             await compare(actor)
         finally:
+            gc.unfreeze()
             await actor.shutdown()
 
     async def compare(actor):
@@ -331,8 +326,7 @@ def test_rollouts_are_what_vllm_generates_and_decodes_by_itself(args, tmp_path, 
             [sampling_options(sampling, 0, 1, i) | logprobs for i in range(len(prompts))]
             for logprobs in ({}, {"logprobs": None})
         )
-        rollouts, outputs = await counted(actor.llm, actor.sample(prompts, options))
-        assert outputs < sum(len(rollout.completion_ids) for rollout in rollouts) / 5  # the core joins tokens
+        rollouts = await actor.sample(prompts, options)
         evaluated = await actor.sample(prompts, evaluation)
         assert [r.completion_ids.tolist() for r in evaluated] == [r.completion_ids.tolist() for r in rollouts]
         assert not any(len(rollout.logprobs) for rollout in evaluated)

@@ -35,10 +35,6 @@ trainer/rollouts/engine_start.py
 ! vllm.v1.engine.utils: get_mp_context
 trainer/rollouts/preload.py
 ! torch._dynamo.device_interface.CudaInterface: is_triton_capable
-trainer/rollouts/joined_outputs.py
-! vllm.v1.engine.core.EngineCoreProc: process_output_sockets
-  vllm.v1.engine.core.EngineCoreProc: output_queue
-  vllm.v1.core.sched.scheduler.Scheduler: requests
 trainer/rollouts/extensions.py
 ! vllm.model_executor.layers.linear: linear_batch_invariant
 ! vllm.model_executor.layers.vocab_parallel_embedding: linear_batch_invariant

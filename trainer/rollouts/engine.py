@@ -1,6 +1,7 @@
 """The engine: a Ray actor around one vllm.AsyncLLM, the same in all topologies."""
 
 import asyncio
+import gc
 import itertools
 import os
 import shutil
@@ -79,6 +80,7 @@ class EngineActor:
             arguments = AsyncEngineArgs(model, **options)
             # The usage context of vllm.LLM: with AsyncLLM's, batches are larger.
             self.llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        gc.freeze()  # what is loaded by now. To search it again for garbage would stop all here for 0.4 s at a time
         end_with_children(unless=lambda: self.leaving)
         return self.llm.model_config.max_model_len
 

@@ -27,7 +27,7 @@ RAISED = re.compile(r"^([\w.]*(?:Error|Exception): .*(?:\n  (?!File ).*)*)", re.
 
 class EngineCoreProcess(ForkServerProcess):
     """A process that is forked from this actor's fork server, with the environment that the actor has by then. It ends
-    with the actor. A core joins its outputs."""
+    with the actor."""
 
     def start(self) -> None:
         self.environment = dict(os.environ)
@@ -38,9 +38,6 @@ class EngineCoreProcess(ForkServerProcess):
         os.environ.update(self.environment)
         if threads := os.environ.get("OMP_NUM_THREADS"):  # which torch has read already
             torch.set_num_threads(int(threads))
-        from .joined_outputs import join_outputs  # which imports vLLM, as the driver, which imports this, does not
-
-        join_outputs()
         super().run()
 
 
