@@ -4,6 +4,7 @@ A process that has initialized CUDA can fork none that uses it. vLLM imports tor
 capability and so would initialize CUDA. NVML answers instead, by way of vLLM.
 """
 
+import gc
 from unittest.mock import patch
 
 import setproctitle
@@ -28,3 +29,5 @@ with (
     patch.object(CudaInterface, "is_triton_capable", has_triton),
 ):
     import vllm.v1.engine.async_llm  # noqa: F401
+
+gc.freeze()  # so that no process that is forked searches all this for garbage, half a second at a time
