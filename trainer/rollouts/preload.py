@@ -13,6 +13,8 @@ from torch._dynamo.device_interface import CudaInterface
 
 setproctitle.getproctitle()  # finds the place of a process's title, which it could not once the environment has changed
 
+gc.disable()  # what is imported is no garbage, and nine searches of it took 2 s
+
 from vllm.platforms import current_platform  # noqa: E402  # it changes the environment
 
 
@@ -30,4 +32,5 @@ with (
 ):
     import vllm.v1.engine.async_llm  # noqa: F401
 
-gc.freeze()  # so that no process that is forked searches all this for garbage, half a second at a time
+gc.freeze()  # or each process that is forked searches all this: an engine's worker ten times, for half a second each
+gc.enable()
