@@ -393,7 +393,7 @@ class HeldLLM:
         self.begun, self.goes_on, self.clock = [], asyncio.Event(), 0.0
         self.priorities, self.labels, self.served, self.fails = [], [], True, ""
         self.resets, self.while_resetting = True, AsyncMock()
-        self.dropped = []  # caches
+        self.dropped, self.ends = [], "length"  # caches, and why a completion ends
 
     async def generate(self, prompt, params, name, priority):
         self.begun.append(prompt["prompt_token_ids"])
@@ -401,7 +401,7 @@ class HeldLLM:
         await self.goes_on.wait()
         self.clock += 1
         span, logprobs = SimpleNamespace(version="4", start=0, end=1), SimpleNamespace(logprobs=[-1.0])
-        output = {"token_ids": [70], "finish_reason": "length", "logprobs": logprobs, "weight_versions": [span]}
+        output = {"token_ids": [70], "finish_reason": self.ends, "logprobs": logprobs, "weight_versions": [span]}
         output = SimpleNamespace(**output, sampling_mask=None)
         yield SimpleNamespace(prompt_token_ids=self.begun[-1], outputs=[output])
 
@@ -415,9 +415,6 @@ class HeldLLM:
         await self.while_resetting()
         self.dropped.append("prefix")
         return self.resets
-
-    async def reset_mm_cache(self):
-        self.dropped.append("mm")
 
     async def reset_encoder_cache(self):
         self.dropped.append("encoder")
@@ -456,6 +453,15 @@ def test_what_waits_comes_after_all_that_does_not(held):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_completion_that_vllm_could_not_finish_is_an_error(held, reason):
+    held.llm.ends = reason
+    held.llm.goes_on.set()
+    with pytest.raises(RunError, match=r"^vLLM could not finish a completion, and has logged why$"):
+        asyncio.run(held.sample([[5]], [{}]))
+    assert not held.running
+
+
 def test_generation_goes_on_only_if_all_serve_what_was_sent(held):
     async def run():
         held.llm.served = False
@@ -472,7 +478,7 @@ def test_generation_goes_on_only_if_all_serve_what_was_sent(held):
     asyncio.run(run())
 
 
-EVERY_CACHE = ["prefix", "mm", "encoder"]
+EVERY_CACHE = ["prefix", "encoder"]
 
 
 def test_caches_are_dropped_after_an_evaluation_or_by_the_next_sync(held):

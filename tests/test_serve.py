@@ -234,9 +234,9 @@ def test_server_serves_after_its_proof_and_prompts_are_shared(servers):
     assert trainer.joined == [("engine 0", "127.0.0.1", 2), ("engine 1", "127.0.0.1", 2)]
     for server in servers:
         done = [body["method"] if path == "/collective_rpc" else path for path, body in server.calls][3:]
-        paused = ["/pause", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
+        paused = ["/pause", "/reset_prefix_cache", "/reset_encoder_cache"]
         proven = ["receive_weights", "check_weights_changed", "/update_weight_version", "/resume"]
-        assert done[1:10] == ["init_weight_update_group", *paused, *proven]
+        assert done[1:9] == ["init_weight_update_group", *paused, *proven]
         assert len(seeds(server)) == 2
     assert len(set(seeds(servers[0]) + seeds(servers[1]))) == 4
 

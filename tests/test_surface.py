@@ -140,7 +140,7 @@ trainer/rollouts/engine.py
   vllm.v1.engine.async_llm.AsyncLLM: from_engine_args(*, usage_context); model_config; get_tokenizer()
   vllm.v1.engine.async_llm.AsyncLLM: generate(prompt, sampling_params, request_id, *, priority); shutdown()
   vllm.v1.engine.async_llm.AsyncLLM: reset_prefix_cache(*, reset_running_requests, reset_connector)
-  vllm.v1.engine.async_llm.AsyncLLM: reset_mm_cache(); reset_encoder_cache(); collective_rpc(method, *, args)
+  vllm.v1.engine.async_llm.AsyncLLM: reset_encoder_cache(); collective_rpc(method, *, args)
   vllm.v1.engine.async_llm.AsyncLLM: sleep(*, level, mode); release_kv_cache_memory(); wake_up(*, tags)
   vllm.v1.engine.async_llm.AsyncLLM: update_weight_version(new_version); resume_generation()
 trainer/rollouts/teacher.py
@@ -149,7 +149,7 @@ trainer/rollouts/teacher.py
 trainer/topologies/server.py
   vllm.entrypoints.rl.online.api_router: /pause; /is_paused; /get_world_size; /update_weight_version; /resume
   vllm.entrypoints.serve.dev.cache.api_router: reset_prefix_cache(*, reset_running_requests, reset_external)
-  vllm.entrypoints.serve.dev.cache.api_router: /reset_prefix_cache; /reset_mm_cache; /reset_encoder_cache
+  vllm.entrypoints.serve.dev.cache.api_router: /reset_prefix_cache; /reset_encoder_cache
   vllm.entrypoints.serve.dev.rpc.api_router: /collective_rpc
   vllm.entrypoints.scale_out.token_in_token_out.api_router: /inference/v1/generate
 rlhf_colocate.py

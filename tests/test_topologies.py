@@ -369,7 +369,7 @@ def recorded_engine():
     return engine
 
 
-RESET = "reset_prefix_cache True True, reset_mm_cache, reset_encoder_cache"
+RESET = "reset_prefix_cache True True, reset_encoder_cache"
 KV = "sleep 0, release_kv_cache_memory, collective_rpc empty_cache, SYNC, wake_up ['kv_cache'], RESUME"
 
 

@@ -98,7 +98,7 @@ class EngineActor:
         """
         calls = []
         for ids, options, own in zip(prompts, sampling, images or [None] * len(prompts), strict=True):
-            data = {"multi_modal_data": {"image": own.decoded()}} if own else {}
+            data = {"multi_modal_data": {"image": await asyncio.to_thread(own.decoded)}} if own else {}
             calls.append(self.generate({"prompt_token_ids": ids} | data, options, low_priority))
         return rollouts_of(await asyncio.gather(*calls), self.llm.get_tokenizer())
 
@@ -113,6 +113,8 @@ class EngineActor:
         try:
             outputs = self.llm.generate(prompt, params, str(next(self.request_ids)), priority=int(low_priority))
             (request,) = [output async for output in outputs]
+            if any(own.finish_reason not in ("stop", "length") for own in request.outputs):
+                raise RunError("vLLM could not finish a completion, and has logged why")  # it raises nothing itself
             return request
         finally:
             self.running -= 1
@@ -164,7 +166,6 @@ class EngineActor:
         self.cached = self.running > 0  # before the first await, in which requests may come and end
         if not await self.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RunError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
-        await self.llm.reset_mm_cache()
         await self.llm.reset_encoder_cache()
 
     async def shutdown(self) -> None:

@@ -259,7 +259,7 @@ class Rollouts:
         row, size, actor = request.rows[i], request.config.group_size, self.engines.actors[engine]
         where = {"evaluation": request.evaluation, "round_number": request.round_number}
         sampling = partial(sampling_options, request.config, self.task.seed, request.step, **where)
-        images = row.images and row.images.read()
+        images = row.images and await asyncio.to_thread(row.images.read)
 
         async def sample(prompt_ids: list[int], options: dict, low_priority: bool) -> list[Rollout]:
             with self.lock:

@@ -15,7 +15,7 @@ from .conversation import Turn
 from .options import EngineArguments
 
 SEED_BYTES = 6  # vLLM takes 8, with a sign, and counts on from there
-DECODED_BEFORE = 256  # tokens of a prompt that are decoded with each completion
+DECODED_BEFORE = 32  # tokens of a prompt that are decoded with each completion
 LARGEST_CUT = 1024  # tokens that --top-p or --min-p alone leave at most: vLLM wants a top-k of each request
 
 
@@ -81,7 +81,8 @@ def rollouts_of(requests: list, tokenizer) -> list[Rollout]:
     with the version of its weights."""
 
     def versions_of(spans: list) -> np.ndarray:
-        return np.array([int(span.version) for span in spans for _ in range(span.start, span.end)], np.int32)
+        versions = np.array([int(span.version) for span in spans], np.int32)
+        return np.repeat(versions, [span.end - span.start for span in spans])
 
     def mask_of(output) -> SamplingMask | None:
         if not (output.logprobs and output.sampling_mask):  # of an evaluation, nobody asks for it

@@ -70,7 +70,6 @@ class Server:
         every = {"reset_running_requests": True, "reset_external": True}
         if not (await self.call("/reset_prefix_cache", params=every))["success"]:
             raise ServerLost("it did not reset its prefix cache")
-        await self.call("/reset_mm_cache")
         await self.call("/reset_encoder_cache")
 
     async def silence(self) -> str:
