@@ -36,7 +36,7 @@ def complete(args: argparse.Namespace) -> None:
 def small_model() -> str:
     """The folder of a new OPT with half a million random weights, and one token for each byte.
 
-    transformers and vLLM load it like any other model. It is removed when this process ends.
+    transformers and vLLM load it like any other model. It is removed when this process ends, unless it is killed.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast

@@ -108,6 +108,7 @@ def test_logprobs_are_those_of_each_completion_alone(trainer, monkeypatch, tempe
 def test_update_is_that_of_a_plain_computation(small_model, trainer, monkeypatch):
     """Over all tokens of the batch, in micro-batches of similar lengths."""
     monkeypatch.setattr(rlhf, "MICRO_BATCH_TOKENS", 70)
+    monkeypatch.setattr(rlhf, "MAX_MISMATCH", 1)
     samples = samples_of(trainer, LENGTHS, distance=0.5)
     advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.3])
     taken = lengths_taken(trainer)
@@ -136,15 +137,16 @@ def test_mismatch_that_grows_ends_the_run_before_the_update(trainer, distance, f
     if fits:
         trainer.learn(samples, torch.ones(5))
     else:
-        with pytest.raises(RuntimeError, match="no longer compute the same"):
+        with pytest.raises(RuntimeError, match="do not compute the same"):
             trainer.learn(samples, torch.ones(5))
     same = [now.equal(then) for now, then in zip(trainer.model.parameters(), before, strict=True)]
     assert all(same) != fits
 
 
-def test_first_mismatch_may_not_be_nan(trainer):
-    with pytest.raises(RuntimeError, match="mismatch nan"):
-        trainer.learn(samples_of(trainer, LENGTHS, float("nan")), torch.ones(5))
+@pytest.mark.parametrize(("distance", "printed"), [(0.6, r"0\.6 > 0\.2"), (float("nan"), "nan > nan")])
+def test_first_mismatch_has_a_bound(trainer, distance, printed):
+    with pytest.raises(RuntimeError, match=f"mismatch {printed}$"):
+        trainer.learn(samples_of(trainer, LENGTHS, distance), torch.ones(5))
 
 
 def test_reward_that_is_no_finite_number_ends_the_run_before_the_update(trainer):
@@ -256,8 +258,10 @@ FEW = "--prompts-per-step, --max-tokens and --steps are at least 1"
     ("lines", "flags", "message"),
     [
         ('{"prompt": "a"}\n\n', "--prompts rows.jsonl", "a step takes 8 lines of --prompts"),
-        ('{"answer": 5}', "--prompts rows.jsonl --prompts-per-step 1", "and each has a `prompt`"),
-        ("prompt: a", "--prompts rows.jsonl", "--prompts: invalid json_lines value: 'rows.jsonl'"),
+        ('{"answer": 5}', "--prompts rows.jsonl --prompts-per-step 1", "with texts as `prompt`, or with chats"),
+        ('"prompt"', "--prompts rows.jsonl --prompts-per-step 1", "with texts as `prompt`, or with chats"),
+        ('{"prompt": "a"}\n{"prompt": []}', "--prompts rows.jsonl --prompts-per-step 2", "or with chats"),
+        ("prompt: a", "--prompts rows.jsonl", "--prompts: rows.jsonl: Expecting value: line 1 column 1"),
         ("", "--group-size 1", "--group-size is at least 2"),
         ("", "--steps 0", FEW),
         ("", "--max-tokens 0", FEW),
