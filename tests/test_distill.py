@@ -97,7 +97,8 @@ def test_model_runner_v2_is_asked_for_completions_tokens_alone():
         assert rows[:, 0].tolist() == ids[first:]
         assert params.max_tokens == 1
         assert params.skip_reading_prefix_cache
-        yield SimpleNamespace(prompt_token_id_logprobs=-rows.astype(np.float32))
+        output = SimpleNamespace(finish_reason="length")
+        yield SimpleNamespace(prompt_token_id_logprobs=-rows.astype(np.float32), outputs=[output])
 
     teacher = TeacherActor(0)
     teacher.llm = SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=True), generate=generate)
