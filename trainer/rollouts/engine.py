@@ -114,7 +114,7 @@ class EngineActor:
             outputs = self.llm.generate(prompt, params, str(next(self.request_ids)), priority=int(low_priority))
             (request,) = [output async for output in outputs]
             if any(own.finish_reason not in ("stop", "length") for own in request.outputs):
-                raise RunError("vLLM could not finish a completion, and has logged why")  # it raises nothing itself
+                raise RunError("vLLM could not finish a completion: run.log has its error")  # it raises none
             return request
         finally:
             self.running -= 1
