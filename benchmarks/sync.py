@@ -62,7 +62,8 @@ from rlhf_utils import (  # noqa: E402
 )
 from trainer.errors import RunError  # noqa: E402
 from trainer.flags import arg, flat, section  # noqa: E402
-from trainer.learning.lora import LoRAArguments, adapter_parameters, add_adapters  # noqa: E402
+from trainer.learning.config import LoRAArguments  # noqa: E402
+from trainer.learning.lora import adapter_parameters, add_adapters  # noqa: E402
 from trainer.learning.named_tensors import NamedTensors  # noqa: E402
 from trainer.learning.sharding import join_ranks  # noqa: E402
 from trainer.rollouts.engine import EngineActor  # noqa: E402

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from .link import WeightSyncError
+from .ranks import is_sharded
 
 TILING = {"ROWS": 32, "COLUMNS": 64, "RANKS": 16, "num_warps": 2}  # of the kernel
 
@@ -30,7 +30,7 @@ class LoRAWeight:
         """Raise WeightSyncError, with this name, if the factors do not fit the base: the kernel would not notice."""
         outputs, inputs = reversed(self.base.shape) if self.transposed else self.base.shape
         factors, rank = (self.lora_A, self.lora_B), len(self.lora_A)
-        if any(isinstance(factor, DTensor) for factor in factors):
+        if any(map(is_sharded, factors)):
             raise WeightSyncError(f"{name}: lora_A and lora_B must be whole on every rank, and not DTensors")
         if (shapes := [tuple(factor.shape) for factor in factors]) != [(rank, inputs), (outputs, rank)]:
             raise WeightSyncError(f"{name}: lora_A and lora_B are {shapes}, and not [r, {inputs}] and [{outputs}, r]")

@@ -2,13 +2,16 @@
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
 
 from .buckets import row_of
 from .link import CONNECT_SECONDS, WeightSyncError, wait_until
+
+if TYPE_CHECKING:  # the import takes a second, and a process that has no DTensor does without
+    from torch.distributed.tensor import DTensor
 
 TEXT_BYTES = 1000  # longest text that one rank tells the others
 
@@ -20,7 +23,7 @@ class ShardedPart:
     `base` is sharded by rows. The weight has this `shape`; its elements begin at element `begin` of `base`.
     """
 
-    base: DTensor
+    base: "DTensor"
     begin: int
     shape: torch.Size
 
@@ -57,13 +60,13 @@ class Ranks:
 
     def bounds(self, tensor: torch.Tensor | ShardedPart) -> list[int]:
         """As `ShardedPart.bounds`. Of a tensor that is not sharded, rank 0 sends all."""
-        if not isinstance(tensor, (DTensor, ShardedPart)):
+        if not is_sharded(tensor):
             return [0] + [tensor.numel()] * self.size
         return _part(tensor).bounds(self.size)
 
     def elements(self, tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
         """What this rank sends of a tensor: elements [n], in the tensor's own memory if it is contiguous."""
-        if isinstance(tensor, (DTensor, ShardedPart)):
+        if is_sharded(tensor):
             return _part(tensor).local(self.rank, self.size)[1]
         return tensor.reshape(-1)[: 0 if self.rank else tensor.numel()]
 
@@ -86,7 +89,9 @@ def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:
     rank_by_group = {}
     for name, weight in tensors.items():
         tensor = weight.base if isinstance(weight, ShardedPart) else weight
-        if isinstance(tensor, DTensor):
+        if is_sharded(tensor):
+            from torch.distributed.tensor import Shard
+
             mesh_dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
             if [tensor.placements[dim] for dim in mesh_dims] != [Shard(0)]:
                 raise WeightSyncError(f"{name} is placed as {tensor.placements}: a sync only sends shards of rows")
@@ -97,6 +102,11 @@ def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:
     return Ranks(*next(iter(rank_by_group.items()), ()))
 
 
+def is_sharded(tensor: torch.Tensor | ShardedPart) -> bool:
+    """Whether this is a DTensor, or a part of one."""
+    return isinstance(tensor, ShardedPart) or hasattr(tensor, "placements")
+
+
 def local_part(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
     """This rank's rows of the tensor, or the tensor if it is not sharded."""
     tensor = tensor.base if isinstance(tensor, ShardedPart) else tensor
@@ -105,5 +115,5 @@ def local_part(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _part(tensor: DTensor | ShardedPart) -> ShardedPart:
+def _part(tensor: "DTensor | ShardedPart") -> ShardedPart:
     return tensor if isinstance(tensor, ShardedPart) else ShardedPart(tensor, 0, tensor.shape)

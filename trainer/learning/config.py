@@ -6,8 +6,9 @@ from typing import Annotated, Literal, Protocol
 from annotated_types import Ge, Gt, Le, Lt
 
 from ..flags import arg, setting
-from .lora import LoRAArguments
 from .objectives import PolicyLossConfig
+
+ALL_LINEAR = ["all-linear"]
 
 
 @dataclass
@@ -32,6 +33,23 @@ class SamplingConfig:
         """The flags that keep tokens from being sampled. With one, every rollout has a `sampling_mask`."""
         cut = {"--top-p": self.top_p < 1, "--top-k": self.top_k > 0, "--min-p": self.min_p > 0}
         return [flag for flag, cuts in cut.items() if cuts]
+
+
+@dataclass
+class LoRAArguments:
+    """LoRA adapters, which learn in place of the whole model."""
+
+    lora_rank: Annotated[int | None, Ge(1)] = arg(
+        None, help="train LoRA adapters of this rank, and freeze the model (default: train all weights)"
+    )
+    lora_alpha: Annotated[int, Ge(1)] = setting(32, help="LoRA's alpha: adapters are scaled by alpha / rank")
+    lora_targets: list[str] = setting(
+        ALL_LINEAR.copy,
+        help="names of the layers that get adapters, such as q_proj v_proj; all-linear: all linear layers but the head",
+    )
+    save_merged: bool = setting(
+        False, help="with --lora-rank: also write the model with merged adapters to each checkpoint"
+    )
 
 
 @dataclass

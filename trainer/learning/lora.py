@@ -9,17 +9,14 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from annotated_types import Ge
 
 from weight_sync.lora import LoRAWeight
 
 from ..errors import RunError
-from ..flags import arg, setting
+from .config import ALL_LINEAR, LoRAArguments
 from .multimodal import learning_modules
 from .precision import freeze
 from .sharding import whole
@@ -27,24 +24,6 @@ from .sharding import whole
 ADAPTER_NAME = "default"  # peft's name for a model's only adapter
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of the names in the weights' file: peft wraps the model, transformers does not
-ALL_LINEAR = ["all-linear"]
-
-
-@dataclass
-class LoRAArguments:
-    """LoRA adapters, which learn in place of the whole model."""
-
-    lora_rank: Annotated[int | None, Ge(1)] = arg(
-        None, help="train LoRA adapters of this rank, and freeze the model (default: train all weights)"
-    )
-    lora_alpha: Annotated[int, Ge(1)] = setting(32, help="LoRA's alpha: adapters are scaled by alpha / rank")
-    lora_targets: list[str] = setting(
-        ALL_LINEAR.copy,
-        help="names of the layers that get adapters, such as q_proj v_proj; all-linear: all linear layers but the head",
-    )
-    save_merged: bool = setting(
-        False, help="with --lora-rank: also write the model with merged adapters to each checkpoint"
-    )
 
 
 def add_adapters(model, args: LoRAArguments, dtype: torch.dtype, new_head: str | None = None) -> None:

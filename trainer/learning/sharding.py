@@ -42,12 +42,6 @@ def rank_and_ranks() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def wait_for_ranks() -> None:
-    """Return once all ranks have called this."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def load_model(
     auto_class, path: str, config, device: torch.device, mixed_precision: bool = False, frozen: bool = False
 ) -> tuple:

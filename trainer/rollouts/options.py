@@ -11,7 +11,6 @@ from pydantic import AfterValidator
 
 from ..flags import arg
 from ..functions import json_object
-from ..learning.exact import attention_backend
 from .quantization import torchao_config
 
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # on CPU, vLLM takes "mp" for "uni"
@@ -136,6 +135,8 @@ def llm_options(
             options |= {"worker_extension_cls": f"{EXTENSIONS}.Quantized{setting.extension}", "dtype": "bfloat16"}
         elif args.exact != "off":
             from transformers import AutoConfig
+
+            from ..learning.exact import attention_backend
 
             options["worker_extension_cls"] = f"{EXTENSIONS}.Exact{setting.extension}"
             options["attention_backend"] = attention_backend(AutoConfig.from_pretrained(model))

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from ..errors import RunError
-from ..learning.sharding import wait_for_ranks
 
 CHECKPOINTS_KEPT = 2
 CRITIC = "critic"  # the critic's folder in a checkpoint
@@ -101,3 +102,9 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def wait_for_ranks() -> None:
+    """Return once all ranks have called this."""
+    if dist.is_initialized():
+        dist.barrier()

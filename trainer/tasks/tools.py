@@ -23,7 +23,6 @@ from functools import lru_cache, partial
 from typing import Annotated
 
 from annotated_types import Ge, Gt
-from transformers.utils import get_json_schema
 
 from ..errors import TaskError
 from ..flags import arg, setting
@@ -175,6 +174,8 @@ def request_with(schemas: str):
 
 
 def _schema(tool: Callable) -> dict:
+    from transformers.utils import get_json_schema
+
     try:
         return get_json_schema(tool)
     except Exception as error:  # its text says what is missing
