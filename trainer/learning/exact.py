@@ -173,7 +173,7 @@ def make_exact(module, workers: int) -> None:
             modeling.apply_rotary_pos_emb = rotate if isinstance(rotate, partial) else partial(_rotate, rotate)
         elif kind == "OPTAttention":  # it scales queries, which rounds them; the engine's kernel scales the products
             submodule.kernel_scaling, submodule.scaling = submodule.head_dim**-0.5, 1.0
-    AttentionInterface.register("exact", partial(shared_attention, attention))
+    AttentionInterface.register("exact", shared_attention(attention))
     module.config._attn_implementation = "exact"
 
 

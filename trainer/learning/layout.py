@@ -16,7 +16,6 @@ from itertools import groupby
 
 import numpy as np
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from .rollout import Rollout
 
@@ -96,21 +95,25 @@ def prompt_key(rollout: Rollout) -> bytes:
     return np.asarray(rollout.prompt_ids, np.int64).tobytes() + (rollout.images.key if rollout.images else b"")
 
 
-def shared_attention(
-    attend: Callable, module, query, key, value, attention_mask, prompt_groups: PromptGroups | None = None, **options
-):
+def shared_attention(attend: Callable) -> Callable:
     """An attention function of transformers: `attend`, which is causal, also where completions share a prompt.
 
     Queries, keys and values are [B, heads, S, D]. For an attention that transformers does not know it makes no mask.
     What else a model is called with, such as `prompt_groups`, it hands down.
     """
-    if prompt_groups is None:
-        return attend(module, query, key, value, None, **options)
-    return _attend_by_group(attend, module, query, key, value, prompt_groups, **options), None
+    by_group = torch.compiler.disable(partial(_attend_by_group, attend))
+
+    def attention(module, query, key, value, attention_mask, prompt_groups: PromptGroups | None = None, **options):
+        if prompt_groups is None:
+            return attend(module, query, key, value, None, **options)
+        return by_group(module, query, key, value, prompt_groups, **options), None
+
+    return attention
 
 
-@torch.compiler.disable
 def _attend_by_group(attend: Callable, module, query, key, value, groups: PromptGroups, **options):
+    from torch.nn.attention.bias import causal_lower_right
+
     if options.get("sliding_window"):
         raise ValueError("a layer with a sliding window has no shared prompts")
     sizes = [prompt_length + count * length for prompt_length, count, length in groups.shapes]
@@ -134,7 +137,7 @@ def register_shared() -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(SHARED, partial(shared_attention, sdpa_attention_forward))
+    AttentionInterface.register(SHARED, shared_attention(sdpa_attention_forward))
 
 
 def as_tensor(numbers) -> torch.Tensor:
