@@ -131,6 +131,19 @@ def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     assert os.environ == {"CUDA_VISIBLE_DEVICES": "3", "TORCH_COMPILE_DISABLE": "1"}
 
 
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [
+        ("trainer.rollouts.engine", {"transformers", "torch._dynamo", "torch.distributed.tensor", "vllm"}),
+        ("train_grpo", {"transformers", "torch._dynamo", "vllm"}),
+    ],
+)
+def test_start_does_not_wait_for_imports_that_it_can_do_without(module, slow):
+    code = f"import sys, {module}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not slow & set(run.stdout.split())
+
+
 def test_an_engine_on_two_nodes_is_an_error(monkeypatch):
     places = {1: ("node a", "3"), 2: ("node a", "0"), 4: ("node b", "0")}
 

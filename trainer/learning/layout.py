@@ -112,7 +112,7 @@ def shared_attention(attend: Callable) -> Callable:
 
 
 def _attend_by_group(attend: Callable, module, query, key, value, groups: PromptGroups, **options):
-    from torch.nn.attention.bias import causal_lower_right
+    from torch.nn.attention.bias import causal_lower_right  # imports torch.compile: not in a driver
 
     if options.get("sliding_window"):
         raise ValueError("a layer with a sliding window has no shared prompts")

@@ -136,7 +136,7 @@ def llm_options(
         elif args.exact != "off":
             from transformers import AutoConfig
 
-            from ..learning.exact import attention_backend
+            from ..learning.exact import attention_backend  # with all that learns: an engine imports it late
 
             options["worker_extension_cls"] = f"{EXTENSIONS}.Exact{setting.extension}"
             options["attention_backend"] = attention_backend(AutoConfig.from_pretrained(model))

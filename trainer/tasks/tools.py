@@ -174,7 +174,7 @@ def request_with(schemas: str):
 
 
 def _schema(tool: Callable) -> dict:
-    from transformers.utils import get_json_schema
+    from transformers.utils import get_json_schema  # it takes a second: not before a run has tools
 
     try:
         return get_json_schema(tool)
