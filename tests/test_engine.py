@@ -200,9 +200,11 @@ def test_a_forked_engine_core_ends_with_its_actor():
 
 
 @pytest.mark.slow
-def test_what_the_fork_server_imports_has_read_no_variable_of_an_exact_engine():
-    code = "import sys, trainer.rollouts.preload; print(*sys.modules)"
-    imported = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+def test_what_the_fork_server_imports_is_frozen_and_has_read_no_variable_of_an_exact_engine():
+    code = "import gc, sys, trainer.rollouts.preload; print(gc.isenabled(), gc.get_freeze_count(), *sys.modules)"
+    enabled, frozen, *imported = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert enabled == "True"
+    assert int(frozen) > 100_000  # those that are forked do not search it for garbage
     assert "vllm.v1.engine.core" in imported  # what the fork saves
     root = Path(importlib.util.find_spec("vllm").origin).parent
     at_import = [path for path in root.rglob("*.py") if re.search(r"^\w+ = .*BATCH_INVARIANT", path.read_text(), re.M)]
