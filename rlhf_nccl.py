@@ -71,7 +71,7 @@ def json_lines(path: str) -> list[dict]:
     try:
         with open(path) as file:
             return [json.loads(line) for line in file if line.strip()]
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from error
 
 

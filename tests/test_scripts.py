@@ -262,6 +262,7 @@ FEW = "--prompts-per-step, --max-tokens and --steps are at least 1"
         ('"prompt"', "--prompts rows.jsonl --prompts-per-step 1", "with texts as `prompt`, or with chats"),
         ('{"prompt": "a"}\n{"prompt": []}', "--prompts rows.jsonl --prompts-per-step 2", "or with chats"),
         ("prompt: a", "--prompts rows.jsonl", "--prompts: rows.jsonl: Expecting value: line 1 column 1"),
+        ("", "--prompts none.jsonl", "--prompts: none.jsonl: [Errno 2] No such file or directory"),
         ("", "--group-size 1", "--group-size is at least 2"),
         ("", "--steps 0", FEW),
         ("", "--max-tokens 0", FEW),
