@@ -103,7 +103,7 @@ def ranks_of(tensors: dict[str, torch.Tensor]) -> Ranks:
 
 
 def is_sharded(tensor: torch.Tensor | ShardedPart) -> bool:
-    """Whether this is a DTensor, or a part of one."""
+    """Whether this is a DTensor, which alone has placements, or a part of one."""
     return isinstance(tensor, ShardedPart) or hasattr(tensor, "placements")
 
 
