@@ -213,6 +213,23 @@ def test_what_the_fork_server_imports_is_frozen_and_has_read_no_variable_of_an_e
     assert not readers & {*imported}
 
 
+INSPECTED = """
+import subprocess
+from trainer.rollouts.engine_start import import_vllm
+import_vllm()
+from vllm.model_executor.models import ModelRegistry
+subprocess.run = None
+print(ModelRegistry.models["OPTForCausalLM"].inspect_model_cls().architecture)
+"""
+
+
+@pytest.mark.slow
+def test_no_third_process_imports_vllm_to_look_at_the_models_class(tmp_path):
+    fresh = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}  # in which no earlier run has left the answer
+    output = subprocess.check_output([sys.executable, "-c", INSPECTED], text=True, cwd=ROOT, env=fresh)
+    assert output.endswith("OPTForCausalLM\n")
+
+
 def spaced_tokenizer():
     """A tokenizer of words with spaces before them, which it drops where a text begins."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))

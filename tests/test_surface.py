@@ -33,6 +33,7 @@ trainer/rollouts/engine.py
 ! torch._dynamo.config: TORCH_COMPILE_DISABLE
 trainer/rollouts/engine_start.py
 ! vllm.v1.engine.utils: get_mp_context
+! vllm.model_executor.models.registry: _run_in_subprocess
 trainer/rollouts/preload.py
 ! torch._dynamo.device_interface.CudaInterface: is_triton_capable
 trainer/rollouts/extensions.py

@@ -1,6 +1,7 @@
 """How an engine's processes start, and why they cannot, as vLLM has logged it."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import re
@@ -64,13 +65,20 @@ async def gpus_of(bundles: list[int]) -> str:
 
 
 def import_vllm() -> None:
-    """Import vLLM, here and in this actor's fork server at the same time."""
+    """Import vLLM, here and in this actor's fork server at the same time. A third process would import it to look at
+    the model's class, if no earlier run has left the answer in vLLM's cache."""
     own = os.environ.get("PYTHONPATH", "")
     multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # to which Ray has added the script's folder
     forkserver.ensure_running()
     os.environ["PYTHONPATH"] = own
+    gc.disable()  # as the fork server does (preload.py)
     import vllm.v1.engine.async_llm  # noqa: F401
+    from vllm.model_executor.models import registry
+
+    gc.freeze()
+    gc.enable()
+    registry._run_in_subprocess = lambda look: look()  # its reason is CUDA in a process that forks: not this one
 
 
 def fork_engine_core() -> None:
