@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import ExitStack, chdir, suppress
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -72,7 +73,9 @@ class RaySession:
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()  # else Ray tries for minutes
             before = psutil.Process().children()
-            with chdir(ROOT):  # whose modules Ray's workers are to find first, and those of the working folder last
+            # In ROOT, whose modules Ray's workers are to find first, and those of the working folder last.
+            with chdir(ROOT), futures.ThreadPoolExecutor(1) as meanwhile:
+                meanwhile.submit(import_module, "transformers.modeling_utils")  # 3 s, which starting Ray takes as well
                 ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
             self.started = [process for process in psutil.Process().children() if process not in before]
         except SystemExit as error:  # Ray's own handler of SIGTERM
