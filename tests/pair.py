@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -150,12 +150,16 @@ class Pair:
         gc.collect()  # what earlier tests of this process left
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
         tensors, driver = zip(gpu_memory(DEVICE), *self.rpc("gpu_memory"), strict=True)
+        host = descriptors = 0
+        for process in family:
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                host, descriptors = host + process.memory_info().rss, descriptors + process.num_fds()
         return {
-            "host": sum(process.memory_info().rss for process in family),
+            "host": host,
             "shared": sum(os.path.getsize(file) for file in shared_memory_of(family)),
             "gpu": sum(tensors),
             "driver": sum(driver),
-            "descriptors": sum(process.num_fds() for process in family),
+            "descriptors": descriptors,
         }
 
 
