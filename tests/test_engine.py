@@ -135,7 +135,7 @@ def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     ("module", "slow"),
     [
         ("trainer.rollouts.engine", {"transformers", "torch._dynamo", "torch.distributed.tensor", "vllm"}),
-        ("train_grpo", {"transformers", "torch._dynamo", "vllm"}),
+        ("train_grpo", {"transformers", "torch._dynamo", "torch.distributed.tensor", "vllm"}),
     ],
 )
 def test_start_does_not_wait_for_imports_that_it_can_do_without(module, slow):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from weight_sync.ranks import is_sharded
 
 from ..errors import RunError
 from .config import LearnerConfig
@@ -73,7 +74,7 @@ class Learner:
             model_folder = folder / MERGED if self.config.model.save_merged else None
             if model.rank == 0:
                 state = model.module.state_dict()
-                adapters = {name: tensor for name, tensor in state.items() if not isinstance(tensor, DTensor)}
+                adapters = {name: tensor for name, tensor in state.items() if not is_sharded(tensor)}
                 model.module.save_pretrained(folder, state_dict=adapters)  # without it, this would gather shards
                 model.tokenizer.save_pretrained(folder)
         if model_folder:

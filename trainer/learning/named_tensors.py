@@ -1,11 +1,10 @@
 """A model's tensors by the names of its checkpoint: what a weight sync sends."""
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from weight_sync.lora import LoRAWeight
-from weight_sync.ranks import ShardedPart, local_part
+from weight_sync.ranks import ShardedPart, is_sharded, local_part
 
 from .lora import adapted_weights
 
@@ -58,7 +57,7 @@ class NamedTensors:
         }
         sharded = {}  # by a stand-in's storage: splitting a sharded tensor itself would gather it
         for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
+            if is_sharded(tensor):
                 tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 sharded[_storage(tensors[name])] = tensor
         with _WithoutCopies():
@@ -69,7 +68,7 @@ class NamedTensors:
         return [local_part(tensors[name]).data_ptr() for tensors, name in self.slots]
 
 
-def _sharded_part(sharded: DTensor | None, view: torch.Tensor, name: str) -> torch.Tensor | ShardedPart:
+def _sharded_part(sharded: torch.Tensor | None, view: torch.Tensor, name: str) -> torch.Tensor | ShardedPart:
     """The part of `sharded` that this view of its stand-in stands for; the view itself if it is of no stand-in."""
     if sharded is None:
         return view

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from weight_sync.ranks import is_sharded
 
 
 @contextmanager
@@ -39,5 +40,5 @@ def freeze(model, dtype: torch.dtype, *learning: torch.nn.Module) -> None:
     for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32
         if parameter not in kept:
             parameter.requires_grad_(False)
-            if not isinstance(parameter, DTensor):  # a sharded model stays in the dtype that it was loaded in
+            if not is_sharded(parameter):  # a sharded model stays in the dtype that it was loaded in
                 parameter.data = parameter.data.to(dtype)

@@ -8,10 +8,9 @@ import json
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from weight_sync.lora import LoRAWeight
-from weight_sync.ranks import local_part
+from weight_sync.ranks import is_sharded, local_part
 
 from ..errors import RunError
 from .sharding import rank_and_ranks, sharded_like, whole
@@ -91,7 +90,7 @@ def _local_rows(parameter: torch.Tensor, shards: list[torch.Tensor]) -> torch.Te
     """The rows that this rank has of a parameter, cut out of the shards of all ranks that saved."""
     if shards[0].shape == parameter.shape:
         shards = shards[:1]  # of an adapter, each rank saved the whole
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return torch.cat(shards) if shards[1:] else shards[0]
     count = -(-parameter.shape[0] // parameter.device_mesh.size())  # divided as by torch.chunk
     begin, rows = parameter.device_mesh.get_local_rank() * count, []

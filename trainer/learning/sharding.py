@@ -12,11 +12,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from weight_sync.link import host_and_port
-from weight_sync.ranks import ShardedPart, local_part
+from weight_sync.ranks import ShardedPart, is_sharded, local_part
 
 from ..errors import RunError
 
@@ -118,7 +116,7 @@ def stray_weights(model, held: list[torch.nn.Parameter]) -> list[str]:
     an optimizer that has `held` these parameters updates. Called after a backward pass, when shards are in place."""
     weights, copies = {parameter: name for name, parameter in model.named_parameters()}, set()
     for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        group = module._get_fsdp_state()._fsdp_param_group if hasattr(module, "_get_fsdp_state") else None
         for shard in group.fsdp_params if group else ():
             parts = shard._sharded_param_data, local_part(shard.sharded_param.detach())
             if parts[0].untyped_storage().data_ptr() != parts[1].untyped_storage().data_ptr():
@@ -130,6 +128,8 @@ def stray_weights(model, held: list[torch.nn.Parameter]) -> list[str]:
 def add_method(model, name: str, function: Callable) -> None:
     """Give the model a method that calls function(model, ...), and before which FSDP gathers the weights, as before a
     forward pass. The method needs an argument: on a GPU, FSDP of torch 2.11 fails without."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
     setattr(model, name, partial(function, model))  # FSDP wraps methods only
     register_fsdp_forward_method(model, name)
 
@@ -171,13 +171,15 @@ def whole(tensor: torch.Tensor | ShardedPart) -> torch.Tensor:
         gathered[begin : begin + len(shard)] = shard
         dist.all_reduce(gathered)
         return gathered.view(tensor.shape)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor on the parameter's device, sharded as the parameter is. `local` is this rank's part of it."""
     local = local.to(parameter.device, non_blocking=True)
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return local
+    from torch.distributed.tensor import DTensor
+
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
