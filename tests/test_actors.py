@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from conftest import ROOT, Script, spans_of, timeline_of
+from conftest import ROOT, Script, assert_removed, spans_of, timeline_of
 from fakes import local_rewards
 from ray import cloudpickle
 
@@ -206,7 +206,50 @@ def test_modules_of_the_working_folder_come_last_in_workers_and_their_processes(
     (script.parent / "beside.py").touch()
     text = Script(folder, sys.executable, "../script/main.py", PYTHONPATH=str(ROOT)).finish(120)
     origins = [ROOT / "trainer/__init__.py", ROOT / "weight_sync/__init__.py", datasets.__file__, folder / "mine.py"]
-    assert text.split() == [*map(os.path.realpath, [folder, *[*origins, script.parent / "beside.py"] * 2])]
+    assert text.splitlines()[-1].split() == [
+        *map(os.path.realpath, [folder, *[*origins, script.parent / "beside.py"] * 2])
+    ]
+
+
+ENDING = """
+import multiprocessing, subprocess, time
+from multiprocessing.shared_memory import SharedMemory
+
+import ray
+from trainer.run.arguments import RunArguments
+from trainer.run.session import RaySession
+
+def worker(writer):
+    memory = SharedMemory(create=True, size=1)
+    writer.send(memory.name)
+    time.sleep(1000)
+
+def core(writer):  # Ray ends an actor's children, and not theirs
+    multiprocessing.Process(target=worker, args=[writer]).start()
+
+class Engine:
+    def start(self):
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        multiprocessing.get_context("fork").Process(target=core, args=[writer]).start()
+        return reader.recv()
+
+    def shutdown(self):
+        subprocess.run(["sh", "-c", "setsid sh -c 'echo $$ > started; exec sleep 1000' &"], check=True)
+        time.sleep(1)
+
+with RaySession(RunArguments(), lambda *_: None) as session:
+    session.actors["engine"] = ray.remote(Engine).remote()
+    print(ray.get(session.actors["engine"].start.remote()))
+"""
+
+
+@pytest.mark.slow
+def test_what_an_engine_starts_as_it_ends_is_ended_and_what_its_workers_shared_is_removed(tmp_path):
+    (tmp_path / "main.py").write_text(ENDING)
+    name = Script(tmp_path, sys.executable, "main.py", PYTHONPATH=str(ROOT)).finish(120).splitlines()[-1]
+    assert name.startswith("psm_")
+    assert not psutil.pid_exists(int((tmp_path / "started").read_text()))
+    assert_removed({f"/dev/shm/{name}"})
 
 
 def test_call_goes_to_all_actors_and_answers_keep_their_order(session):

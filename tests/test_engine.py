@@ -91,6 +91,7 @@ def test_run_whose_engine_cannot_start_says_why(script, tmp_path):
     run.assert_failed_cleanly(text, [])
     reason = "error: the engine cannot start: ValueError: No available memory for the cache blocks.*; more in "
     assert re.search(f"^{reason}{tmp_path}/run/run.log$", text.splitlines()[-1])
+    assert not [*run.temporary.glob("pymp-*")]  # with the socket of a fork server
 
 
 def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):

@@ -170,8 +170,8 @@ class EngineActor:
 
     async def shutdown(self) -> None:
         self.leaving = True
-        self.llm.shutdown()
         shutil.rmtree(get_temp_dir(), ignore_errors=True)  # which has the fork server's socket: Ray kills this actor
+        self.llm.shutdown()
 
     # For engines that generate nothing while trainers learn
 

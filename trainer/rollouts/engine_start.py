@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import ray
@@ -70,7 +72,8 @@ def import_vllm() -> None:
     own = os.environ.get("PYTHONPATH", "")
     multiprocessing.set_forkserver_preload([f"{__package__}.preload"])
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # to which Ray has added the script's folder
-    forkserver.ensure_running()
+    with patch.object(tempfile, "tempdir", os.environ.get("VLLM_RPC_BASE_PATH")):  # which the session removes
+        forkserver.ensure_running()
     os.environ["PYTHONPATH"] = own
     gc.disable()  # as the fork server does (preload.py)
     import vllm.v1.engine.async_llm  # noqa: F401
@@ -113,6 +116,8 @@ def _die_with_parent() -> None:
 def unlink_shared_memory(parent: psutil.Process) -> None:
     """Remove the names of what vLLM's workers below this process share on a CPU, which no resource tracker knows. By
     now all of them have it open."""
+    if not any(name.startswith("vllm_dist_") for name in os.listdir("/dev/shm")):
+        return  # as with GPUs, whose workers map so much that it takes long to list
     for process in parent.children(recursive=True):
         with suppress(psutil.Error):  # it has ended
             for path in {mapping.path for mapping in process.memory_maps()}:

@@ -27,6 +27,7 @@ def start_tracker() -> None:
     """
     reader, writer = os.pipe()
     command = [sys.executable, "-c", TRACKER.format(reader)]
-    subprocess.run(command, pass_fds=[reader], start_new_session=True, check=True)
+    env = os.environ | {"RAY_RAYLET_PID": ""}  # by which a session finds the processes that it has to end
+    subprocess.run(command, pass_fds=[reader], start_new_session=True, check=True, env=env)
     os.close(reader)
     resource_tracker._resource_tracker._fd = writer  # as multiprocessing does in the processes that it starts

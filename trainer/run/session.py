@@ -93,6 +93,8 @@ class RaySession:
     def __exit__(self, _, error: BaseException | None, __) -> None:
         self.ending = True
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}  # the run is ending already
+        with suppress(Exception):  # an actor may have died
+            self.end(dict(self.actors), AFTER_ERROR_SECONDS if error else SHUTDOWN_SECONDS)
         family = [*self.started]  # and not what others have started in this process, such as W&B
         for process in self.started:
             with suppress(psutil.NoSuchProcess):
@@ -102,8 +104,6 @@ class RaySession:
             with suppress(psutil.Error):
                 if process.environ().get("RAY_RAYLET_PID") in raylets:
                     family.append(process)
-        with suppress(Exception):  # an actor may have died
-            self.end(dict(self.actors), AFTER_ERROR_SECONDS if error else SHUTDOWN_SECONDS)
         ray.shutdown()
         for process in _running(family, 3):
             with suppress(psutil.Error):
