@@ -284,7 +284,7 @@ def test_rewards_that_take_no_images_decode_none_and_others_have_their_own(monke
 def test_conversation_keeps_its_images_and_the_engines_prompt(paths, monkeypatch):
     monkeypatch.setattr(conversation, "parse", lambda *_: {"role": "assistant", "content": ""})
 
-    async def open_environment(row, evaluation):
+    async def open_environment(row, evaluation, images):
         return None, None
 
     template = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: ""))

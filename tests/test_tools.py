@@ -681,7 +681,8 @@ def test_environment_gets_a_rows_images_as_a_reward_does(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "prompts", lambda split: rows)
     args = TaskArguments(dataset="test_tools:prompts", prompts_per_step=1)
     task = load_task(args, 0, 1, ToolArguments(environment="test_tools:Counter"))
-    environment, _ = asyncio.run(task.tools.open(task.rows[0], evaluation=False))
+    (row,) = task.rows
+    environment, _ = asyncio.run(task.tools.open(row, evaluation=False, images=row.images))
     assert environment.instance.row["images"] == [image]
 
 

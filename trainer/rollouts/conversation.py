@@ -116,7 +116,7 @@ class Conversation(Transcript):
 
     async def start(self) -> None:
         """Reset the environment. Text that it returns goes to the end of the prompt's last message."""
-        self.environment, text = await self.tools.open(self.row, self.evaluation)
+        self.environment, text = await self.tools.open(self.row, self.evaluation, self.images)
         if text is not None:
             text, last = unicode_text(text), self.prompt[-1]
             content = last.get("content", "")

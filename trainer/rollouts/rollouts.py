@@ -35,7 +35,7 @@ from ..learning.rollout import Rollout, samples_of
 from ..run.actors import ActorGroup
 from ..tasks.agent import Agent
 from ..tasks.dataset import Row
-from ..tasks.environment import together
+from ..tasks.environment import in_thread, together
 from ..tasks.rewards import AGENT_ERROR, Batch, Group, reward_metrics
 from ..tasks.task import Task
 from .agents import AgentRollout, AgentServer
@@ -259,7 +259,7 @@ class Rollouts:
         row, size, actor = request.rows[i], request.config.group_size, self.engines.actors[engine]
         where = {"evaluation": request.evaluation, "round_number": request.round_number}
         sampling = partial(sampling_options, request.config, self.task.seed, request.step, **where)
-        images = row.images and await asyncio.to_thread(row.images.read)
+        images = row.images and await asyncio.wrap_future(in_thread(row.images.read))
 
         async def sample(prompt_ids: list[int], options: dict, low_priority: bool) -> list[Rollout]:
             with self.lock:

@@ -20,7 +20,7 @@ from ..errors import TaskError
 from ..functions import failed, named_function
 from .chat_template import ChatTemplate
 from .dataset import Row
-from .environment import UserThread
+from .environment import in_thread
 from .tools import ToolArguments, Tools
 
 TAIL = 1 << 16  # bytes of what a command prints that are read
@@ -53,9 +53,7 @@ class Agent(Tools):
             async with asyncio.timeout(self.timeout) as limit:
                 if self.command:
                     return self._checked(await self._run(base_url, api_key, own))
-                thread = UserThread()
-                begun = thread.begin(self.function, base_url=base_url, api_key=api_key, row=own)
-                thread.jobs.put(None)  # it ends after the call
+                begun = in_thread(self.function, base_url=base_url, api_key=api_key, row=own)
                 return self._checked(await asyncio.wrap_future(begun))
         except (Exception, asyncio.CancelledError) as error:  # of the user's code, which may cancel itself
             if limit.expired():

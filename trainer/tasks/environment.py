@@ -60,6 +60,14 @@ class UserThread:
             job()
 
 
+def in_thread(function: Callable, /, **arguments) -> Future:
+    """Call a function in a daemon thread of its own, or a coroutine function in the users' event loop."""
+    thread = UserThread()
+    future = thread.begin(function, **arguments)
+    thread.jobs.put(None)  # it ends after the call
+    return future
+
+
 class Environment(UserThread):
     """The tools of one conversation at a time: functions and, if there is a `factory`, the methods of the instance that
     it makes. The instance has a thread of its own, since a database's connection belongs to one, and is there when the

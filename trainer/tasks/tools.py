@@ -27,9 +27,10 @@ from annotated_types import Ge, Gt
 from ..errors import TaskError
 from ..flags import arg, setting
 from ..functions import failed, named_function, named_value
+from ..images import Images
 from .chat_template import ChatTemplate
 from .dataset import Row
-from .environment import Environment
+from .environment import Environment, in_thread
 
 
 @dataclass
@@ -131,8 +132,9 @@ class Tools:
         """The JSON schemas of the tools in this row's conversations."""
         return self.schemas[self.name_of(row)]
 
-    async def open(self, row: Row, evaluation: bool) -> tuple[Environment, str | None]:
-        """An environment for a conversation, and what its `reset` returned. Evaluations use instances of their own."""
+    async def open(self, row: Row, evaluation: bool, images: Images | None = None) -> tuple[Environment, str | None]:
+        """An environment for a conversation about this row and its images, which have been read, and what its `reset`
+        returned. Evaluations use instances of their own."""
         name = self.name_of(row)
         pool = self.pools[name, evaluation]
         try:
@@ -146,8 +148,8 @@ class Tools:
                 return environment, None
             columns = {k: v for k, v in row.columns.items() if not (self.rows_choose and k == "environment")}
             own = copy.deepcopy({"prompt": row.prompt} | columns)  # the environment may change what it gets
-            if row.images:
-                own["images"] = row.images.decoded()
+            if images:
+                own["images"] = await asyncio.wrap_future(in_thread(images.decoded))
             text = await asyncio.wrap_future(environment.begin(environment.instance.reset, **own))
         except Exception as error:  # the user's code
             raise failed(f"{row.origin}: reset of --environment {self.args.environment}", error) from error
