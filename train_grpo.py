@@ -5,7 +5,7 @@
     python train_grpo.py --topology separate --trainers 4 --engines 2    # 8 GPUs: 4 trainer ranks, two TP=2 engines
     python train_grpo.py --max-staleness 2                     # the engines generate ahead while the trainer learns
     python train_grpo.py --engine-url http://a:8000 --engine-url http://b:8000 --model NAME    # vLLM's servers
-    python train_grpo.py --quantization torchao                # engines in FP8; CPU: int8
+    python train_grpo.py --quantization auto                   # engines in FP8; CPU: int8
 
 1. Place: a topology reserves devices for trainer ranks (FSDP2) and engines (vllm.AsyncLLM).
 2. Start: engines and trainers load the model.
