@@ -4,14 +4,13 @@
     python rlhf_nccl.py --tensor-parallel-size 1    # 2 GPUs
     python rlhf_nccl.py --model Qwen/Qwen2.5-0.5B-Instruct --prompts sums.jsonl --max-tokens 256 --steps 200
 
-    GPU 0     Trainer: transformers' model in fp32, AdamW (16 bytes per parameter), vLLM's side for trainers
+    GPU 0     Trainer: transformers' model in fp32, AdamW (18 bytes per parameter), vLLM's side for trainers
     GPU 1..N  Engine: vllm.LLM with N workers, each with vLLM's side for workers
 
 Take this script if you want vLLM's supported API: on GPUs, none of our code runs in vLLM's workers. Take rlhf.py if the
 sync matters most: it is faster, names what does not fit before a byte moves, and proves every weight. Here, `mismatch`,
-the mean distance of the engine's log-probabilities from the trainer's, is the only proof: the first sync must bring it
-down, and if it grows in a step, the run ends. It cannot show that one small update is missing. The algorithm is
-rlhf.py's, whose docstring explains it.
+the mean distance of the engine's log-probabilities from the trainer's, is the only proof: if it is large in a step, the
+run ends. It cannot show that one small update is missing. The algorithm is rlhf.py's, whose docstring explains it.
 
 To copy this file, take rlhf_utils.py and weight_sync/ along, and for machines without a GPU rlhf_cpu.py.
 """
@@ -37,8 +36,7 @@ from rlhf_utils import end_with_children, wait_for
 
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
-MISMATCH_GROWTH = 3  # the run ends if the mismatch exceeds so many times the first one,
-MAX_MISMATCH = 0.2  # or this: rounding to bf16 makes up to 0.06
+MAX_MISMATCH = {"cuda": 0.2, "cpu": 1e-5}  # the run ends above this: rounding makes 0.06 in bf16, 1e-6 in fp32
 SYNC_SECONDS = 40  # limit of connecting, and of a transfer
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
@@ -50,7 +48,7 @@ TEXTS += ["The crowd roared: ", "On the wall was written: ", "The machine printe
 PROMPTS = [{"prompt": text} for text in TEXTS]
 
 
-def reward(text: str, answer: str | None = None) -> float:
+def reward(text: str, answer: str | float | None = None) -> float:
     """1 if the last number of the completion is the answer; for a prompt without one, the share of capital letters."""
     if answer is None:
         return sum("A" <= letter <= "Z" for letter in text) / max(len(text), 1)
@@ -112,7 +110,7 @@ class Engine:
         """A completion of each prompt."""
         from vllm import SamplingParams
 
-        generate = self.llm.generate if isinstance(prompts[0], str) else self.llm.chat
+        complete = self.llm.generate if isinstance(prompts[0], str) else self.llm.chat
         params = SamplingParams(
             temperature=TEMPERATURE,
             max_tokens=max_tokens,
@@ -121,7 +119,7 @@ class Engine:
             detokenize=False,  # vLLM would decode token by token
         )
         tokenizer, samples = self.llm.get_tokenizer(), []
-        for request in generate(prompts, params, use_tqdm=False):
+        for request in complete(prompts, params, use_tqdm=False):
             (output,) = request.outputs
             text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
             samples.append(Sample(request.prompt_token_ids, output.token_ids, output.logprobs.logprobs, text))
@@ -166,7 +164,7 @@ class Trainer:
     def load(self, model: str, learning_rate: float, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.device, self.max_mismatch = torch.device(device, 0), None
+        self.device = torch.device(device, 0)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
 
@@ -210,12 +208,6 @@ class Trainer:
             f"no end of a transfer in {SYNC_SECONDS} s: a worker may have failed, and its error is above"
         )
 
-    @torch.no_grad()
-    def mismatch(self, samples: list[Sample]) -> float:
-        """The mean distance of the engine's log-probabilities from the trainer's."""
-        logprobs, engine_logprobs, mask = self.logprobs(samples)
-        return float(((logprobs - engine_logprobs).abs() * mask).sum() / mask.sum())
-
     def learn(self, samples: list[Sample], advantages: torch.Tensor) -> float:
         """One update by samples and their advantages [n], in micro-batches of similar lengths. Returns the mismatch."""
         if not advantages.isfinite().all():
@@ -230,11 +222,8 @@ class Trainer:
             ((losses * mask).sum() / tokens).backward()
             distance += ((logprobs.detach() - engine_logprobs).abs() * mask).sum()
         mismatch = float(distance) / tokens
-        # By the first batch, after the first sync. 1e-5 is more than rounding in fp32.
-        self.max_mismatch = self.max_mismatch or min(max(MISMATCH_GROWTH * mismatch, 1e-5), MAX_MISMATCH)
-        if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
-            excess = f"{mismatch:.2g} > {self.max_mismatch:.2g}"
-            raise RuntimeError(f"trainer and engine do not compute the same: mismatch {excess}")
+        if not mismatch <= (most := MAX_MISMATCH[self.device.type]):  # not `>`, which NaN would pass
+            raise RuntimeError(f"trainer and engine do not compute the same: mismatch {mismatch:.2g} > {most:g}")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -253,7 +242,7 @@ class Trainer:
             logits = self.model(ids[:, :-1], use_cache=False).logits  # [b, T, V]
         # Row by row: autograd keeps one copy of the logits in fp32, and temporary ones are as small as a row
         rows = zip(logits, ids[:, 1:, None], strict=True)
-        logprobs = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, tokens)[:, 0] for row, tokens in rows]
+        logprobs = [(row.float() / TEMPERATURE).log_softmax(-1).gather(1, targets)[:, 0] for row, targets in rows]
         return torch.stack(logprobs), engine_logprobs[:, 1:], mask[:, 1:]
 
 
@@ -286,8 +275,7 @@ def main(args: argparse.Namespace) -> str:
     loading = trainer.load.remote(model, learning_rate, device), engine.load.remote(model, tensor_parallel_size, device)
     wait_for(actors, *loading)
     (samples,) = wait_for(actors, engine.generate.remote([args.prompts[0]["prompt"]], args.max_tokens))
-    (nonsense,) = wait_for(actors, trainer.mismatch.remote(samples))
-    print(f"dummy weights: mismatch {nonsense:.1e}  {args.prompts[0]['prompt']!r} -> {samples[0].text!r}")
+    print(f"dummy weights: {args.prompts[0]['prompt']!r} -> {samples[0].text!r}")
     ((address, port),) = wait_for(actors, trainer.address.remote())  # late, or others may take the port
     wait_for(actors, trainer.connect.remote(engine, address, port, world_size))
 
@@ -295,7 +283,7 @@ def main(args: argparse.Namespace) -> str:
     means = []
     for step in range(1, args.steps + 1):
         started = time.perf_counter()
-        wait_for(actors, engine.call.remote("sleep", 0))  # as vLLM wants it: level 0 pauses it, and frees nothing
+        wait_for(actors, engine.call.remote("sleep", 0))  # as in vLLM's example: level 0 pauses it, and frees nothing
         wait_for(actors, trainer.send_weights.remote())
         wait_for(actors, engine.call.remote("wake_up", ["scheduling"]))
         (was_reset,) = wait_for(actors, engine.call.remote("reset_prefix_cache"))
@@ -310,8 +298,6 @@ def main(args: argparse.Namespace) -> str:
         groups = torch.tensor(rewards).view(-1, args.group_size)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         (mismatch,) = wait_for(actors, trainer.learn.remote(samples, advantages.flatten()))
-        if step == 1 and not mismatch < nonsense / 10:
-            raise RuntimeError(f"the engine does not serve what was sent: mismatch {mismatch:.1e} after the first sync")
         means.append(float(groups.mean()))
         print(f"  {rewards[0]:.2f}  {batch[0]['prompt']!r} -> {samples[0].text!r}")
         print(
