@@ -103,15 +103,16 @@ class BesideTeacher(Separate):
 
     def start_actors(self, cls: type[TrainerActor], model: str) -> None:
         self.teachers = ActorGroup(self.session, "teacher", TeacherActor, self.teacher_seats)
+        self.teachers_preparing = self.teachers.begin(TeacherActor.prepare, self.device, each=self.teachers.bundles)
         super().start_actors(cls, model)
 
     def start_engines(self, model: str) -> dict[str, ray.ObjectRef]:
         # The teacher before the engines, which may be on the same GPUs: vLLM measures the free memory.
-        options = {"enforce_eager": True}  # no decoding
-        setting = EngineSetting(self.device, None, len(self.teachers), options=options)
+        setting = EngineSetting(self.device, None, len(self.teachers), options={"enforce_eager": True})  # no decoding
         engine = replace(self.args.engine, gpu_memory_utilization=self.memory_share)
-        starting = (TeacherActor.start, self.teacher, engine, setting, "none")
-        self.teacher_max_model_len = self.teachers.agreed("starting", *starting, each=self.teachers.bundles)
+        options = (self.teacher, engine, setting, "none")
+        starting = self.teachers.begin(TeacherActor.start, *options, each=self.teachers.bundles)
+        (self.teacher_max_model_len, *_), _ = self.session.wait("starting", starting, self.teachers_preparing)
         return super().start_engines(model)
 
 
