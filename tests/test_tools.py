@@ -22,7 +22,7 @@ import PIL.Image
 import pytest
 import torch
 import trl
-from conftest import arguments_of, code_of, cpu_only, metrics_of, task_of
+from conftest import ROOT, arguments_of, code_of, cpu_only, metrics_of, task_of
 from fakes import Engines as FakeEngines
 from learners import CPU, LOSSES, config, numbers, rollouts, use_sgd, vector_of
 from transformers import AutoTokenizer
@@ -755,6 +755,25 @@ assert not wait([opening], timeout=0.5).done
 @pytest.mark.slow
 def test_process_ends_although_an_environment_is_never_made():
     subprocess.run([sys.executable, "-c", HANGS], timeout=240, check=True, cwd=Path(__file__).parent)
+
+
+NEVER_READ = """
+import asyncio, threading
+from trainer.tasks.environment import in_thread, together
+
+async def read():
+    begun.set()
+    await asyncio.wrap_future(in_thread(threading.Event().wait))
+
+begun = threading.Event()
+reading = together([read()])
+begun.wait()
+assert not reading.done()
+"""
+
+
+def test_process_ends_although_a_call_in_a_thread_does_not():
+    subprocess.run([sys.executable, "-c", NEVER_READ], timeout=60, check=True, cwd=ROOT)
 
 
 def test_row_chooses_among_several_environments(converse, monkeypatch):

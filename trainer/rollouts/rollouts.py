@@ -45,6 +45,7 @@ from .sampling import in_parts, sampling_options
 
 PROOF_TOKENS = 256  # a batch with fewer proves no sync: their mean varies too much to have a bound
 PROOF_LENGTH = 8  # of a completion that is only a proof: the trainer computes its prompt as well, which costs more
+READERS = 32  # prompts whose images are read at a time
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Rollouts:
         self.args, self.rewarded, self.max_model_len = args or AheadArguments(), rewarded, max_model_len
         self.last_begun, self.batches = steps_done, deque()  # the batches of the steps begun and not taken
         self.room = asyncio.Semaphore(self.args.in_flight or 2 * task.args.prompts_per_step)  # for later steps' groups
+        self.reading = asyncio.Semaphore(READERS)
         self.in_flight = dict.fromkeys(engines.actors, 0)  # groups that each engine generates
         self.lock, self.closed = threading.Lock(), False
         # Since the last metric: tokens, and seconds in which groups were in flight, which are counted until `since`.
@@ -259,7 +261,8 @@ class Rollouts:
         row, size, actor = request.rows[i], request.config.group_size, self.engines.actors[engine]
         where = {"evaluation": request.evaluation, "round_number": request.round_number}
         sampling = partial(sampling_options, request.config, self.task.seed, request.step, **where)
-        images = row.images and await asyncio.wrap_future(in_thread(row.images.read))
+        async with self.reading:
+            images = row.images and await asyncio.wrap_future(in_thread(row.images.read))
 
         async def sample(prompt_ids: list[int], options: dict, low_priority: bool) -> list[Rollout]:
             with self.lock:
