@@ -34,7 +34,8 @@ from rlhf_utils import WeightSender, end_with_children, stateless_init_process_g
 
 TEMPERATURE = 1.0  # of the distribution that is sampled from, and learned
 MICRO_BATCH_TOKENS = 8192  # of the trainer's passes, padding included; fewer take less memory
-MAX_MISMATCH = {"cuda": 0.5, "cpu": 0.05}  # the run ends above this: rounding makes 0.2 in FP8, 0.003 in int8
+MISMATCH_GROWTH = 3  # the run ends if the mismatch exceeds so many times the first one,
+MAX_MISMATCH = 0.5  # or this: rounding to FP8 makes 0.2
 
 # --- Yours to replace: prompts, reward and loss -----------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Trainer:
     def load(self, model: str, learning_rate: float, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.device = torch.device(device, 0)
+        self.device, self.max_mismatch = torch.device(device, 0), None
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)  # in eval mode
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
 
@@ -183,8 +184,11 @@ class Trainer:
             ((losses * mask).sum() / tokens).backward()
             distance += ((logprobs.detach() - engine_logprobs).abs() * mask).sum()
         mismatch = float(distance) / tokens
-        if not mismatch <= (most := MAX_MISMATCH[self.device.type]):  # not `>`, which NaN would pass
-            raise RuntimeError(f"trainer and engine do not compute the same: mismatch {mismatch:.2g} > {most:g}")
+        # By the first batch, after the first sync. 1e-5 is more than rounding in fp32.
+        self.max_mismatch = self.max_mismatch or min(max(MISMATCH_GROWTH * mismatch, 1e-5), MAX_MISMATCH)
+        if not mismatch <= self.max_mismatch:  # not `>`, which NaN would pass
+            excess = f"{mismatch:.2g} > {self.max_mismatch:.2g}"
+            raise RuntimeError(f"trainer and engine do not compute the same: mismatch {excess}")
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, error_if_nonfinite=True)
         self.optimizer.step()
         self.optimizer.zero_grad()

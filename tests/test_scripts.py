@@ -108,7 +108,7 @@ def test_logprobs_are_those_of_each_completion_alone(trainer, monkeypatch, tempe
 def test_update_is_that_of_a_plain_computation(small_model, trainer, monkeypatch):
     """Over all tokens of the batch, in micro-batches of similar lengths."""
     monkeypatch.setattr(rlhf, "MICRO_BATCH_TOKENS", 70)
-    monkeypatch.setitem(rlhf.MAX_MISMATCH, "cpu", 1)
+    monkeypatch.setattr(rlhf, "MAX_MISMATCH", 1)
     samples = samples_of(trainer, LENGTHS, distance=0.5)
     advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.3])
     taken = lengths_taken(trainer)
@@ -129,17 +129,24 @@ def test_update_is_that_of_a_plain_computation(small_model, trainer, monkeypatch
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("distance", "excess"), [(5e-6, ""), (0.04, r"0\.04 > 1e-05"), (float("nan"), "nan > 1e-05")])
-def test_mismatch_above_its_bound_ends_the_run_before_the_update(trainer, distance, excess):
+@pytest.mark.parametrize(("distance", "fits"), [(0.04, True), (0.2, False), (float("nan"), False)])
+def test_mismatch_that_grows_ends_the_run_before_the_update(trainer, distance, fits):
+    trainer.learn(samples_of(trainer, LENGTHS, distance=0.02), torch.zeros(5))
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     samples = samples_of(trainer, LENGTHS, distance)
-    if excess:
-        with pytest.raises(RuntimeError, match=f"do not compute the same: mismatch {excess}$"):
-            trainer.learn(samples, torch.ones(5))
-    else:
+    if fits:
         trainer.learn(samples, torch.ones(5))
+    else:
+        with pytest.raises(RuntimeError, match="do not compute the same"):
+            trainer.learn(samples, torch.ones(5))
     same = [now.equal(then) for now, then in zip(trainer.model.parameters(), before, strict=True)]
-    assert all(same) == bool(excess)
+    assert all(same) != fits
+
+
+@pytest.mark.parametrize(("distance", "printed"), [(0.6, r"0\.6 > 0\.2"), (float("nan"), "nan > nan")])
+def test_first_mismatch_has_a_bound(trainer, distance, printed):
+    with pytest.raises(RuntimeError, match=f"mismatch {printed}$"):
+        trainer.learn(samples_of(trainer, LENGTHS, distance), torch.ones(5))
 
 
 def test_reward_that_is_no_finite_number_ends_the_run_before_the_update(trainer):

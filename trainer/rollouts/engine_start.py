@@ -81,7 +81,7 @@ def import_vllm() -> None:
 
     gc.freeze()
     gc.enable()
-    registry._run_in_subprocess = lambda look: look()  # its reason is CUDA in a process that forks: not this one
+    registry._run_in_subprocess = lambda look: look()  # vLLM keeps CUDA out of a process that forks: this one does not
 
 
 def fork_engine_core() -> None:

@@ -75,7 +75,7 @@ class RaySession:
             before = psutil.Process().children()
             # In ROOT, whose modules Ray's workers are to find first, and those of the working folder last.
             with chdir(ROOT), futures.ThreadPoolExecutor(1) as meanwhile:
-                meanwhile.submit(import_module, "transformers.modeling_utils")  # 3 s, which starting Ray takes as well
+                meanwhile.submit(import_module, "transformers.modeling_utils")  # it takes 3 s, as Ray does
                 ray.init(self.address or "local", **options)  # whatever RAY_ADDRESS says
             self.started = [process for process in psutil.Process().children() if process not in before]
         except SystemExit as error:  # Ray's own handler of SIGTERM
