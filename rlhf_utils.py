@@ -168,7 +168,7 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
     """The results of these calls of Ray actors.
 
     Raises RuntimeError with a reason of one line if a call fails or one of `actors` dies, even one that is not called,
-    and TimeoutError after `timeout` seconds.
+    and TimeoutError after `timeout` seconds. It kills `actors` before it raises, as it does at Ctrl-C.
     """
     import ray
 
@@ -180,7 +180,13 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
                 return ray.get([*calls])
             pings = [actor.__ray_ready__.remote() for actor in actors]  # a busy actor answers later
             ray.get(done + ray.wait(pings, num_returns=len(pings), timeout=0.1)[0])
-    except ray.exceptions.RayError as error:
+        raise TimeoutError(f"not done within {timeout:g} s")
+    except BaseException as error:
+        for actor in actors:
+            ray.kill(actor)
+        time.sleep(1)  # Ray kills an actor's children after 0.2 s, unless it is shut down by then
+        if not isinstance(error, ray.exceptions.RayError):
+            raise
         cause = getattr(error, "cause", error)  # what an actor raised
         reason = " ".join(str(cause).split())
         if reason[150:-350]:  # such as a traceback, which Ray gives of what it cannot pickle: the end says why
@@ -188,7 +194,6 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
         calls_of_actors = re.findall(r"ray::(\w+\.\w+)\(\)", str(error))  # the last one is where it was raised
         where = f" in {calls_of_actors[-1]}" if calls_of_actors else ""
         raise RuntimeError(f"{type(cause).__name__}{where}: {reason}") from error
-    raise TimeoutError(f"not done within {timeout:g} s")
 
 
 def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:

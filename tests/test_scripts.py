@@ -218,6 +218,7 @@ def actors(monkeypatch):
     """Two actors, by the answer to a ping: one is busy, the other one idle."""
     monkeypatch.setattr(ray, "wait", Call.wait)
     monkeypatch.setattr(ray, "get", Call.get)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
     return [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda ping=ping: ping)) for ping in (Call(), Call(1))]
 
 
@@ -287,6 +288,41 @@ def test_wait_ends_with_the_death_of_an_actor_that_is_not_called(actors):
 def test_wait_has_a_limit(actors):
     with pytest.raises(TimeoutError, match=r"not done within 0\.1 s"):
         rlhf_utils.wait_for(actors, Call(), timeout=0.1)
+
+
+IGNORES_SIGTERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(100)"
+WAITS_FOR_AN_ACTOR = f"""
+import os, signal, subprocess, sys, time
+import psutil, ray, rlhf_utils
+
+class Actor:
+    def has_grandchild(self):
+        child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+        process = subprocess.Popen([sys.executable, "-c", child, {IGNORES_SIGTERM!r}], stdout=subprocess.PIPE)
+        process.stdout.readline()
+        return psutil.Process(process.pid).children()[0].pid
+
+    def interrupt(self, pid):
+        os.kill(pid, signal.SIGINT)
+        time.sleep(100)
+
+with ray.init(include_dashboard=False, logging_level="error"):
+    actor = ray.remote(Actor).remote()
+    (pid,) = rlhf_utils.wait_for([actor], actor.has_grandchild.remote())
+    print(psutil.pid_exists(pid))
+    try:
+        rlhf_utils.wait_for([actor], actor.interrupt.remote(os.getpid()))
+    finally:
+        print(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE, flush=True)
+"""
+
+
+def test_wait_ends_with_its_actors_and_all_their_processes():
+    """Before Ray is shut down, which would leave a worker of vLLM that computes and does not look at its SIGTERM."""
+    run = [sys.executable, "-c", WAITS_FOR_AN_ACTOR]
+    done = subprocess.run(run, check=False, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_SECONDS)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+    assert done.stderr.endswith("KeyboardInterrupt\n")
 
 
 def test_process_ends_with_its_children():
