@@ -202,8 +202,11 @@ def test_a_forked_engine_core_ends_with_its_actor():
 
 @pytest.mark.slow
 def test_what_the_fork_server_imports_is_frozen_and_has_read_no_variable_of_an_exact_engine():
-    code = "import gc, sys, trainer.rollouts.preload; print(gc.isenabled(), gc.get_freeze_count(), *sys.modules)"
-    enabled, frozen, *imported = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    code = "import gc, sys, trainer.rollouts.preload as own; own = own.SamplingParams.for_sampler_warmup()\n"
+    code += "print(own.top_k, own.top_p, own.logprobs, gc.isenabled(), gc.get_freeze_count(), *sys.modules)"
+    words = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    top_k, top_p, logprobs, enabled, frozen, *imported = words
+    assert (top_k, top_p, logprobs) == ("0", "1.0", "5")  # an engine's start compiles no kernel of top-k and top-p
     assert enabled == "True"
     assert int(frozen) > 100_000  # those that are forked do not search it for garbage
     assert "vllm.v1.engine.core" in imported  # what the fork saves

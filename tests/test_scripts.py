@@ -420,7 +420,7 @@ LONG = ["--steps", 10_000, "--group-size", 16, "--max-tokens", 64]  # phases in 
 IN_SYNC = "ray::Engine.receive_weights"
 KILLS = [  # the script, the title of a process in the phase of the fault, whom it kills, the run's last line
     ("rlhf", IN_SYNC, "VLLM::Worker_TP1", r"engine worker 1 \(pid .*\) died|Engine", pytest.mark.slow),
-    ("rlhf", "ray::Engine.generate", "VLLM::EngineCore", "Engine", pytest.mark.long),
+    ("rlhf", "ray::Engine.generate", "VLLM::EngineCore", "Engine|engine worker . .* died", pytest.mark.long),
     ("rlhf", "ray::Engine.generate", "ray::Trainer", "Trainer", pytest.mark.long),
     ("rlhf", "ray::Trainer.learn", "ray::Engine", "Engine|engine worker . .* died", pytest.mark.long),
     ("rlhf", "ray::Engine.load", "ray::Trainer", "Trainer", pytest.mark.long),
@@ -442,16 +442,16 @@ def test_run_ends_at_a_fault(tmp_path, script, phase, victim, message):
     if not phase.startswith(("ray::Engine.load", "VLLM")):  # which are of the start
         run.wait_for("step 2/")
     deadline = time.monotonic() + HANGS_SECONDS
-    while not (found := [process for process in run.descendants() if phase in title_of(process)]):
+    awaited = [phase] if victim == "Ctrl-C" else [phase, victim]
+    while not all(found := [[own for own in run.descendants() if title in title_of(own)] for title in awaited]):
         assert run.process.poll() is None, run.text()
         assert time.monotonic() < deadline, run.text()
     family, failed = run.descendants(), time.monotonic()
     if victim == "Ctrl-C":
         os.killpg(run.process.pid, signal.SIGINT)
     else:
-        next(process for process in family if victim in title_of(process)).kill()
+        found[1][0].kill()
     text = run.finish(FAULT_SECONDS)
-    assert found, text
     assert run.process.returncode == 1
     reason = message if victim == "Ctrl-C" else f"RuntimeError: .*({message})"
     assert re.match(reason, text.splitlines()[-1]), text

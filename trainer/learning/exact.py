@@ -366,10 +366,11 @@ class TokenLogprobs(torch.autograd.Function):
         logits, targets, logprobs, allowed = ctx.saved_tensors
         lse = _log_sum_exp(logits, targets, logprobs, ctx.temperature)
         ids, own = (None, logits) if allowed is None else allowed_logits(logits, targets, allowed)
+        grad = grad / ctx.temperature  # a tensor of its own: for the view that autograd gives, torch compiles again
         grads = compiled(_softmax_gradient)(own, lse, grad, ctx.temperature)
         if ids is not None:
             grads = torch.zeros_like(logits).scatter_(1, ids, grads)
-        own = -logprobs.expm1() * grad / ctx.temperature  # of the target: bf16 would round 1 - p to 0 for a p near 1
+        own = -logprobs.expm1() * grad  # of the target: bf16 would round 1 - p to 0 for a p near 1
         grads.scatter_(1, targets[:, None], own[:, None].to(grads.dtype))
         return grads, None, None, None
 
@@ -382,8 +383,9 @@ def _log_sum_exp(
 
 
 def _softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of logits [N, V], by a gradient [N] of log-probabilities of logits / temperature, divided by it."""
     probabilities = (logits.float() / temperature - lse[:, None]).exp()
-    return (-probabilities * (grad / temperature)[:, None]).to(logits.dtype)
+    return (-probabilities * grad[:, None]).to(logits.dtype)
 
 
 def _norm_gradients(
