@@ -383,7 +383,7 @@ def _log_sum_exp(
 
 
 def _softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Of logits [N, V], by a gradient [N] of log-probabilities of logits / temperature, divided by it."""
+    """The gradient of logits [N, V], by the gradient of log-probabilities [N] over the temperature."""
     probabilities = (logits.float() / temperature - lse[:, None]).exp()
     return (-probabilities * grad[:, None]).to(logits.dtype)
 

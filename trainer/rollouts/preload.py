@@ -5,7 +5,6 @@ capability and so would initialize CUDA. NVML answers instead, by way of vLLM.
 """
 
 import gc
-from collections.abc import Callable
 from unittest.mock import patch
 
 import setproctitle
@@ -34,16 +33,18 @@ with (
     import vllm.v1.engine.async_llm  # noqa: F401
     from vllm.sampling_params import SamplingParams
 
+every_parameter = SamplingParams.for_sampler_warmup
 
-def plain_parameters(of_vllm: Callable[[], SamplingParams] = SamplingParams.for_sampler_warmup) -> SamplingParams:
-    """What an engine samples with while it starts. The kernel of top-k and top-p has many forms: to compile them takes
-    15 s of a first run, and few runs use even one."""
-    parameters = of_vllm()
+
+def without_top_k_and_top_p() -> SamplingParams:
+    """What an engine samples with while it starts. vLLM's kernel of top-k and top-p has many forms, and few runs use
+    one: compiling them took 15 s of a first run."""
+    parameters = every_parameter()
     parameters.top_k, parameters.top_p = 0, 1.0
     return parameters
 
 
-SamplingParams.for_sampler_warmup = plain_parameters
+SamplingParams.for_sampler_warmup = without_top_k_and_top_p
 
 gc.freeze()  # or each process that is forked searches all this: an engine's worker ten times, for half a second each
 gc.enable()
