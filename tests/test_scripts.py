@@ -219,6 +219,7 @@ def actors(monkeypatch):
     monkeypatch.setattr(ray, "wait", Call.wait)
     monkeypatch.setattr(ray, "get", Call.get)
     monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda ping=ping: ping)) for ping in (Call(), Call(1))]
 
 
