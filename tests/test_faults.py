@@ -61,7 +61,7 @@ OTHERS = [
     (f"{SEPARATE} --max-staleness 2", "learning 2 interrupt", "interrupted"),
     (SEPARATE, "learning 1 group", "interrupted"),
     (
-        f"{SEPARATE} --quantization auto --tensor-parallel-size 1",
+        f"{SEPARATE} --max-staleness 0 --quantization auto --tensor-parallel-size 1",
         "generating 2 kill VLLM::EngineCore",
         "the engine died while generating",
     ),
