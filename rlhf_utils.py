@@ -44,6 +44,7 @@ functions that use it. With another version than 0.32 and 0.33, an engine's firs
 import multiprocessing.connection
 import os
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -168,7 +169,7 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
     """The results of these calls of Ray actors.
 
     Raises RuntimeError with a reason of one line if a call fails or one of `actors` dies, even one that is not called,
-    and TimeoutError after `timeout` seconds. It kills `actors` before it raises, as it does at Ctrl-C.
+    and TimeoutError after `timeout` seconds.
     """
     import ray
 
@@ -180,13 +181,7 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
                 return ray.get([*calls])
             pings = [actor.__ray_ready__.remote() for actor in actors]  # a busy actor answers later
             ray.get(done + ray.wait(pings, num_returns=len(pings), timeout=0.1)[0])
-        raise TimeoutError(f"not done within {timeout:g} s")
-    except BaseException as error:
-        for actor in actors:
-            ray.kill(actor)
-        time.sleep(1)  # Ray kills an actor's children after 0.2 s, unless it is shut down by then
-        if not isinstance(error, ray.exceptions.RayError):
-            raise
+    except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)  # what an actor raised
         reason = " ".join(str(cause).split())
         if reason[150:-350]:  # such as a traceback, which Ray gives of what it cannot pickle: the end says why
@@ -194,17 +189,31 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
         calls_of_actors = re.findall(r"ray::(\w+\.\w+)\(\)", str(error))  # the last one is where it was raised
         where = f" in {calls_of_actors[-1]}" if calls_of_actors else ""
         raise RuntimeError(f"{type(cause).__name__}{where}: {reason}") from error
+    raise TimeoutError(f"not done within {timeout:g} s")
 
 
 def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
-    """End this process with the first of the child processes that it has now, unless `unless()` is true by then.
+    """End this process with the first of the child processes that it has now, unless `unless()` is true by then. If
+    this process ends first, even by SIGKILL, they and their own children end within three seconds.
 
-    vLLM waits forever for an engine core that was killed. If an actor is gone, every wait for it ends.
+    vLLM waits forever for an engine core that was killed. If an actor is gone, every wait for it ends. A core may
+    outlive its actor, and a worker in an all-reduce its core: on a GPU, both would keep their memory.
     """
-    children = [process.sentinel for process in multiprocessing.active_children()]
+    import psutil
+
+    if not (children := multiprocessing.active_children()):
+        return
+    parents = [psutil.Process(child.pid) for child in children]
+    pids = " ".join(str(own.pid) for parent in parents for own in [parent, *parent.children(recursive=True)])
+    reader, _ = os.pipe()  # its other end closes when this process ends
+    watch = f"exec 3<&0; {{ read line; kill {pids}; sleep 2; kill -9 {pids}; }} <&3 >/dev/null 2>&1 &"
+    # Orphaned, in a session of its own, and without the variable that Ray's children have: else it ends too early.
+    env = os.environ | {"RAY_RAYLET_PID": ""}
+    subprocess.run(["sh", "-c", watch], check=True, stdin=reader, start_new_session=True, env=env)
+    os.close(reader)
 
     def end() -> None:
-        if multiprocessing.connection.wait(children):
+        if multiprocessing.connection.wait([child.sentinel for child in children]):
             time.sleep(1)  # vLLM may be about to raise an error that says more
             if not unless():
                 os._exit(1)

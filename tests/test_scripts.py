@@ -17,6 +17,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 import torch
@@ -218,8 +219,6 @@ def actors(monkeypatch):
     """Two actors, by the answer to a ping: one is busy, the other one idle."""
     monkeypatch.setattr(ray, "wait", Call.wait)
     monkeypatch.setattr(ray, "get", Call.get)
-    monkeypatch.setattr(ray, "kill", lambda actor: None)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return [SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda ping=ping: ping)) for ping in (Call(), Call(1))]
 
 
@@ -291,46 +290,43 @@ def test_wait_has_a_limit(actors):
         rlhf_utils.wait_for(actors, Call(), timeout=0.1)
 
 
-IGNORES_SIGTERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(); time.sleep(100)"
-WAITS_FOR_AN_ACTOR = f"""
-import os, signal, subprocess, sys, time
-import psutil, ray, rlhf_utils
-
-class Actor:
-    def has_grandchild(self):
-        child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
-        process = subprocess.Popen([sys.executable, "-c", child, {IGNORES_SIGTERM!r}], stdout=subprocess.PIPE)
-        process.stdout.readline()
-        return psutil.Process(process.pid).children()[0].pid
-
-    def interrupt(self, pid):
-        os.kill(pid, signal.SIGINT)
-        time.sleep(100)
-
-with ray.init(include_dashboard=False, logging_level="error"):
-    actor = ray.remote(Actor).remote()
-    (pid,) = rlhf_utils.wait_for([actor], actor.has_grandchild.remote())
-    print(psutil.pid_exists(pid))
-    try:
-        rlhf_utils.wait_for([actor], actor.interrupt.remote(os.getpid()))
-    finally:
-        print(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE, flush=True)
-"""
-
-
-def test_wait_ends_with_its_actors_and_all_their_processes():
-    """Before Ray is shut down, which would leave a worker of vLLM that computes and does not look at its SIGTERM."""
-    run = [sys.executable, "-c", WAITS_FOR_AN_ACTOR]
-    done = subprocess.run(run, check=False, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_SECONDS)
-    assert done.stdout.split() == ["True", "False"], done.stderr
-    assert done.stderr.endswith("KeyboardInterrupt\n")
-
-
 def test_process_ends_with_its_children():
     code = "import multiprocessing, time, rlhf_utils\n"
     code += "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=[100])\n"
     code += "child.start(), rlhf_utils.end_with_children(), child.kill(), time.sleep(100)\n"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, timeout=90).returncode == 1
+
+
+FAMILY = """
+import multiprocessing, os, signal, sys, time, rlhf_utils
+
+def child(pipe):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as if it computed, and did not look at the signal
+    if (grandchild := os.fork()):
+        pipe.send(grandchild)
+    time.sleep(100)
+
+ours, pipe = multiprocessing.Pipe()
+process = multiprocessing.get_context("fork").Process(target=child, args=[pipe])
+process.start()
+grandchild = ours.recv()
+rlhf_utils.end_with_children()
+print(process.pid, grandchild, flush=True)
+time.sleep(100)
+"""
+
+
+def test_children_end_with_a_killed_process():
+    parent = subprocess.Popen([sys.executable, "-c", FAMILY], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    family = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(family) == 2
+    assert all(map(is_alive, family))
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, family)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 # --- The files --------------------------------------------------------------------------------------------------------
