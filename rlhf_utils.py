@@ -206,8 +206,9 @@ def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
     parents = [psutil.Process(child.pid) for child in children]
     pids = " ".join(str(own.pid) for parent in parents for own in [parent, *parent.children(recursive=True)])
     reader, _ = os.pipe()  # its other end closes when this process ends
+    # By way of 3: what runs in the background has no standard input.
     watch = f"exec 3<&0; {{ read line; kill {pids}; sleep 2; kill -9 {pids}; }} <&3 >/dev/null 2>&1 &"
-    # Orphaned, in a session of its own, and without the variable that Ray's children have: else it ends too early.
+    # An orphan in a session of its own, without the variable that Ray's children have: else it is ended with them.
     env = os.environ | {"RAY_RAYLET_PID": ""}
     subprocess.run(["sh", "-c", watch], check=True, stdin=reader, start_new_session=True, env=env)
     os.close(reader)

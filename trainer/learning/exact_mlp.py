@@ -159,7 +159,7 @@ def compiled(function: Callable) -> Callable:
     """The function, compiled on a GPU, where it then reads and writes its large tensors once."""
     if not torch.cuda.is_available():
         return function
-    options = {"emulate_precision_casts": True}  # else inductor keeps what it fuses in fp32: round where this does
+    options = {"emulate_precision_casts": True}  # round where the function does: inductor would stay in fp32
     options["triton.mix_order_reduction_non_strict_mode"] = True  # else it compiles again for large batches
     return torch.compile(function, dynamic=True, options=options)
 

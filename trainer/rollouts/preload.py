@@ -33,13 +33,13 @@ with (
     import vllm.v1.engine.async_llm  # noqa: F401
     from vllm.sampling_params import SamplingParams
 
-every_parameter = SamplingParams.for_sampler_warmup
+with_every_option = SamplingParams.for_sampler_warmup
 
 
 def without_top_k_and_top_p() -> SamplingParams:
     """What an engine samples with while it starts. vLLM's kernel of top-k and top-p has many forms, and few runs use
     one: compiling them took 15 s of a first run."""
-    parameters = every_parameter()
+    parameters = with_every_option()
     parameters.top_k, parameters.top_p = 0, 1.0
     return parameters
 
