@@ -322,11 +322,14 @@ def test_children_end_with_a_killed_process():
     assert len(family) == 2
     assert all(map(is_alive, family))
     parent.kill()
-    parent.communicate()
+    parent.wait()
     deadline = time.monotonic() + 10
-    while any(map(is_alive, family)):
-        assert time.monotonic() < deadline
+    while (left := [own for own in family if is_alive(own)]) and time.monotonic() < deadline:
         time.sleep(0.1)
+    for own in left:
+        own.kill()
+    parent.stdout.close()
+    assert not left
 
 
 # --- The files --------------------------------------------------------------------------------------------------------
