@@ -18,6 +18,8 @@ from trainer.errors import MismatchError
 from trainer.learning.grpo import GRPOLearner
 
 RELOADED = {"Bloom"}  # whose loader computes
+# As they are, a swap of two layers moves the log-probabilities by less than the mismatch's bound in bf16.
+LOUDER = {"Bloom": {"initializer_range": 0.06}, "Cohere2": {"logit_scale": 1.0}}
 ENGINE_OPTIONS = {}
 if DEVICE.type == "cpu":
     RELOADED |= {"Mixtral", "Qwen3Moe"}  # whose experts vLLM packs there
@@ -72,8 +74,7 @@ SIZES |= dict.fromkeys(["Olmoe", "DeepseekV3", *DIFFERENCES], 1)
 
 @pytest.mark.parametrize(("architecture", "tensor_parallel_size"), [case(*each) for each in SIZES.items()])
 def test_weights_arrive_and_come_back(tmp_path, architecture, tensor_parallel_size):
-    louder = {"logit_scale": 1.0} if architecture == "Cohere2" else {}  # its own hides from bf16 what changes
-    build(architecture, tmp_path, **louder)
+    build(architecture, tmp_path, **LOUDER.get(architecture, {}))
     with Pair(tmp_path, tensor_parallel_size, **ENGINE_OPTIONS.get(architecture, {})) as pair:
         from_disk = pair.rpc("digest", False), pair.generate()
         assert pair.mismatch() >= 0  # raises if the engine did not load the trainer's weights
