@@ -284,7 +284,8 @@ def measure_exact_model(_, folder) -> None:
 
     def result(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         learner.optimizer.zero_grad()
-        (logprobs * weights).sum().backward()
+        with model.differentiating():
+            (logprobs * weights).sum().backward()
         return logprobs.detach().cpu(), torch.cat([p.grad.flatten().cpu() for p in learner.parameters])
 
     precise = torch.zeros(4, 300, device="cuda")

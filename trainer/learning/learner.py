@@ -162,7 +162,8 @@ class Learner:
                 tensors = {name: tensor[micro_batch] for name, tensor in batch.tensors.items()}
                 losses, others = losses_of(batch.rollouts[micro_batch], width, tensors)
                 loss = (losses * tensors["loss_weights"]).sum()
-                (loss * model.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
+                with model.differentiating():
+                    (loss * model.ranks).backward()  # FSDP averages the gradients of the ranks, whose losses add up
                 means = {name: (values * tensors["mean_weights"]).sum() * learns for name, values in others.items()}
                 for name, value in ({"loss": loss} | means).items():
                     sums[name] = sums.get(name, 0.0) + value.detach()  # a tensor: reading it would wait for the GPU

@@ -94,6 +94,10 @@ class Model:
         """For all passes, backward included: inside, one rank on a GPU computes in bf16. On several, FSDP2 does."""
         return bf16_weights(self.module) if self.device.type == "cuda" and self.ranks == 1 else nullcontext()
 
+    def differentiating(self) -> AbstractContextManager[None]:
+        """For the call of `backward`."""
+        return exact.any_kernels() if self.device.type == "cuda" and self.exact_workers else nullcontext()
+
     def autocast(self) -> AbstractContextManager[None]:
         """For each forward pass."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
