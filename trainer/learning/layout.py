@@ -49,7 +49,7 @@ class Layout:
 
     def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
         """The inputs as arguments of the model."""
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        inputs = {name: to_device(tensor, device) for name, tensor in self.inputs.items()}
         return inputs | ({"prompt_groups": self.groups} if self.groups else {})
 
 
@@ -148,3 +148,9 @@ def as_tensor(numbers) -> torch.Tensor:
 def padded(rows: list) -> torch.Tensor:
     """Rows of numbers as a tensor [rows, S], padded with zeros on the right, where no earlier token attends to them."""
     return torch.nn.utils.rnn.pad_sequence([as_tensor(row) for row in rows], batch_first=True)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on this device. The next launches do not wait for what a GPU computes, as they would after a copy from
+    memory that is not pinned."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

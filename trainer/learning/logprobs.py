@@ -21,6 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import RunError
+from .layout import to_device
 from .multimodal import states_with_images
 from .rollout import Rollout
 
@@ -45,7 +46,7 @@ class Allowed(NamedTuple):
         counts = np.concatenate([own.counts[rollout.mask] for own, rollout in zip(masks, rollouts, strict=True)])
         places = np.stack([counts.cumsum() - counts, counts], 1)
         arrays = np.concatenate([own.token_ids for own in masks]), places
-        return cls(*(torch.from_numpy(own).to(device, non_blocking=True) for own in arrays), int(counts.max()))
+        return cls(*(to_device(torch.from_numpy(own), device) for own in arrays), int(counts.max()))
 
     def padded(self, places: torch.Tensor) -> torch.Tensor:
         """The ids [n, width] of n tokens, with -1 behind them."""

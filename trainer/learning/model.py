@@ -19,7 +19,7 @@ from .batching import RankBatch, rank_batch, tokens
 from .checkpointing import Checkpointing, tokens_in_memory
 from .config import LearnerConfig
 from .flops import Work
-from .layout import SHARED, lay_out, padded
+from .layout import SHARED, lay_out, padded, to_device
 from .loading import make_savable, prepare
 from .logprobs import Allowed, choose_head, scores_of_logits, token_scores
 from .lora import adapted_layers, adapter_parameters
@@ -246,8 +246,7 @@ class Model:
         if self.work:
             self.work.add(rollouts, layout.groups, len(rows))
         tensors = (*layout.tokens(rows, columns), rows, columns)
-        # Without waiting for the micro-batch before: a blocking copy would leave the GPU idle until the next launch.
-        targets, states_at, rows, columns = (tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        targets, states_at, rows, columns = (to_device(tensor, self.device) for tensor in tensors)
         inputs = layout.inputs_on(self.device)
         if images := rollouts[0].images:  # of all of them: a micro-batch has one group
             inputs["pixels"] = image_inputs(self.processor, images, self.device)

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import RunError
 from ..images import Images
+from .layout import to_device
 
 
 def is_multimodal(model_type: str) -> bool:
@@ -54,7 +55,7 @@ def learning_modules(model, new_head: str | None = None) -> tuple[torch.nn.Modul
 def image_inputs(processor, images: Images, device: torch.device) -> dict[str, torch.Tensor]:
     """What the model's tower takes of these images, as the engine prepares them."""
     inputs = processor.image_processor(images=images.decoded(), return_tensors="pt")
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+    return {name: to_device(tensor, device) for name, tensor in inputs.items()}
 
 
 def states_with_images(
