@@ -101,6 +101,20 @@ def test_model_is_plain_again_where_it_is_told_so(tmp_path, architecture):
     assert not [name for name, submodule in model.module.named_modules() if "forward" in vars(submodule)]
 
 
+@pytest.mark.parametrize("again", ["true", "false"])
+def test_backward_computes_again_with_the_kernels_of_forward(tmp_path, monkeypatch, again):
+    route, libraries, forward = exact_mlp.routing_kernel, ["cublaslt"], []
+    monkeypatch.setattr(exact, "_choose_kernels", lambda library, split_k: libraries.append(library))
+    monkeypatch.setattr(exact_mlp, "routing_kernel", lambda *args: forward.append(libraries[-1]) or route(*args))
+    path = write_model("Mixtral", tmp_path, **EXACT["Mixtral"])
+    learner = GRPOLearner(path, config(gradient_checkpointing=again), CPU)
+    learner.model.make_exact(1)
+    learner.learn(rollouts(learner))
+    assert set(forward) == {"cublaslt"} and libraries[-1] == "cublaslt"
+    # Two blocks, of rollouts that are learned from and of others; backward is one.
+    assert (len(forward), libraries.count("cublas")) == ((6, 0) if again == "true" else (4, 1))
+
+
 def test_another_model_of_the_family_stays_plain(tmp_path):
     path = write_model("Llama", tmp_path, **EXACT["Llama"])
     other = Model(path, config(), CPU)

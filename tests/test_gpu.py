@@ -272,9 +272,8 @@ def measure_exact_model(_, folder) -> None:
     """Log-probabilities and gradient of four completions of one prompt: as transformers computes them in fp32, and as a
     trainer does, exact or not, in rows of their own and behind the prompt."""
     match_engine()
-    learner = GRPOLearner(
-        str(folder / "model"), arguments_of(train_grpo, group_size=4, max_tokens=300), torch.device("cuda")
-    )
+    options = {"group_size": 4, "max_tokens": 300, "gradient_checkpointing": "false"}
+    learner = GRPOLearner(str(folder / "model"), arguments_of(train_grpo, **options), torch.device("cuda"))
     model, generator = learner.model, torch.Generator().manual_seed(0)
     prompt, *drawn = (torch.randint(2, 258, (n,), generator=generator).tolist() for n in (600, 300, 300, 280, 17))
     rollouts, weights = (

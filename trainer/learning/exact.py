@@ -82,8 +82,8 @@ def match_engine() -> None:
 
 @contextmanager
 def any_kernels() -> Iterator[None]:
-    """For backward, after `match_engine`: inside, cuBLAS chooses its kernels as it does by default, since no engine has
-    a gradient's bits. That takes 0.02 ms of the CPU for each product, and cuBLASLt without a workspace 0.13 to 0.2."""
+    """After `match_engine`, for products whose bits no engine has: cuBLAS chooses the kernels, in 0.02 ms of the CPU
+    each. cuBLASLt without a workspace takes 0.13 to 0.2."""
     _choose_kernels("cublas", split_k=True)
     try:
         yield
@@ -92,8 +92,9 @@ def any_kernels() -> Iterator[None]:
 
 
 def _choose_kernels(library: str, split_k: bool) -> None:
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (split_k, split_k)
-    torch.backends.cuda.preferred_blas_library(library)
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (split_k, split_k)
+        torch.backends.cuda.preferred_blas_library(library)
 
 
 def attention_backend(config) -> str:

@@ -95,8 +95,9 @@ class Model:
         return bf16_weights(self.module) if self.device.type == "cuda" and self.ranks == 1 else nullcontext()
 
     def differentiating(self) -> AbstractContextManager[None]:
-        """For the call of `backward`."""
-        return exact.any_kernels() if self.device.type == "cuda" and self.exact_workers else nullcontext()
+        """For the call of `backward`. What is computed again in it keeps the engine's kernels: other bits could choose
+        other experts."""
+        return exact.any_kernels() if self.exact_workers and not self.computes_again else nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
         """For each forward pass."""
