@@ -48,6 +48,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -194,7 +195,7 @@ def wait_for(actors: list, *calls, timeout: float = 3600.0) -> list:
 
 def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
     """End this process with the first of the child processes that it has now, unless `unless()` is true by then. If
-    this process ends first, even by SIGKILL, they and their own children end within three seconds.
+    this process ends first, even by SIGKILL, they and the children that they have now end within three seconds.
 
     vLLM waits forever for an engine core that was killed. If an actor is gone, every wait for it ends. A core may
     outlive its actor, and a worker in an all-reduce its core: on a GPU, both would keep their memory.
@@ -204,10 +205,12 @@ def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
     if not (children := multiprocessing.active_children()):
         return
     parents = [psutil.Process(child.pid) for child in children]
-    pids = " ".join(str(own.pid) for parent in parents for own in [parent, *parent.children(recursive=True)])
+    pids = [own.pid for parent in parents for own in [parent, *parent.children(recursive=True)]]
+    # Each only if it is still the process that it was: days later, its number may be another's.
+    signal = "; ".join(f"grep -qsw '{_started(pid)}' /proc/{pid}/stat && kill $1 {pid}" for pid in pids)
     reader, _ = os.pipe()  # its other end closes when this process ends
     # By way of 3: what runs in the background has no standard input.
-    watch = f"exec 3<&0; {{ read line; kill {pids}; sleep 2; kill -9 {pids}; }} <&3 >/dev/null 2>&1 &"
+    watch = f"end() {{ {signal}; }}; exec 3<&0; {{ read line; end -15; sleep 2; end -9; }} <&3 >/dev/null 2>&1 &"
     # An orphan in a session of its own, without the variable that Ray's children have: else it is ended with them.
     env = os.environ | {"RAY_RAYLET_PID": ""}
     subprocess.run(["sh", "-c", watch], check=True, stdin=reader, start_new_session=True, env=env)
@@ -220,3 +223,11 @@ def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
                 os._exit(1)
 
     threading.Thread(target=end, daemon=True).start()
+
+
+def _started(pid: int) -> str:
+    """When this process was started, in /proc's unit; "none" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "none"
