@@ -41,8 +41,8 @@ endif
 	.venv/bin/python -m compileall -qq -j 0 .venv/lib || true  # on all cores; some files are for another Python
 	touch $@
 
-run: venv  ## rlhf.py to its end, on GPUs or without
-	.venv/bin/python rlhf.py
+run: venv  ## rlhf.py to its end, on GPUs or without; on one or two GPUs rlhf_colocate.py
+	.venv/bin/python $(if $(filter 1 2,$(words $(filter GPU,$(GPU)))),rlhf_colocate.py,rlhf.py)
 
 quick: venv  ## the tests without an engine, in under a minute
 	$(PYTEST) $(addprefix tests/test_,learner.py model.py objectives.py copies.py transport.py shared_memory.py replay.py)
