@@ -206,11 +206,11 @@ def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
         return
     parents = [psutil.Process(child.pid) for child in children]
     pids = [own.pid for parent in parents for own in [parent, *parent.children(recursive=True)]]
-    # Each only if it is still the process that it was: days later, its number may be another's.
-    signal = "; ".join(f"grep -qsw '{_started(pid)}' /proc/{pid}/stat && kill $1 {pid}" for pid in pids)
+    # To each that is still the process that it was: days later, its number may be another's.
+    send = "; ".join(f"grep -qsw '{_started(pid)}' /proc/{pid}/stat && kill $1 {pid}" for pid in pids)
     reader, _ = os.pipe()  # its other end closes when this process ends
     # By way of 3: what runs in the background has no standard input.
-    watch = f"end() {{ {signal}; }}; exec 3<&0; {{ read line; end -15; sleep 2; end -9; }} <&3 >/dev/null 2>&1 &"
+    watch = f"exec 3<&0; send() {{ {send}; }}; {{ read line; send -TERM; sleep 2; send -KILL; }} <&3 >/dev/null 2>&1 &"
     # An orphan in a session of its own, without the variable that Ray's children have: else it is ended with them.
     env = os.environ | {"RAY_RAYLET_PID": ""}
     subprocess.run(["sh", "-c", watch], check=True, stdin=reader, start_new_session=True, env=env)
@@ -226,7 +226,7 @@ def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
 
 
 def _started(pid: int) -> str:
-    """When this process was started, in /proc's unit; "none" if it has ended."""
+    """When this process was started, in ticks since the host was (proc(5), starttime); "none" if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -82,8 +82,8 @@ def match_engine() -> None:
 
 @contextmanager
 def any_kernels() -> Iterator[None]:
-    """After `match_engine`, for products whose bits no engine has: cuBLAS chooses the kernels, in 0.02 ms of the CPU
-    each. cuBLASLt without a workspace takes 0.13 to 0.2."""
+    """For products whose bits no engine has: inside, cuBLAS chooses a kernel for each in 0.02 ms of the CPU's time.
+    cuBLASLt takes 0.13 to 0.2 ms without the workspace that `match_engine` denies it."""
     _choose_kernels("cublas", split_k=True)
     try:
         yield
