@@ -148,15 +148,18 @@ class Script:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def assert_failed_cleanly(self, text: str, family: list[psutil.Process]) -> None:
+    def assert_failed_cleanly(self, text: str, family: list[psutil.Process | int]) -> None:
         """One message, an exit status that says so, and nothing left running."""
         assert self.process.returncode not in (0, None), text
         assert "error: " in text.splitlines()[-1], text
         assert [p for p in family if is_alive(p)] == []
 
 
-def is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process | int) -> bool:
+    """Whether this process, or the one with this number, still runs. A killed orphan does not, but is a zombie until
+    PID 1 has waited for it: on a busy machine, that takes a moment."""
     try:
+        process = psutil.Process(process) if isinstance(process, int) else process
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from conftest import ROOT, Script, assert_removed, spans_of, timeline_of
+from conftest import ROOT, Script, assert_removed, is_alive, spans_of, timeline_of
 from fakes import local_rewards
 from ray import cloudpickle
 
@@ -248,7 +248,7 @@ def test_what_an_engine_starts_as_it_ends_is_ended_and_what_its_workers_shared_i
     (tmp_path / "main.py").write_text(ENDING)
     name = Script(tmp_path, sys.executable, "main.py", PYTHONPATH=str(ROOT)).finish(120).splitlines()[-1]
     assert name.startswith("psm_")
-    assert not psutil.pid_exists(int((tmp_path / "started").read_text()))
+    assert not is_alive(int((tmp_path / "started").read_text()))
     assert_removed({f"/dev/shm/{name}"})
 
 
