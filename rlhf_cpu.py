@@ -83,6 +83,7 @@ def engine_options(tensor_parallel_size: int) -> dict:
         "dtype": "float32",
         "enforce_eager": True,
         "kv_cache_memory_bytes": 256 << 20,
+        "max_model_len": -1,  # the model's own, or as many tokens as the KV cache holds
         "enable_chunked_prefill": False,
     }
 

@@ -104,6 +104,11 @@ def write_model(architecture, folder, **options):
     return str(folder)
 
 
+def long_model(folder) -> str:
+    """A model that takes more tokens than the KV cache of an engine on a CPU holds."""
+    return write_model("Llama", folder, **LLAMA, max_position_embeddings=2**20)
+
+
 def gemma2(folder, scale: float, **options) -> str:
     """A model that soft-caps its attention, with a window shorter than its prompts, and this much larger weights."""
     from transformers import Gemma2Config, Gemma2ForCausalLM

@@ -22,6 +22,7 @@ import pytest
 import ray
 import torch
 from conftest import HANGS_SECONDS, ROOT, SYNC, Script, copy, cpu_only, is_alive, title_of
+from learners import long_model
 from transformers import AutoModelForCausalLM
 
 import rlhf
@@ -405,6 +406,13 @@ def test_copied_script_learns(tmp_path, script, flags):
     first, last = (float(word) for word in last_line.split()[2:5:2])
     assert first < 0.2
     assert last > 0.9
+
+
+@cpu_only
+@pytest.mark.slow
+def test_model_may_take_more_tokens_than_the_kv_cache_holds(tmp_path):
+    text = run_of(tmp_path, "rlhf", "--model", long_model(tmp_path / "model"), "--steps", 1).finish()
+    assert text.splitlines()[-1].startswith("OK: "), text
 
 
 @cpu_only

@@ -52,7 +52,9 @@ class EngineArguments:
         None, help="fraction of each of its GPUs' memory that an engine takes (default: 0.8; on shared GPUs: 0.4)"
     )
     max_model_len: Annotated[int | None, Ge(1)] = arg(
-        None, help="tokens that a prompt and its completion may have together (default: the model's limit)"
+        None,
+        help="tokens that a prompt and its completion may have together (default: the model's limit; CPU: that, or what"
+        " fits into 256 MiB)",
     )
     exact: Literal["auto", "on", "off"] = arg(
         "auto",
@@ -126,6 +128,7 @@ def llm_options(
             executor = "mp"
             environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, ids)) for ids in cores_of_workers)}
         options |= {"dtype": "float32", "distributed_executor_backend": executor, "kv_cache_memory_bytes": 256 << 20}
+        options["max_model_len"] = args.max_model_len or -1  # the model's own, or as many tokens as that holds
         # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
     if setting.extension:
