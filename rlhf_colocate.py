@@ -7,8 +7,8 @@
               Engine 0: vllm.LLM with two workers, extended by rlhf_utils.ColocateWorkerExtension
     GPU 2, 3  Trainer, ranks 2 and 3; Engine 1
 
-With --tensor-parallel-size 1, the default for an odd number of GPUs, each GPU has two engines. All engines generate
-equally many completions.
+With --tensor-parallel-size 1, the default for an odd number of GPUs, each GPU has two engines. All ranks and engines
+have equally many completions: --group-size is rounded up for that, from 8 to 9 on three GPUs.
 
 In a sync, each worker reads the weights from the GPU memory of all ranks: several GPUs need access to each other's
 memory, as over NVLink. The engines' KV cache sleeps while the trainer learns. A parameter takes 18 bytes over all ranks
@@ -20,6 +20,7 @@ To copy this file, take rlhf_utils.py and weight_sync/ along, and for machines w
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -258,9 +259,8 @@ def main(args: argparse.Namespace) -> str:
     engines_per_gpu = ENGINES_PER_GPU if tensor_parallel_size == 1 else 1
     if ranks % tensor_parallel_size:
         raise RuntimeError(f"--tensor-parallel-size {tensor_parallel_size} does not divide the {ranks} GPUs")
-    if (completions := args.prompts_per_step * args.group_size) % (ranks * engines_per_gpu):
-        multiple = f"{ranks * engines_per_gpu}: change --prompts-per-step or --group-size"
-        raise RuntimeError(f"a step's {completions} completions are no multiple of {multiple}")
+    multiple = math.lcm(args.prompts_per_step, ranks * engines_per_gpu) // args.prompts_per_step
+    args.group_size = math.ceil(args.group_size / multiple) * multiple  # so that none has more completions than others
     placement = placement_group([{"GPU": 1} if gpus else {"CPU": 0.1}] * ranks, strategy="STRICT_PACK")
     if not placement.wait(timeout_seconds=20):
         raise RuntimeError(
@@ -322,7 +322,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="name or folder (default: facebook/opt-125m; no GPU: a small one)")
     parser.add_argument("--prompts", type=json_lines, default=PROMPTS, help="JSON lines, as shown at the script's top")
     parser.add_argument("--prompts-per-step", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt, or a few more")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a completion")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, help="default: 1e-5; the small model: 3e-3")
