@@ -340,6 +340,13 @@ def settled(gpu, say=lambda _: None, **options):
 
 
 H200 = exact.GPU(90, (2, 30, 7), 8, 150 << 30)
+B200 = replace(H200, capability=100)
+
+
+@pytest.mark.parametrize(("gpu", "head_dim", "expected"), [(H200, 128, "auto"), (B200, 64, "auto"), (B200, 128, "off")])
+def test_gpu_without_flash_attention_3_is_exact_where_triton_computes_attention(tmp_path, gpu, head_dim, expected):
+    model = write_model("Llama", tmp_path, **EXACT["Llama"] | {"head_dim": head_dim})
+    assert settled(gpu, model=model).exact == expected
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 from ..errors import RunError
 from ..learning.config import ModelConfig
-from ..learning.exact import GPU, missing_operation
+from ..learning.exact import GPU, attention_backend, missing_operation
 from ..run.folder import RunFolder
 from .options import EngineArguments
 
 LEAST_CAPABILITY = 90  # of a GPU: on SM80, that mode replaces more operations than are known here
+BLACKWELL = 100  # has no FlashAttention 3
 LEAST_NCCL = (2, 29, 7)  # from which on vLLM's settings are for its own communicators only
 ORDERED_SUMS = (4, 6, 8)  # workers for which vLLM's own all-reduce adds in the order of ranks; 2 have only one order
 
@@ -31,10 +32,14 @@ def settle_exactness(
 
     if args.exact == "off" or (args.exact == "auto" and gpu is None):
         return replace(args, exact="off")
-    workers, hidden_size = args.tensor_parallel_size, AutoConfig.from_pretrained(model).get_text_config().hidden_size
+    workers, of_model = args.tensor_parallel_size, AutoConfig.from_pretrained(model)
+    hidden_size = of_model.get_text_config().hidden_size
     obstacles = {
         "there is no GPU": gpu is None,
         f"the GPU's compute capability is below {LEAST_CAPABILITY / 10}": gpu and gpu.capability < LEAST_CAPABILITY,
+        "FlashAttention 3, which this model takes, is for compute capability 9 alone": (
+            gpu and gpu.capability >= BLACKWELL and attention_backend(of_model) == "FLASH_ATTN"
+        ),
         f"NCCL {gpu and gpu.nccl_version} takes vLLM's settings for all groups, and the first sync would hang": (
             gpu and by_nccl and gpu.nccl < LEAST_NCCL
         ),
@@ -47,7 +52,7 @@ def settle_exactness(
         "inductor rounds in other places (compile)": config.compile,
     }
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
-    if not reason and (missing := missing_operation(AutoConfig.from_pretrained(model))):
+    if not reason and (missing := missing_operation(of_model)):
         reason = f"the trainer does not know the engine's arithmetic of {missing}"
     if not reason:
         return args
