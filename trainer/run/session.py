@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from rlhf_utils import WeightSyncError
 
@@ -223,7 +223,7 @@ def explain(phase: str, actor: str, error: Exception) -> Exception:
         return RunError(f"the {actor} cannot start: {cause}; more in {sys.stderr.name}")  # which is run.log
     if isinstance(cause, USER_ERRORS):
         return cause
-    if _died(error):
+    if _died(error) or type(error) is ActorUnavailableError:  # if the news of its death takes Ray over a second
         node = " with its Ray node" if "its node has died" in str(error) else ""
         return RunError(f"the {actor} died{node} while {phase}")
     if "EngineDeadError" in str(error):
