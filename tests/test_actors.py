@@ -18,9 +18,10 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from conftest import ROOT, Script, assert_removed, is_alive, spans_of, timeline_of
+from conftest import HANGS_SECONDS, ROOT, Script, assert_removed, is_alive, spans_of, timeline_of
 from fakes import local_rewards
 from ray import cloudpickle
+from ray.exceptions import ActorUnavailableError
 
 from rlhf_utils import WeightSyncError
 from trainer.errors import EngineError, RunError, TaskError
@@ -32,7 +33,7 @@ from trainer.run import actors
 from trainer.run import session as run_session
 from trainer.run.actors import ActorGroup, Seat, StepClock, reserve, seat
 from trainer.run.arguments import RunArguments
-from trainer.run.session import RaySession, one_line
+from trainer.run.session import RaySession, explain, one_line
 from trainer.run.timeline import Timeline
 from trainer.tasks.dataset import Row
 from trainer.tasks.rewards import Batch, Group, Rewards
@@ -43,7 +44,7 @@ FAULT_SECONDS = 30
 
 @pytest.fixture(scope="module")
 def ray_session():
-    with RaySession(RunArguments(timeout=60.0), lambda *_: None) as session:
+    with RaySession(RunArguments(timeout=HANGS_SECONDS), lambda *_: None) as session:
         yield session
 
 
@@ -164,6 +165,11 @@ def group(session: RaySession, name: str, count: int = 1, cls: type = Actor, **o
     return ActorGroup(session, name, cls, [Seat({"num_cpus": 0, **options}, [i]) for i in range(count)])
 
 
+def await_start(session: RaySession) -> None:
+    """Of all actors: what is timed afterwards does not have it."""
+    ray.get([actor.__ray_ready__.remote() for actor in session.actors.values()], timeout=HANGS_SECONDS)
+
+
 @pytest.mark.slow
 def test_a_worker_of_ray_starts_without_torch(session):
     """All of them run `start_tracker`, whatever they do: an import of torch would take seconds in each."""
@@ -204,7 +210,7 @@ def test_modules_of_the_working_folder_come_last_in_workers_and_their_processes(
     script.parent.mkdir()
     script.write_text(FINDING)
     (script.parent / "beside.py").touch()
-    text = Script(folder, sys.executable, "../script/main.py", PYTHONPATH=str(ROOT)).finish(120)
+    text = Script(folder, sys.executable, "../script/main.py", PYTHONPATH=str(ROOT)).finish()
     origins = [ROOT / "trainer/__init__.py", ROOT / "weight_sync/__init__.py", datasets.__file__, folder / "mine.py"]
     assert text.splitlines()[-1].split() == [
         *map(os.path.realpath, [folder, *[*origins, script.parent / "beside.py"] * 2])
@@ -246,7 +252,7 @@ with RaySession(RunArguments(), lambda *_: None) as session:
 @pytest.mark.slow
 def test_what_an_engine_starts_as_it_ends_is_ended_and_what_its_workers_shared_is_removed(tmp_path):
     (tmp_path / "main.py").write_text(ENDING)
-    name = Script(tmp_path, sys.executable, "main.py", PYTHONPATH=str(ROOT)).finish(120).splitlines()[-1]
+    name = Script(tmp_path, sys.executable, "main.py", PYTHONPATH=str(ROOT)).finish().splitlines()[-1]
     assert name.startswith("psm_")
     assert not is_alive(int((tmp_path / "started").read_text()))
     assert_removed({f"/dev/shm/{name}"})
@@ -331,8 +337,9 @@ def test_death_of_an_idle_actor_ends_the_wait(session, waiting_for):
 
 
 def test_timeline_has_the_calls_that_were_answered_and_the_waits_for_them(session, monkeypatch, tmp_path):
-    monkeypatch.setattr(session, "timeline", Timeline(tmp_path / "timeline.json"))
     engines, trainers = group(session, "engine", 2), group(session, "trainer")
+    await_start(session)
+    monkeypatch.setattr(session, "timeline", Timeline(tmp_path / "timeline.json"))
     engines.begin(Actor.sleep, 60)  # nobody waits for it
     trainers.call("learning", Actor.sleep, 0.2)
     session.timeline.close()
@@ -351,9 +358,16 @@ def test_death_is_not_blamed_on_who_waited_for_the_dead(session):
         engines.call("syncing", Engines.take_weights, trainer.actors["trainer"])
 
 
+def test_actor_that_ray_cannot_reach_has_died():
+    """Ray waits for a second for the news of a death, and then it does not know."""
+    error = explain("generating", "engine", ActorUnavailableError("connection refused", None))
+    assert str(error) == "the engine died while generating"
+
+
 @pytest.mark.slow
 def test_death_after_an_answer_ends_the_wait(session):
     trainer, engine = group(session, "trainer"), group(session, "engine")
+    await_start(session)
     started = time.monotonic()
     with pytest.raises(RunError, match=r"^the engine died while starting$"):
         session.wait("starting", engine.begin(Actor.die, 1) | trainer.begin(Actor.sleep, 60))
@@ -370,6 +384,7 @@ def test_a_sync_does_not_wait_behind_a_thousand_requests(session):
 
 def test_engine_that_waits_has_time_to_end_by_itself(session, tmp_path):
     trainer, engine = group(session, "trainer"), group(session, "engine", cls=Receiver)
+    await_start(session)
     engine.begin(Receiver.receive, trainer.agreed("asking", Actor.pid), tmp_path / "ended")
     session.end(dict(session.actors), patience=10)
     assert (tmp_path / "ended").exists()
@@ -378,6 +393,7 @@ def test_engine_that_waits_has_time_to_end_by_itself(session, tmp_path):
 
 def test_death_outranks_a_failed_sync_and_that_all_others(session):
     trainer, engine, critic = (group(session, name) for name in ("trainer", "engine", "critic"))
+    await_start(session)
     sync, other = WeightSyncError("the engine's connection closed"), ValueError("of another kind")
     for begin, error, message in (
         (

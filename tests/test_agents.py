@@ -11,6 +11,7 @@ import math
 import random
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -439,12 +440,16 @@ def test_agent_by_the_openai_package(serve, capsys):
     assert capsys.readouterr().out.count("agents set temperature, which the run's own sampling replaces") == 1
 
 
+GAVE_UP = threading.Event()
+
+
 async def impatient(base_url, api_key, row):
     request = {"url": f"{base_url}/chat/completions", "json": {"messages": row["prompt"]}}
     async with httpx.AsyncClient() as client:
         for _ in range(2):
             with pytest.raises(httpx.ReadTimeout):
-                await client.post(**request, timeout=0.1)
+                await client.post(**request, timeout=httpx.Timeout(60, read=0.1))
+        GAVE_UP.set()
         return {"reward": 1, "ids": [(await client.post(**request)).json()["id"] for _ in range(2)]}
 
 
@@ -453,7 +458,7 @@ def test_request_that_is_repeated_since_its_client_waits_no_longer_is_sampled_on
     policy, server = Policy(agent.template.tokenizer, lambda: "Yes."), AgentServer(agent)
 
     async def sample(turn):
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(GAVE_UP.wait, 60)
         return await policy.sample(turn)
 
     own = AgentRollout(agent, sample, 0, 50, None)
@@ -522,12 +527,12 @@ print()
         ({"agent": "in_a_thread"}, [1.0] * 4, None),
         ({"agent": "wrong"}, [None] * 4, "--agent test_agents:wrong returned 'a lot', and not a finite number, None,"),
         ({"agent": "raises"}, [1.0, 1.0, None, None], "raised ValueError: no luck (test_agents.py, line"),
-        ({"agent": "never"}, [None] * 4, "took longer than 1 s (the setting agent_timeout)"),
+        ({"agent": "never"}, [None] * 4, "took longer than 10 s (the setting agent_timeout)"),
         ({"agent_command": "float"}, [0.25] * 4, None),
         ({"agent_command": "dict"}, [0.5, 0.5, 0.0, 0.0], None),
         ({"agent_command": "text"}, [None] * 4, "its last line is no reward, but ['text']"),
         ({"agent_command": "crash"}, [None] * 4, "ended with status 1: gone wrong"),
-        ({"agent_command": "sleep"}, [None] * 4, "took longer than 1 s (the setting agent_timeout)"),
+        ({"agent_command": "sleep"}, [None] * 4, "took longer than 10 s (the setting agent_timeout)"),
     ],
 )
 def test_what_an_agent_returns_is_its_reward_and_a_failure_is_none(
@@ -539,7 +544,7 @@ def test_what_an_agent_returns_is_its_reward_and_a_failure_is_none(
     if flag == "agent_command":
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # where nobody listens
     value = f"test_agents:{how}" if flag == "agent" else f"'{sys.executable}' program.py {{row}} {how}"
-    batch = serve(**{flag: value, "agent_timeout": 1.0 if how in ("never", "sleep") else 60.0})
+    batch = serve(**{flag: value, "agent_timeout": 10.0 if how in ("never", "sleep") else 60.0})
     assert [rollout.reward for rollout in batch.rollouts] == rewards
     failed = rewards.count(None)
     assert batch.metrics["agent/failure_frequency"] == failed / 4

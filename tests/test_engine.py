@@ -10,13 +10,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
-from conftest import ROOT, cpu_only
+from conftest import ROOT, cpu_only, is_alive
 from fakes import Engines
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -110,6 +111,16 @@ def test_gpu_engine_decodes_by_graphs_unless_told_otherwise(args):
     assert llm_options(args, "model", setting, [1])[0]["enforce_eager"]
 
 
+def test_engine_on_a_cpu_takes_as_many_tokens_as_its_kv_cache_holds(args):
+    def limit(device):
+        return llm_options(args, "model", EngineSetting(device), [1])[0]["max_model_len"]
+
+    assert limit("cpu") == -1  # as tests/test_scripts.py runs it
+    assert limit("cuda") is None
+    args.max_model_len = 99
+    assert limit("cpu") == limit("cuda") == 99
+
+
 def test_environment_of_an_engine_is_set_in_its_actor_alone(args, monkeypatch):
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": ""})
     monkeypatch.setattr(engine, "import_vllm", lambda: None)
@@ -197,7 +208,10 @@ def test_a_forked_engine_core_ends_with_its_actor():
     assert core.parent().pid != actor.pid
     actor.kill()
     actor.wait()
-    core.wait(10)
+    deadline = time.monotonic() + 10
+    while is_alive(core):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from conftest import HANGS_SECONDS
 from fakes import session_without_ray
 
 from trainer.errors import RunError, TaskError
@@ -37,8 +38,8 @@ def has_little_time(completions, **_):
     def give_up(*_):
         raise TimeoutError
     signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         while True:
             pass
     except TimeoutError:
@@ -82,12 +83,12 @@ def session(tmp_path_factory):
     folder, before = tmp_path_factory.mktemp("rewards"), Path.cwd()
     (folder / "functions.py").write_text(FUNCTIONS)
     os.chdir(folder)
-    with RaySession(RunArguments(timeout=60.0), lambda *_: None) as session:
+    with RaySession(RunArguments(timeout=HANGS_SECONDS), lambda *_: None) as session:
         yield session
     os.chdir(before)
 
 
-def workers(session, *names, timeout=60.0, **options):
+def workers(session, *names, timeout=HANGS_SECONDS, **options):
     return RewardWorkers(
         Rewards([f"functions:{name}" for name in names], None, [], timeout=timeout, **options), session
     )

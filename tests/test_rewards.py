@@ -224,8 +224,8 @@ async def never_either(**_):
 
 
 def test_ctrl_c_ends_a_run_whose_reward_never_returns(rewards):
-    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
         score(rewards(mine=never), group("a"))
 
 

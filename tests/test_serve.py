@@ -508,6 +508,7 @@ def test_reset_connection_is_a_lost_server_and_no_error(servers):
             await server.call("/pause")
         servers[0].silent.set()
         servers[0].die()
+        server = Server("engine", servers[0].url, None, 20)
         with pytest.raises(ServerLost, match=r"^no answer: "):
             await server.call("/pause")
 

@@ -184,7 +184,7 @@ def test_file_of_a_shared_buffer_closes_with_its_tensor():
     _, (path, *_) = share_tensor(buffer)
     assert "weight sync" in os.readlink(path)
     del buffer
-    assert not os.path.lexists(path)
+    assert not (os.path.lexists(path) and "weight sync" in os.readlink(path))  # it may be another's by now
 
 
 def test_worker_that_raises_ends_the_sync_with_its_traceback():
