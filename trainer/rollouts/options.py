@@ -75,7 +75,7 @@ class QuantizedEngineArguments(EngineArguments):
     quantization: Annotated[str | None, AfterValidator(torchao_config)] = arg(
         None,
         help="quantize the engines' weights as they arrive: auto (FP8; CPU: int8), or the JSON of a torchao"
-        " configuration",
+        " configuration of int8 or FP8",
     )
 
 
