@@ -207,7 +207,9 @@ def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
     parents = [psutil.Process(child.pid) for child in children]
     pids = [own.pid for parent in parents for own in [parent, *parent.children(recursive=True)]]
     # To each that is still the process that it was: days later, its number may be another's.
-    send = "; ".join(f"grep -qsw '{_started(pid)}' /proc/{pid}/stat && kill $1 {pid}" for pid in pids)
+    send = "; ".join(
+        f"read -r stat </proc/{pid}/stat && case $stat in *' {_started(pid)} '*) kill $1 {pid};; esac" for pid in pids
+    )
     reader, _ = os.pipe()  # its other end closes when this process ends
     # By way of 3: what runs in the background has no standard input.
     watch = f"exec 3<&0; send() {{ {send}; }}; {{ read line; send -TERM; sleep 2; send -KILL; }} <&3 >/dev/null 2>&1 &"
