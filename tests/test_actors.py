@@ -358,10 +358,15 @@ def test_death_is_not_blamed_on_who_waited_for_the_dead(session):
         engines.call("syncing", Engines.take_weights, trainer.actors["trainer"])
 
 
-def test_actor_that_ray_cannot_reach_has_died():
+def test_actor_that_ray_cannot_reach_has_died(monkeypatch):
     """Ray waits for a second for the news of a death, and then it does not know."""
-    error = explain("generating", "engine", ActorUnavailableError("connection refused", None))
-    assert str(error) == "the engine died while generating"
+    out_of_reach, follows = ActorUnavailableError("connection refused", None), WeightSyncError("a connection closed")
+    assert str(explain("generating", "engine", out_of_reach)) == "the engine died while generating"
+    monkeypatch.setattr(run_session, "_answer", lambda call: call)
+    monkeypatch.setattr(run_session.ray, "wait", lambda *_, **__: None)
+    session = RaySession(RunArguments(), lambda *_: None)
+    error = session._blame("syncing", {follows: "trainer", out_of_reach: "engine"})
+    assert str(error) == "the engine died while syncing"
 
 
 @pytest.mark.slow

@@ -195,6 +195,7 @@ class RaySession:
         answers = [(actor, _answer(ref)) for ref, actor in calls.items()]
         errors = [(actor, answer) for actor, answer in answers if isinstance(answer, Exception)]
         deaths = [(actor, error) for actor, error in errors if _died(error)]
+        deaths = deaths or [(actor, error) for actor, error in errors if _is_out_of_reach(error)]
         for_user = [(actor, error) for actor, error in errors if isinstance(_cause(error), USER_ERRORS)]
         return explain(phase, *(deaths or for_user or errors)[0])
 
@@ -223,7 +224,7 @@ def explain(phase: str, actor: str, error: Exception) -> Exception:
         return RunError(f"the {actor} cannot start: {cause}; more in {sys.stderr.name}")  # which is run.log
     if isinstance(cause, USER_ERRORS):
         return cause
-    if _died(error) or type(error) is ActorUnavailableError:  # if the news of its death takes Ray over a second
+    if _died(error) or _is_out_of_reach(error):
         node = " with its Ray node" if "its node has died" in str(error) else ""
         return RunError(f"the {actor} died{node} while {phase}")
     if "EngineDeadError" in str(error):
@@ -237,6 +238,11 @@ def _died(error: Exception) -> bool:
     """Whether the actor's process died. Ray also says so of an actor whose constructor raised."""
     own = isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError)  # which passes on another's death
     return own and "creation task" not in str(error)
+
+
+def _is_out_of_reach(error: Exception) -> bool:
+    """Whether Ray cannot reach the actor, as when it has died, and the news of that takes more than a second."""
+    return type(error) is ActorUnavailableError
 
 
 def _cause(error: Exception) -> Exception:
