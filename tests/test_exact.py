@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import arguments_of
 from learners import CPU, MODELS, config, rollouts, write_model
-from transformers import AutoConfig
+from transformers import AutoConfig, FalconMambaConfig
 from transformers.models.llama import modeling_llama
 
 import train_grpo
@@ -347,6 +347,13 @@ B200 = replace(H200, capability=100)
 def test_gpu_without_flash_attention_3_is_exact_where_triton_computes_attention(tmp_path, gpu, head_dim, expected):
     model = write_model("Llama", tmp_path, **EXACT["Llama"] | {"head_dim": head_dim})
     assert settled(gpu, model=model).exact == expected
+
+
+def test_model_without_heads_is_not_exact_on_any_gpu(tmp_path):
+    said = []
+    FalconMambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=99).save_pretrained(tmp_path)
+    assert [settled(gpu, said.append, model=str(tmp_path)).exact for gpu in (H200, B200)] == ["off"] * 2
+    assert all("arithmetic of its FalconMambaMixer" in line for line in said)
 
 
 @pytest.mark.parametrize(

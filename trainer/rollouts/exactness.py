@@ -37,9 +37,6 @@ def settle_exactness(
     obstacles = {
         "there is no GPU": gpu is None,
         f"the GPU's compute capability is below {LEAST_CAPABILITY / 10}": gpu and gpu.capability < LEAST_CAPABILITY,
-        "FlashAttention 3, which this model takes, is for compute capability 9 alone": (
-            gpu and gpu.capability >= BLACKWELL and attention_backend(of_model) == "FLASH_ATTN"
-        ),
         f"NCCL {gpu and gpu.nccl_version} takes vLLM's settings for all groups, and the first sync would hang": (
             gpu and by_nccl and gpu.nccl < LEAST_NCCL
         ),
@@ -54,6 +51,8 @@ def settle_exactness(
     reason = next((reason for reason, holds in obstacles.items() if holds), "")
     if not reason and (missing := missing_operation(of_model)):
         reason = f"the trainer does not know the engine's arithmetic of {missing}"
+    if not reason and gpu.capability >= BLACKWELL and attention_backend(of_model) == "FLASH_ATTN":
+        reason = "FlashAttention 3, which this model takes, is for compute capability 9 alone"
     if not reason:
         return args
     if args.exact == "on":
