@@ -338,9 +338,10 @@ def engine_setting(args: Arguments, device: str) -> EngineSetting:
 
 def load(models: dict[str, ActorGroup], paths: dict, states: dict, args: Arguments, device: str, shared: bool) -> tuple:
     """Load all models. Returns the number of steps done, and lines to print about the policy."""
-    for model in models.values():  # before any loads, since nothing keeps an address's port free
+    for name, model in models.items():  # before any loads, since nothing keeps an address's port free
         address = model.call("loading", Rank.address)[0]
-        model.call("loading", Rank.join, address, len(model), device, args.engine.exact, AT_ONCE)
+        exact = args.engine.exact if name in ("trainer", "reference") else "off"  # an engine has none of others' bits
+        model.call("loading", Rank.join, address, len(model), device, exact, AT_ONCE)
     turns = [(model, Rank.load, paths[name], states.get(name), args, device) for name, model in models.items()]
     return take_turns("loading", shared, turns)[0]
 

@@ -536,6 +536,27 @@ def test_models_that_share_devices_are_called_in_turn(shared, order):
     assert ", ".join(seen) == order
 
 
+def test_only_models_whose_bits_an_engine_has_compute_as_it_does():
+    class Model:
+        def __init__(self):
+            self.called = {}
+
+        def __len__(self):
+            return 1
+
+        def call(self, phase, method, *args):
+            self.called[method.__name__] = args
+            return ["address"]
+
+        def agreed(self, phase, method, *args):
+            return 0, ""
+
+    models = {name: Model() for name in train_ppo.RANKS}
+    assert train_ppo.load(models, dict.fromkeys(models, "path"), {}, arguments_of(train_ppo, exact="on"), "cuda", True)
+    exact = {name: "on" in model.called["join"] for name, model in models.items()}
+    assert exact == {"trainer": True, "reference": True, "critic": False, "reward_model": False}
+
+
 # --- Whole runs -------------------------------------------------------------------------------------------------------
 
 
