@@ -322,7 +322,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="name or folder (default: facebook/opt-125m; no GPU: a small one)")
     parser.add_argument("--prompts", type=json_lines, default=PROMPTS, help="JSON lines, as shown at the script's top")
     parser.add_argument("--prompts-per-step", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt, or a few more")
+    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt, rounded up for all GPUs")
     parser.add_argument("--max-tokens", type=int, default=16, help="of a completion")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, help="default: 1e-5; the small model: 3e-3")

@@ -206,7 +206,8 @@ def end_with_children(unless: Callable[[], bool] = lambda: False) -> None:
         return
     parents = [psutil.Process(child.pid) for child in children]
     pids = [own.pid for parent in parents for own in [parent, *parent.children(recursive=True)]]
-    # To each that is still the process that it was: days later, its number may be another's.
+    # To each that is still the process that it was: days later, its number may be another's. By commands of the shell's
+    # own: at a limit of processes it could start no others.
     send = "; ".join(
         f"read -r stat </proc/{pid}/stat && case $stat in *' {_started(pid)} '*) kill $1 {pid};; esac" for pid in pids
     )

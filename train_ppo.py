@@ -340,7 +340,7 @@ def load(models: dict[str, ActorGroup], paths: dict, states: dict, args: Argumen
     """Load all models. Returns the number of steps done, and lines to print about the policy."""
     for name, model in models.items():  # before any loads, since nothing keeps an address's port free
         address = model.call("loading", Rank.address)[0]
-        exact = args.engine.exact if name in ("trainer", "reference") else "off"  # an engine has none of others' bits
+        exact = args.engine.exact if name in ("trainer", "reference") else "off"  # no engine has the others' bits
         model.call("loading", Rank.join, address, len(model), device, exact, AT_ONCE)
     turns = [(model, Rank.load, paths[name], states.get(name), args, device) for name, model in models.items()]
     return take_turns("loading", shared, turns)[0]

@@ -166,7 +166,7 @@ def group(session: RaySession, name: str, count: int = 1, cls: type = Actor, **o
 
 
 def await_start(session: RaySession) -> None:
-    """Of all actors: what is timed afterwards does not have it."""
+    """Wait until all actors have started, so that what is timed afterwards does not have their start."""
     ray.get([actor.__ray_ready__.remote() for actor in session.actors.values()], timeout=HANGS_SECONDS)
 
 
@@ -210,7 +210,7 @@ def test_modules_of_the_working_folder_come_last_in_workers_and_their_processes(
     script.parent.mkdir()
     script.write_text(FINDING)
     (script.parent / "beside.py").touch()
-    text = Script(folder, sys.executable, "../script/main.py", PYTHONPATH=str(ROOT)).finish()
+    text = Script(folder, sys.executable, "../script/main.py", PYTHONPATH=str(ROOT)).finish(120)
     origins = [ROOT / "trainer/__init__.py", ROOT / "weight_sync/__init__.py", datasets.__file__, folder / "mine.py"]
     assert text.splitlines()[-1].split() == [
         *map(os.path.realpath, [folder, *[*origins, script.parent / "beside.py"] * 2])
@@ -252,7 +252,7 @@ with RaySession(RunArguments(), lambda *_: None) as session:
 @pytest.mark.slow
 def test_what_an_engine_starts_as_it_ends_is_ended_and_what_its_workers_shared_is_removed(tmp_path):
     (tmp_path / "main.py").write_text(ENDING)
-    name = Script(tmp_path, sys.executable, "main.py", PYTHONPATH=str(ROOT)).finish().splitlines()[-1]
+    name = Script(tmp_path, sys.executable, "main.py", PYTHONPATH=str(ROOT)).finish(120).splitlines()[-1]
     assert name.startswith("psm_")
     assert not is_alive(int((tmp_path / "started").read_text()))
     assert_removed({f"/dev/shm/{name}"})

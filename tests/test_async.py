@@ -176,17 +176,24 @@ def wait_until(holds) -> None:
 
 def test_slow_judge_scores_several_prompts_at_once():
     """Coroutines of all prompts that are complete wait at the same time, also those of several steps."""
-    begun, all_have_begun = [], asyncio.Event()
+    waiting, most, many = 0, 0, asyncio.Event()
 
     async def judge(completions, **_):
-        begun.append(1)
-        if len(begun) == 16:
-            all_have_begun.set()
-        await all_have_begun.wait()
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        if most >= 16:
+            many.set()
+        await many.wait()
+        await asyncio.sleep(0.5)
+        waiting -= 1
         return one(completions)
 
-    ahead = Ahead(judge, max_staleness=2, prompts_per_step=8)
-    assert len(beside(ahead.take, 1).result(timeout=30).groups) == 8
+    ahead, started = Ahead(judge, max_staleness=2, prompts_per_step=8), time.monotonic()
+    for step in range(1, 7):
+        beside(ahead.take, step).result(timeout=30)
+        ahead.engines.version = step
+    assert time.monotonic() - started < 6  # of 24 s that 48 prompts take, one after the other
 
 
 def test_rewards_are_computed_while_the_step_has_prompts_without_completions():

@@ -129,7 +129,7 @@ def test_run_ends_at_a_fault_and_goes_on_after_it(script, tmp_path, subtests, sm
     process = script(name, *how, "--steps", done + 2, PYTHONPATH=str(ROOT / "tests"))
     beside = [script(name, *options, "--output", "beside", "--steps", 1)] if faults is OTHERS else []
     process.wait_for("run folder")  # which this run holds from now on
-    again = script(name, "--resume", "run").finish()
+    again = script(name, "--resume", "run").finish(60)
     assert again.splitlines()[-1].startswith("error: another run is using "), again
     for text in [each.finish() for each in (process, *beside)]:
         assert text.splitlines()[-1].startswith("OK: "), text
@@ -220,7 +220,7 @@ def test_run_goes_on_without_its_terminal(tmp_path):
     run = Script(tmp_path, "nohup", sys.executable, "-c", BEGUN, PYTHONPATH=str(ROOT), PYTHONIOENCODING="ascii")
     run.wait_for("begun")
     run.process.send_signal(signal.SIGHUP)
-    assert r"begun \xe9" in run.finish()
+    assert r"begun \xe9" in run.finish(60)
     assert run.process.returncode == 0
 
 
@@ -238,7 +238,7 @@ sys.exit("begun" not in shown.getvalue())
 @pytest.mark.slow
 def test_run_needs_no_stdout_of_its_own(tmp_path):
     run = Script(tmp_path, sys.executable, "-c", NOTEBOOK, PYTHONPATH=str(ROOT))
-    assert run.finish() == ""
+    assert run.finish(60) == ""
     assert run.process.returncode == 0
 
 

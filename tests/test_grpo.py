@@ -45,7 +45,7 @@ def test_default_run_learns_and_proves_every_sync(script, tmp_path):
     run = script("train_grpo.py", "--output", "run", "--timeline")
     run.wait_for("step  1/30")
     shared = shared_memory_of(run.descendants())
-    text = run.finish()
+    text = run.finish(180)
     assert shared
     assert_removed(shared)
     assert not [path for path in run.temporary.iterdir() if path.is_socket()]
@@ -261,7 +261,7 @@ def test_bad_arguments_end_before_anything_starts(monkeypatch, tmp_path, capsys,
 @pytest.mark.slow
 def test_model_that_is_missing_ends_the_run_before_actors_start(script):
     run = script("train_grpo.py", "--model", "/no/such/model")
-    text = run.finish()
+    text = run.finish(60)
     run.assert_failed_cleanly(text, [])
     assert "cannot load the model /no/such/model: no such folder" in text.splitlines()[-1]
 

@@ -95,9 +95,10 @@ def test_first_error_of_the_engine_ends_a_wait_for_vllm(trainer):
             trainer.client.finish_weight_update()
         waits.wait()  # as a broadcast to a worker that has failed, which never ends
 
-    waits = threading.Event()
+    waits, started = threading.Event(), time.monotonic()
     with pytest.raises(ValueError, match="the first"):
         trainer.unless_engine_fails(send_weights)
+    assert time.monotonic() - started < 2
     waits.set()
 
 

@@ -718,12 +718,21 @@ def test_reset_that_returns_no_text_is_an_error(converse, monkeypatch):
 
 
 def test_calls_behind_one_that_timed_out_are_not_waited_for(converse, monkeypatch):
-    waits, wait = [], asyncio.wait
-    monkeypatch.setattr(asyncio, "wait", lambda calls, timeout: waits.append(timeout) or wait(calls, timeout=timeout))
+    waits, clock, wait = [], [], asyncio.wait
+
+    async def noted(calls, timeout):
+        waits.append(timeout)
+        clock.append(time.monotonic())
+        answer = await wait(calls, timeout=timeout)
+        clock.append(time.monotonic())
+        return answer
+
+    monkeypatch.setattr(asyncio, "wait", noted)
     said = "[wait(), add(number=1), add(number=2), add(number=3)]"
     rollouts = converse(call_once(said), environment="test_tools:Counter", tool_timeout=0.4, max_tokens=400)
     assert answers(rollouts[0]) == [str({"error": f"no answer within {seconds} s"}) for seconds in ("0.4",) * 4]
     assert sorted(waits) == [0] * 12 + [0.4] * 4  # of four conversations
+    assert max(clock) - min(clock) < 1.2  # not four times 0.4 s
 
 
 def test_environment_whose_call_timed_out_is_thrown_away(converse):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from conftest import HANGS_SECONDS, arguments_of
+from conftest import arguments_of
 from transformers import LlamaConfig
 
 import train_grpo
@@ -144,7 +144,7 @@ def test_ranks_and_workers_of_the_same_bundles_share_gpus(place, ranks, given):
     engines = [Actor.options(**seat.options).remote() for seat in topology.engine_seats]
     seats = topology.trainer_seats + topology.engine_seats
     calls = [actor.gpus.remote(seat.bundles) for actor, seat in zip(trainers + engines, seats, strict=True)]
-    seen = [gpu for gpus in ray.get(calls, timeout=HANGS_SECONDS) for gpu in gpus]
+    seen = [gpu for gpus in ray.get(calls, timeout=60) for gpu in gpus]
     assert seen[ranks:] == seen[:ranks] * given.get("engines_per_gpu", 1)
     assert len({*seen}) == ranks
     for actor in trainers + engines:

@@ -128,7 +128,7 @@ def llm_options(
             executor = "mp"
             environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, ids)) for ids in cores_of_workers)}
         options |= {"dtype": "float32", "distributed_executor_backend": executor, "kv_cache_memory_bytes": 256 << 20}
-        options["max_model_len"] = args.max_model_len or -1  # the model's own, or as many tokens as that holds
+        options["max_model_len"] = args.max_model_len or -1  # the model's own, or what the KV cache holds
         # For a prompt in two parts, vLLM would rewind the seed's generator, which a CPU's cannot do.
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
     if setting.extension:
